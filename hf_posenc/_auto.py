@@ -1,0 +1,83 @@
+"""Make converted checkpoints known to transformers' `Auto` classes, without importing either of them.
+
+The `Auto` modules bring in torch, which takes seconds, and the models import them in turn. So registration waits until the
+first import that needs one of them has run to its end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_AUTO_MODULES = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto")
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module as its own loader would, and notices when the outermost import ends."""
+
+    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on the module is as if this package were not there.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        depth = self._finder.depth
+        depth.value += 1
+        try:
+            self._loader.exec_module(module)
+        finally:
+            depth.value -= 1
+        if depth.value == 0:
+            self._finder.settle()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds transformers' modules through the other finders, and watches them load."""
+
+    def __init__(self) -> None:
+        self.depth = _Depth()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "transformers" and not fullname.startswith("transformers."):
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+    def settle(self) -> None:
+        """Register and stop watching, once one of the `Auto` modules is there."""
+        if self in sys.meta_path and any(module in sys.modules for module in _AUTO_MODULES):
+            sys.meta_path.remove(self)
+            importlib.import_module("hf_posenc.patches.auto").register_all()
+
+
+def register_on_import() -> None:
+    """Register now if the `Auto` modules are loaded, otherwise as soon as they are."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        finder.settle()

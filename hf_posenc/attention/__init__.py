@@ -1,0 +1,163 @@
+"""How a scheme's seams become an output: executors that must agree, and the choice between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.blocks import blocks
+from hf_posenc.attention.dense import dense
+from hf_posenc.attention.mask import Mask, from_tensor
+from hf_posenc.attention.sdpa import applies, sdpa, touches_the_matrix
+from hf_posenc.attention.task import Task
+from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.scheme import Positions, Scheme
+
+__all__ = ["Executor", "Mask", "Task", "attend", "choose", "executors", "from_tensor", "reach", "run"]
+
+Executor = Literal["dense", "blocks", "sdpa"]
+
+# Below this many logits per call the dense form is at least as fast, and what it keeps for the backward pass is small.
+_DENSE_LOGITS = 2**21
+
+
+def executors(scheme: Scheme) -> tuple[Executor, ...]:
+    """Return the executors that can run a scheme, the reference first."""
+    return ("dense", "blocks") if touches_the_matrix(scheme) else ("dense", "blocks", "sdpa")
+
+
+def choose(scheme: Scheme, task: Task, *, need_weights: bool) -> Executor:
+    """Pick the executor for a call: only the dense form has weights to give."""
+    if need_weights:
+        return "dense"
+    if applies(scheme, task):
+        return "sdpa"
+    batch, heads, length, _ = task.q.shape
+    return "dense" if batch * heads * length * task.k.shape[2] <= _DENSE_LOGITS else "blocks"
+
+
+def run(
+    scheme: Scheme, task: Task, mask: Mask, *, executor: Executor | None = None, need_weights: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Run one attention call on projected operands.
+
+    Args:
+        scheme: The scheme, whose `score`, `weigh` and `mix` are used.
+        task: The operands.
+        mask: Visibility of keys.
+        executor: Which executor; `None` lets `choose` decide.
+        need_weights: Also return the weights, which takes the dense executor.
+
+    Returns:
+        The output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` or `None`.
+    """
+    executor = executor or choose(scheme, task, need_weights=need_weights)
+    if need_weights or executor == "dense":
+        output, weights = dense(scheme, task, mask)
+        return output, weights if need_weights else None
+    if executor == "blocks":
+        return blocks(scheme, task, mask), None
+    return sdpa(scheme, task, mask), None
+
+
+def attend(
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    hidden: Tensor | None = None,
+    mask: Tensor | None = None,
+    need_weights: bool = False,
+    executor: Executor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with a scheme, outside any transformers model.
+
+    The whole scheme is applied: its projection (rotations), scores, weights, mixing and finish. Queries may be the last
+    rows of a longer sequence of keys; pass keys as they were projected, before any rotation.
+
+    Args:
+        scheme: From `build`. Its geometry says whether keys ahead of a query are hidden.
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, K, D]`.
+        v: Values `[B, G, K, D]`.
+        query_positions: int64 `[B|1, Q]`.
+        key_positions: int64 `[B|1, K]`.
+        hidden: Hidden states `[B, Q, E]` for schemes that read them.
+        mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
+            be added, broadcastable to `[B, H, Q, K]`.
+        need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
+        executor: Force `"dense"`, `"blocks"` or `"sdpa"`.
+
+    Returns:
+        The output `[B, H, Q, D]`, or a pair with the weights.
+
+    Raises:
+        ShapeError: The shapes do not fit together or to the scheme's geometry.
+        OptionError: The executor cannot run this scheme.
+    """
+    geometry = scheme.geometry
+    _check_shapes(scheme, q, k, v, query_positions, key_positions)
+    if executor is not None and executor not in executors(scheme):
+        raise OptionError(
+            f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme))}."
+        )
+    if executor not in (None, "dense") and need_weights:
+        raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
+    positions = Positions(query_positions, key_positions)
+    projected = scheme.project(hidden, q, k, v, positions)
+    rule: Literal["all", "positions"] = "positions" if geometry.causal else "all"
+    if mask is None:
+        visible = Mask(rule)
+    else:
+        if mask.ndim == 2:
+            mask = (mask if mask.dtype == torch.bool else mask != 0)[:, None, None, :]
+        elif mask.ndim == 3:
+            mask = mask[:, None]
+        visible = from_tensor(mask, rule=rule, batch=q.shape[0], heads=q.shape[1], q=q.shape[2], k=k.shape[2])
+    assert geometry.scale is not None
+    task = Task(
+        q=projected.q,
+        k=projected.k,
+        v=projected.v,
+        positions=positions,
+        reach=reach(positions),
+        scale=geometry.scale,
+        hidden=hidden,
+        state=projected.state,
+    )
+    output, weights = run(scheme, task, visible, executor=executor, need_weights=need_weights)
+    output = scheme.finish(output, hidden)
+    return output if weights is None else (output, weights)
+
+
+def reach(positions: Positions) -> int:
+    """Return a bound on every distance between a query and a key (positions are never negative)."""
+    return max(int(positions.query.max()), int(positions.key.max())) if positions.query.numel() else 0
+
+
+def _check_shapes(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> None:
+    geometry = scheme.geometry
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [batch, heads, length, head_dim].")
+    batch, keys = q.shape[0], k.shape[2]
+    expected_q = [batch, geometry.heads, q.shape[2], geometry.head_dim]
+    expected_k = [batch, geometry.kv_heads, keys, geometry.head_dim]
+    for name, tensor, expected in (("q", q, expected_q), ("k", k, expected_k), ("v", v, expected_k)):
+        if list(tensor.shape) != expected:
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; the scheme's geometry expects {expected}.")
+    for name, tensor, length in (
+        ("query_positions", query_positions, q.shape[2]),
+        ("key_positions", key_positions, keys),
+    ):
+        if tensor.ndim != 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected int64.")

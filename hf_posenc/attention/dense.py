@@ -1,0 +1,44 @@
+"""The reference: all rows at once, straight from the seams. Every other executor must equal it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+from hf_posenc.scheme import Block, Positions, Scheme, grouped_matmul
+
+
+def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
+    return rows(scheme, task, mask, 0, task.q.shape[2])
+
+
+def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Attention of the query rows `start:stop` against all keys they can see."""
+    keys = mask.keys_needed(stop, task.k.shape[2])
+    q = task.q[:, :, start:stop]
+    k, v = task.k[:, :, :keys], task.v[:, :, :keys]
+    keep, bias = mask.rows(start, stop, keys, task.positions)
+    block = Block(
+        positions=Positions(task.positions.query[:, start:stop], task.positions.key[:, :keys]),
+        reach=task.reach,
+        keep=keep,
+        hidden=None if task.hidden is None else task.hidden[:, start:stop],
+        state=task.state,
+    )
+    precise = torch.promote_types(q.dtype, torch.float32)
+    if task.upcast:
+        q, k = q.to(precise), k.to(precise)
+    logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale  # [B, H, q, K]
+    if bias is not None:
+        logits = logits + bias
+    if task.native_score is not None:
+        logits = task.native_score(logits, block)
+    logits = scheme.score(logits, q, k, block)
+    weights = scheme.weigh(logits, keep).to(v.dtype)
+    if task.dropout:
+        weights = F.dropout(weights, task.dropout)
+    return scheme.mix(weights, v, block), weights

@@ -1,0 +1,79 @@
+"""Which keys a query may see, in a form that any executor can slice by rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import ShapeError
+from hf_posenc.scheme import Positions
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Visibility of keys, without an S x S tensor where a rule will do.
+
+    Attributes:
+        rule: `"all"`, `"slots"` (key i is visible to query j if i <= j; as many keys as queries) or `"positions"` (if
+            its position is not greater than the query's).
+        keep: Keys that may be seen, bool `[B|1, H|1, Q|1, K]`, on top of the rule.
+        bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
+    """
+
+    rule: Literal["all", "slots", "positions"] = "all"
+    keep: Tensor | None = None
+    bias: Tensor | None = None
+
+    def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
+        """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
+        keep = _rows(self.keep, start, stop, keys)
+        if self.rule == "slots" and start + 1 < keys:
+            query = torch.arange(start, stop, device=positions.query.device)
+            key = torch.arange(keys, device=positions.query.device)
+            keep = _both(keep, (key <= query[:, None])[None, None])
+        if self.rule == "positions":
+            visible = positions.key[:, None, :keys] <= positions.query[:, start:stop, None]
+            keep = _both(keep, visible[:, None])
+        return keep, _rows(self.bias, start, stop, keys)
+
+    def keys_needed(self, stop: int, keys: int) -> int:
+        """How many leading keys the query rows before `stop` can see at most."""
+        return min(stop, keys) if self.rule == "slots" else keys
+
+
+def _rows(tensor: Tensor | None, start: int, stop: int, keys: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    rows = tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
+    return rows[..., :keys]
+
+
+def _both(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first & second
+
+
+def from_tensor(mask: Tensor, *, rule: Literal["all", "slots", "positions"], batch: int, heads: int, q: int, k: int) -> Mask:
+    """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
+
+    In a float mask, values near the smallest of the dtype (or -inf) mean "hidden": they are turned back into booleans, so
+    that they replace whatever bias a scheme adds instead of being added to it.
+
+    Raises:
+        ShapeError: The mask does not broadcast to `[batch, heads, q, k]`.
+    """
+    expected = (batch, heads, q, k)
+    if mask.ndim != 4 or any(got not in (1, want) for got, want in zip(mask.shape, expected, strict=True)):
+        raise ShapeError(
+            f"Got an attention mask of shape {tuple(mask.shape)}; expected one that broadcasts to [batch, heads, "
+            f"queries, keys] = {list(expected)}. Pass a 2-D padding mask, or a 4-D mask of that shape."
+        )
+    mask = mask.expand(*mask.shape[:3], k)
+    if mask.dtype == torch.bool:
+        return Mask(rule, keep=mask)
+    if not mask.is_floating_point():
+        return Mask(rule, keep=mask != 0)
+    keep = mask > torch.finfo(mask.dtype).min / 2
+    return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0))

@@ -1,0 +1,48 @@
+"""Plain scaled dot-product attention, for schemes that only touch what goes into it (rotations, input encodings)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+from hf_posenc.scheme import Scheme
+
+_TOUCHES_THE_MATRIX = ("score", "weigh", "mix")
+
+
+def applies(scheme: Scheme, task: Task) -> bool:
+    """Whether the fused kernel computes this scheme."""
+    return task.native_score is None and not touches_the_matrix(scheme)
+
+
+def touches_the_matrix(scheme: Scheme) -> bool:
+    """Whether the scheme does anything between `q @ k.T` and the output."""
+    return any(scheme.overrides(seam) for seam in _TOUCHES_THE_MATRIX)
+
+
+def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+    """Return the output `[B, H, Q, D]`."""
+    q, k, v = task.q, task.k, task.v
+    length, keys = q.shape[2], k.shape[2]
+    if mask.rule == "slots" and mask.keep is None and mask.bias is None:
+        attend_mask, causal = None, length > 1
+    else:
+        keep, bias = mask.rows(0, length, keys, task.positions)
+        causal = False
+        if bias is None:
+            attend_mask = keep
+        else:
+            low = q.new_full((), float("-inf"))
+            attend_mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=attend_mask,
+        dropout_p=task.dropout,
+        is_causal=causal,
+        scale=task.scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )

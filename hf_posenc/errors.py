@@ -1,0 +1,83 @@
+"""Every error that hf_posenc raises on purpose.
+
+PosencError
+├── UnknownSchemeError      a name that is not in the registry
+├── OptionError             an option that does not exist, or has a wrong type or range
+├── ArchitectureError       a model that cannot be patched: unsupported, altered or unsuitable
+├── WrappedModelError       a model inside PEFT, DDP, FSDP or torch.compile
+├── DirectionError          a causal scheme on a bidirectional stack
+├── LayerSelectionError     `layers` or `stacks` that match nothing, or overlap an earlier patch
+├── NotPatchedError         a patched model was expected
+├── PositionError           positions that are missing, misshapen or beyond a table
+├── ShapeError              tensors or masks whose shapes do not fit
+├── CacheError              a key/value cache that cannot hold the state of a scheme
+├── AttentionBackendError   an `attn_implementation` that would ignore the scheme
+└── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
+
+All of them are `ValueError`s, and every message says what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class PosencError(ValueError):
+    """Base class of the errors of this package."""
+
+
+class UnknownSchemeError(PosencError):
+    """The name of a scheme is not in the registry."""
+
+
+class OptionError(PosencError):
+    """An option of a scheme does not exist, or its value has a wrong type or range."""
+
+
+class ArchitectureError(PosencError):
+    """The model cannot be patched: its class is not supported, or it was altered."""
+
+
+class WrappedModelError(PosencError):
+    """The model is already inside PEFT, DDP, FSDP or `torch.compile`."""
+
+
+class DirectionError(PosencError):
+    """The scheme is not defined for the direction of a stack."""
+
+
+class LayerSelectionError(PosencError):
+    """`layers` or `stacks` match nothing, or overlap an earlier patch."""
+
+
+class NotPatchedError(PosencError):
+    """A patched model was expected."""
+
+
+class PositionError(PosencError):
+    """Positions are missing, misshapen, or beyond the table of the scheme."""
+
+
+class ShapeError(PosencError):
+    """Tensors or masks have shapes that do not fit together."""
+
+
+class CacheError(PosencError):
+    """The key/value cache cannot hold the state that the scheme needs."""
+
+
+class AttentionBackendError(PosencError):
+    """The attention implementation would ignore the scheme."""
+
+
+class CheckpointError(PosencError):
+    """A converted checkpoint is damaged, incomplete, or of a newer format."""
+
+
+def suggest(got: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest known word, and all of them."""
+    words = sorted(known)
+    near = get_close_matches(got, words, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Known: {', '.join(words) if words else 'none'}."

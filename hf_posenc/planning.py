@@ -1,0 +1,237 @@
+"""`plan`, a dry run of a patch, and `verify`, the proof that a patch is active."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc import attention, record
+from hf_posenc.errors import NotPatchedError
+from hf_posenc.patches import surgery
+from hf_posenc.patches.architecture import Architecture, of_config, of_model
+from hf_posenc.patches.models import describe_start, schemes_of
+from hf_posenc.patching import Layers, disabled, prepare
+from hf_posenc.scheme import Scheme
+
+# Positions are cached as int64.
+_POSITION_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `patch` would do.
+
+    Attributes:
+        architecture: Name of the architecture.
+        scheme: Name of the scheme.
+        native: `"remove"` or `"keep"`.
+        options: Resolved options by stack.
+        layers: Layer indices by stack.
+        parameters: How many parameters are added.
+        parameter_bytes: Their size.
+        start: `"exact"`, `"exact with native kept"` or `"break"` (the model must be adapted).
+        executors: The ways the scheme's attention can be run, the reference first.
+        cache_bytes_per_token: Added to the key/value cache per token, over all layers, beside keys and values.
+        warnings: What to know before going on.
+    """
+
+    architecture: str
+    scheme: str
+    native: str
+    options: dict[str, dict[str, Any]]
+    layers: dict[str, tuple[int, ...]]
+    parameters: int
+    parameter_bytes: int
+    start: str
+    executors: tuple[str, ...]
+    cache_bytes_per_token: int
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            ("scheme", self.scheme),
+            ("native encoding", self.native),
+            *((f"layers ({name})", f"{len(layers)}: {_short(layers)}") for name, layers in self.layers.items()),
+            *(
+                (f"options ({name})", ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none")
+                for name, options in self.options.items()
+            ),
+            ("parameters added", f"{self.parameters:,} ({self.parameter_bytes:,} bytes)"),
+            ("start", self.start),
+            ("executors", ", ".join(self.executors)),
+            ("cache", f"{self.cache_bytes_per_token} bytes more per token"),
+            *(("warning", warning) for warning in self.warnings),
+        ]
+        return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` saw.
+
+    Attributes:
+        groups: Scheme, native setting and number of layers of each group.
+        calls: How often each scheme ran in one forward of every stack.
+        difference: Largest difference between the hidden states with the patch and without.
+    """
+
+    groups: tuple[tuple[str, str, int], ...]
+    calls: int
+    difference: float
+
+    def __str__(self) -> str:
+        groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
+        return f"active: {groups}; largest difference from the unpatched hidden states {self.difference:.3g}"
+
+
+def plan(
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    scheme: str,
+    *,
+    native: Literal["remove", "keep"] = "remove",
+    layers: Layers = None,
+    stacks: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Plan:
+    """Say what `patch` would do, without doing it.
+
+    Args:
+        model_or_config: A model, or the config of one (nothing is downloaded or allocated for it).
+        scheme: As for `patch`.
+        native: As for `patch`.
+        layers: As for `patch`.
+        stacks: As for `patch`.
+        **options: As for `patch`.
+
+    Raises:
+        PosencError: Whatever `patch` would raise.
+    """
+    model = model_or_config
+    if isinstance(model, PreTrainedConfig):
+        model = _skeleton(model)
+    prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
+    parameters = [p for module in prepared.schemes for p in module.parameters()]
+    per_site = max(module.state_bytes_per_token() for module in prepared.schemes) + _POSITION_BYTES
+    start = describe_start(prepared.schemes, native)
+    return Plan(
+        architecture=prepared.architecture.name,
+        scheme=scheme,
+        native=native,
+        options={name: dict(part.options) for name, part in prepared.group.stacks.items()},
+        layers={name: part.layers for name, part in prepared.group.stacks.items()},
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        start=start,
+        executors=attention.executors(prepared.schemes[0]),
+        cache_bytes_per_token=_cached_sites(prepared.architecture, model, prepared.group) * per_site,
+        warnings=(*prepared.warnings, *_start_warnings(start, prepared.schemes[0], native)),
+    )
+
+
+def verify(model: nn.Module) -> Verification:
+    """Prove that a patch is active: every scheme runs, once for each of its layers.
+
+    Two short forwards of every stack are made, one with the patch and one without.
+
+    Raises:
+        NotPatchedError: The model is not patched, or a scheme that it should run does not run.
+    """
+    if not surgery.is_patched(model):
+        raise NotPatchedError(
+            f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, or load "
+            "the converted checkpoint with hf_posenc imported."
+        )
+    architecture = of_model(model)
+    groups = record.from_config(model.config)
+    if not groups:
+        raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
+    expected: dict[int, int] = {}
+    calls: dict[int, int] = {}
+    for group in groups:
+        for scheme in schemes_of(architecture, model, group):
+            expected[id(scheme)] = 1
+            calls[id(scheme)] = 0
+            if scheme.shared:
+                # Once for each layer, and once where the embeddings are made.
+                body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
+                name = next(n for n, b in architecture.stacks(model).items() if b is body)
+                expected[id(scheme)] = len(group.stacks[name].layers) + scheme.overrides("embed")
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        calls[id(module)] += 1
+
+    handles = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, Scheme) and id(m) in calls]
+    try:
+        active = _hidden_states(architecture, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if calls != expected:
+        silent = sum(calls[key] < wanted for key, wanted in expected.items())
+        raise NotPatchedError(
+            f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library replaced a "
+            "forward after patching. Patch the plain model before applying other libraries, then verify again."
+        )
+    with disabled(model):
+        stock = _hidden_states(architecture, model)
+    difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
+    return Verification(
+        groups=tuple(
+            (group.scheme, group.native, sum(len(part.layers) for part in group.stacks.values())) for group in groups
+        ),
+        calls=sum(calls.values()),
+        difference=difference,
+    )
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model of a config without memory for it."""
+    architecture = of_config(config)
+    heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
+    named = [heads[name] for name in config.architectures or [] if name in heads]
+    kind: Any = named[0] if named else next(k for k in architecture.twins if hasattr(k, "prepare_inputs_for_generation"))
+    with torch.device("meta"):
+        model: PreTrainedModel = kind(config)
+    return model
+
+
+def _cached_sites(architecture: Architecture, model: nn.Module, group: record.Group) -> int:
+    # Encoders keep no cache.
+    bodies = architecture.stacks(model)
+    return sum(
+        len(part.layers) for name, part in group.stacks.items() if architecture.geometry(bodies[name], 0).causal
+    )
+
+
+def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
+    if start != "break":
+        return []
+    hint = ""
+    if scheme.neutral_options is not None:
+        given = ", ".join(f"{key}={value!r}" for key, value in scheme.neutral_options.items())
+        hint = f" An exact start: native='keep'{f', {given}' if given else ''}."
+    return [f"The patched model computes another function and must be adapted.{hint}"]
+
+
+def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
+    training = model.training
+    model.eval()
+    try:
+        outputs = []
+        for body in architecture.stacks(model).values():
+            weight = body.get_input_embeddings().weight
+            ids = torch.arange(8, device=weight.device)[None] % weight.shape[0]
+            with torch.no_grad():
+                outputs.append(body(input_ids=ids)[0])
+        return outputs
+    finally:
+        model.train(training)
+
+
+def _short(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"

@@ -1,0 +1,102 @@
+"""What is written into a config about a patch: which scheme, with which options, on which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_posenc.errors import CheckpointError
+
+# Raised when a checkpoint written now could not be read right by the previous release.
+FORMAT_VERSION = 1
+
+Native = Literal["remove", "keep"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group's share of one stack.
+
+    Attributes:
+        layers: Indices, sorted.
+        options: The scheme's options, resolved for this stack.
+    """
+
+    layers: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The layers that one call of `patch` gave one scheme.
+
+    Attributes:
+        id: Names the group's shared scheme in the state dict.
+        scheme: Registry name.
+        native: Whether the model's own encoding stays under the scheme.
+        stacks: The group's share of each stack.
+    """
+
+    id: int
+    scheme: str
+    native: Native
+    stacks: Mapping[str, Part]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "id": self.id,
+            "scheme": self.scheme,
+            "native": self.native,
+            "stacks": {
+                name: {"layers": list(part.layers), "options": dict(part.options)} for name, part in self.stacks.items()
+            },
+        }
+
+
+def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what a config keeps under `posenc`."""
+    from hf_posenc import __version__
+
+    return {
+        "format_version": FORMAT_VERSION,
+        "plugin_version": __version__,
+        "groups": [group.to_dict() for group in groups],
+    }
+
+
+def from_config(config: Any) -> list[Group]:
+    """Read the groups from a config; none if it was never patched.
+
+    Raises:
+        CheckpointError: The record is of a newer format, or damaged.
+    """
+    record = getattr(config, "posenc", None)
+    if not record:
+        return []
+    version = record.get("format_version") if isinstance(record, Mapping) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"The checkpoint has posenc format {version}, written by hf_posenc {record.get('plugin_version', '?')}; this "
+            f"release reads formats up to {FORMAT_VERSION}. Upgrade: pip install -U hf-posenc."
+        )
+    try:
+        if version != FORMAT_VERSION:
+            raise KeyError("format_version")
+        return [
+            Group(
+                id=int(entry["id"]),
+                scheme=entry["scheme"],
+                native=entry["native"],
+                stacks={
+                    name: Part(tuple(part["layers"]), dict(part["options"])) for name, part in entry["stacks"].items()
+                },
+            )
+            for entry in record["groups"]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"The entry 'posenc' of config.json is damaged ({error!r}). Restore config.json from the original checkpoint, "
+            "or convert the model again."
+        ) from error

@@ -1,0 +1,184 @@
+"""The one table of schemes: a name, its class, and what is known of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from hf_posenc.errors import OptionError, UnknownSchemeError, suggest
+from hf_posenc.scheme import Geometry, Scheme, option_names
+
+SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+Direction = Literal["causal", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """What the registry knows of a scheme.
+
+    Attributes:
+        name: The name that `patch` takes.
+        cls: The class.
+        paper: arXiv id, or another short reference.
+        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"` or `"rotary"`.
+        directions: Where the scheme is defined: `"causal"` (decoders), `"bidirectional"` (encoders).
+    """
+
+    name: str
+    cls: type[Scheme]
+    paper: str
+    family: str
+    directions: tuple[Direction, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the class's documentation."""
+        return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def start(self) -> str:
+        """How a model patched with the default options starts."""
+        reproduced = {
+            "rotary": "exact on models with rotary encoding",
+            "learned": "exact on models with a learned table",
+            "t5": "exact on T5",
+        }
+        parts = []
+        if self.cls.reproduces is not None:
+            parts.append(reproduced[self.cls.reproduces])
+        if self.cls.neutral_options is not None:
+            given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
+            parts.append(f"exact with native='keep'{f' and {given}' if given else ''}")
+        return "; ".join([*parts, "otherwise a break"]) if parts else "break"
+
+    def option_defaults(self) -> dict[str, Any]:
+        """Return each option with its default."""
+        parameters = inspect.signature(self.cls.__init__).parameters
+        return {name: parameters[name].default for name in option_names(self.cls)}
+
+
+_SCHEMES: dict[str, SchemeInfo] = {}
+
+
+def register_scheme(
+    name: str,
+    *,
+    paper: str,
+    family: str,
+    directions: tuple[Direction, ...] = ("causal", "bidirectional"),
+) -> Callable[[SchemeClass], SchemeClass]:
+    """Class decorator that puts a `Scheme` into the registry.
+
+    Args:
+        name: The name that `patch` and `build` take; must be new.
+        paper: arXiv id of the source, or another short reference.
+        family: The family the scheme is listed under.
+        directions: The directions it is defined for.
+
+    Raises:
+        ValueError: The name is taken, or the class is not a `Scheme`.
+    """
+
+    def decorate(cls: SchemeClass) -> SchemeClass:
+        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
+            raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
+        known = _SCHEMES.get(name)
+        if known is not None:
+            raise OptionError(
+                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
+                "Choose another name."
+            )
+        _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions)
+        return cls
+
+    return decorate
+
+
+def _load_builtin() -> None:
+    # A scheme exists by its file existing: there is no second list to keep.
+    package = importlib.import_module("hf_posenc.schemes")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"hf_posenc.schemes.{module.name}")
+
+
+def schemes() -> dict[str, SchemeInfo]:
+    """Return all registered schemes by name, sorted."""
+    _load_builtin()
+    return dict(sorted(_SCHEMES.items()))
+
+
+def get(name: str) -> SchemeInfo:
+    """Return the record of a scheme.
+
+    Raises:
+        UnknownSchemeError: There is none of that name; the message suggests the nearest.
+    """
+    known = schemes()
+    if not isinstance(name, str):
+        raise UnknownSchemeError(f"Expected the name of a scheme, got {name!r}. {suggest('', known)}")
+    if name not in known:
+        raise UnknownSchemeError(f"There is no scheme {name!r}. {suggest(name, known)}")
+    return known[name]
+
+
+def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
+    """Make a scheme for an attention layer of the given geometry, without any transformers model.
+
+    Args:
+        name: A registered name, see `schemes()`.
+        geometry: The layer's shape.
+        **options: The scheme's options, see `describe(name)`.
+
+    Returns:
+        The module, its parameters in float32 and at their start.
+
+    Raises:
+        UnknownSchemeError: No scheme has that name.
+        OptionError: An option is unknown, or its value has a wrong type or range.
+    """
+    info = get(name)
+    if not isinstance(geometry, Geometry):
+        raise OptionError(f"build({name!r}): expected a Geometry as second argument, got {geometry!r}.")
+    check_options(info, options)
+    return info.cls(geometry, **options)
+
+
+def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
+    """Raise `OptionError` unless every option exists and has the annotated type."""
+    names = option_names(info.cls)
+    hints = typing.get_type_hints(info.cls.__init__)
+    for name, value in options.items():
+        if name not in names:
+            raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
+        if not _matches(value, hints[name]):
+            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_readable(hints[name])}.")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(value, choice) for choice in typing.get_args(hint))
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _readable(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(hint))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_readable(choice) for choice in typing.get_args(hint))
+    return "None" if hint is type(None) else str(getattr(hint, "__name__", hint))

@@ -1,0 +1,21 @@
+"""One file per scheme; the registry imports every module of this package.
+
+The package is also the public function `hf_posenc.schemes()`: importing a package binds its name on the parent, so the two
+have to be one object.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from hf_posenc import registry
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self) -> dict[str, registry.SchemeInfo]:
+        """Return all registered schemes by name, sorted."""
+        return registry.schemes()
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,82 @@
+"""Shared by the schemes that add a bias to the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import OptionError
+from hf_posenc.scheme import Block, Geometry, Scheme, set_start
+
+
+class AdditiveBias(Scheme):
+    """A bias `[B|1, H, q, K]` on the scaled logits; never multiplied by the softmax scale.
+
+    Args:
+        geometry: Shape of the layer.
+        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
+        shared: One module for the whole stack.
+    """
+
+    gate_weight: nn.Parameter | None
+
+    def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:
+        super().__init__(geometry)
+        self.gate = gate
+        self.shared = shared
+        self.gate_weight = nn.Parameter(torch.zeros(geometry.heads)) if gate else None
+
+    def reset_parameters(self) -> None:
+        if self.gate_weight is not None:
+            nn.init.zeros_(self.gate_weight)
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """Return the bias `[B|1, H, q, K]` in `dtype`, which is float32 or float64."""
+        raise NotImplementedError
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        bias = self.bias(block, logits.dtype).to(logits.device)
+        if self.gate_weight is not None:
+            bias = bias * self.gate_weight.to(logits)[:, None, None]
+        return logits + bias
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.gate
+
+
+class DistanceBias(AdditiveBias):
+    """A bias that depends on the distance alone: one table `[H, distances]`, gathered; no matrix is ever stored."""
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias `[H, N]` at int64 distances `[N]` (query minus key; never negative in causal layers)."""
+        raise NotImplementedError
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        distance = block.distance()  # [B|1, q, K]
+        low = -block.reach
+        if self.geometry.causal:
+            # Keys ahead of the query are masked; clamping keeps logarithms and powers of them finite.
+            distance, low = distance.clamp_min(0), 0
+        if block.reach - low < distance.numel():
+            table = self.values(torch.arange(low, block.reach + 1, device=distance.device), dtype)
+            flat = table.index_select(1, (distance - low).flatten())
+        else:
+            # Positions with large gaps (position skipping): fewer pairs than distances.
+            flat = self.values(distance.flatten(), dtype)
+        return flat.view(-1, *distance.shape).transpose(0, 1)  # [B|1, H, q, K]
+
+
+def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
+    """Raise `OptionError` unless the condition on an option holds."""
+    if not condition:
+        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
+
+
+def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:
+    """Set a learned table to its start: the values of the model's own table, zeros, or normal noise."""
+    if init == "native" and native is not None:
+        set_start(table, native.detach())
+    elif init == "zero":
+        nn.init.zeros_(table)
+    else:
+        nn.init.normal_(table, std=std)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, set_start
+from hf_posenc.schemes._additive import DistanceBias
+
+
+@register_scheme("alibi", paper="2108.12409", family="additive")
+class ALiBi(DistanceBias):
+    """A penalty proportional to the distance, with a fixed slope per head (Press et al. 2022).
+
+    `bias = -m_h |i - j|`. The bias is built from the distance, not from the key's position as in the official code: the two
+    differ by a constant per row, but in bfloat16 the latter is wrong by up to 0.4 in total variation at position 4,000.
+
+    Args:
+        geometry: Shape of the layer.
+        learned_slopes: Train the logarithms of the slopes.
+        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
+        shared: One set of learned parameters for the whole stack.
+    """
+
+    neutral_options = {"gate": True}
+
+    def __init__(
+        self, geometry: Geometry, *, learned_slopes: bool = False, gate: bool = False, shared: bool = True
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        self.learned_slopes = learned_slopes
+        self.log_slopes = torch.nn.Parameter(torch.empty(geometry.heads)) if learned_slopes else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.log_slopes is not None:
+            set_start(self.log_slopes, torch.tensor(slopes(self.geometry.heads)).log())
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.log_slopes is None:
+            slope = torch.tensor(slopes(self.geometry.heads), dtype=dtype, device=distance.device)
+        else:
+            slope = self.log_slopes.to(distance.device, dtype).exp()
+        return -slope[:, None] * distance.abs().to(dtype)
+
+
+def slopes(heads: int) -> list[float]:
+    """Return the slope of each head: powers of two, the odd ones of the next power filling up (section 3).
+
+    Head order matters when weights of ALiBi models are imported: for other numbers of heads than powers of two the slopes
+    are not sorted.
+    """
+    power = 2 ** int(math.log2(heads))
+    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    rest = [2.0 ** (-4.0 * (head + 1) / power) for head in range(0, 2 * power, 2)]
+    return (first + rest)[:heads]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry
+from hf_posenc.schemes._additive import AdditiveBias, require
+
+# Added to the normaliser, as in the paper's listing.
+_EPSILON = 1e-6
+
+
+@register_scheme("fire", paper="2310.04418", family="additive")
+class FIRE(AdditiveBias):
+    """A small network of the distance, relative to the query's position on a log scale (Li et al. 2024, equation 3).
+
+    `bias = f(psi(i - j) / (psi(max(L, i)) + 1e-6))` with `psi(x) = log(|c x| + 1)` and `f` = Linear(1, width), ReLU,
+    Linear(width, H). Needs true positions, since the normaliser holds the query's own. Computed in float32 at least: in
+    bfloat16 the ratio takes 278 values in all.
+
+    Parameters (named as in the paper's listing; scalars have shape [1], as sharding needs): `c`, `L_multiplier`, `mlp.0`,
+    `mlp.2`; `init_L` is stored but not trained.
+
+    Args:
+        geometry: Shape of the layer.
+        init_c: Start of c.
+        threshold: Start of L, up to which the normaliser does not depend on the query.
+        width: Hidden width of the network.
+        init: `"paper"` is torch's default for linear layers, `"zero"` sets the last layer to zero, a no-op at the start.
+        normalizer: In encoders, the position in the normaliser: `"both"` takes the later of query and key, so that the
+            ratio stays below 1 (our extension); `"query"` is the paper's listing. The same in decoders.
+        shared: One network for the whole stack (FIRE-S).
+    """
+
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        init_c: float = 0.1,
+        threshold: float = 512.0,
+        width: int = 32,
+        init: Literal["paper", "zero"] = "paper",
+        normalizer: Literal["both", "query"] = "both",
+        gate: bool = False,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        require(threshold > 0, "fire", "threshold", threshold, "a positive number")
+        require(width >= 1, "fire", "width", width, "at least 1")
+        self.init_c, self.threshold, self.width = init_c, threshold, width
+        self.init, self.normalizer = init, normalizer
+        self.c = nn.Parameter(torch.empty(1))
+        self.L_multiplier = nn.Parameter(torch.empty(1))
+        self.register_buffer("init_L", torch.empty(1))
+        self.mlp = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, geometry.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.c, self.init_c)
+        nn.init.ones_(self.L_multiplier)
+        nn.init.constant_(self.init_L, self.threshold)
+        for layer, fan_in in ((self.mlp[0], 1), (self.mlp[2], self.width)):
+            bound = fan_in**-0.5
+            nn.init.uniform_(layer.weight, -bound, bound)
+            nn.init.uniform_(layer.bias, -bound, bound)
+        if self.init == "zero":
+            nn.init.zeros_(self.mlp[2].weight)
+            nn.init.zeros_(self.mlp[2].bias)
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        distance = block.distance()  # [B|1, q, K]
+        last = block.positions.query[:, :, None]
+        if self.geometry.causal:
+            distance = distance.clamp_min(0)
+        elif self.normalizer == "both":
+            last = torch.maximum(last, block.positions.key[:, None, :])
+        c = self.c.to(device=distance.device, dtype=dtype)
+        # Autocast would run the network in half precision.
+        with torch.autocast(distance.device.type, enabled=False):
+            limit = (self.L_multiplier * self.init_L).abs().to(c)
+            norm = self._psi(c, torch.maximum(last.to(dtype), limit)) + _EPSILON
+            ratio = self._psi(c, distance.to(dtype)) / norm
+            first, second = self.mlp[0], self.mlp[2]
+            rising = nn.functional.linear(ratio[..., None], first.weight.to(c), first.bias.to(c)).relu()
+            bias = nn.functional.linear(rising, second.weight.to(c), second.bias.to(c))  # [B|1, q, K, H]
+        return bias.permute(0, 3, 1, 2)
+
+    @staticmethod
+    def _psi(c: Tensor, x: Tensor) -> Tensor:
+        return torch.log1p((c * x).abs())
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and (self.init == "zero" or self.gate)

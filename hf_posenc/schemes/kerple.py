@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry
+from hf_posenc.schemes._additive import DistanceBias
+
+# The official code keeps both parameters at least this large, and the exponent at most 2.
+_SMALLEST = 0.01
+_LARGEST_EXPONENT = 2.0
+
+
+@register_scheme("kerple", paper="2205.09921", family="additive")
+class KERPLE(DistanceBias):
+    """A learned kernel of the distance per head: logarithmic or power (Chi et al. 2022).
+
+    `"log"`: `bias = -p log(1 + a |i - j|)`. `"power"`: `bias = -a |i - j|^p` (the two parameters change roles, as in the
+    official code). Parameters below 0.01 (and exponents above 2) act as if they were at the bound, with the gradient
+    passed through; the official code overwrites them in the forward pass, which recomputation and sharding do not survive.
+
+    Args:
+        geometry: Shape of the layer.
+        kernel: `"log"` or `"power"`.
+        weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
+        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
+        shared: One set of parameters for the whole stack (the official form), or one per layer.
+    """
+
+    neutral_options = {"gate": True}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        kernel: Literal["log", "power"] = "log",
+        weighted: bool = False,
+        gate: bool = False,
+        shared: bool = True,
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        self.kernel, self.weighted = kernel, weighted
+        self.bias_p = nn.Parameter(torch.empty(geometry.heads))
+        self.bias_a = nn.Parameter(torch.empty(geometry.heads))
+        self.wei_p = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
+        self.wei_a = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.uniform_(self.bias_p, 0, 2)
+        nn.init.uniform_(self.bias_a, 0, 1)
+        if self.wei_p is not None and self.wei_a is not None:
+            nn.init.uniform_(self.wei_p, 0, 2)
+            nn.init.uniform_(self.wei_a, 0, 1)
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        n = distance.abs().to(dtype)
+        a = _bounded(self.bias_a, None).to(n)[:, None]
+        if self.kernel == "log":
+            return -_bounded(self.bias_p, None).to(n)[:, None] * torch.log1p(a * n)
+        return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        if self.wei_a is not None and self.wei_p is not None:
+            n = block.distance()
+            n = (n.clamp_min(0) if self.geometry.causal else n.abs()).to(logits)[:, None]
+            a = _bounded(self.wei_a, None).to(logits)[:, None, None]
+            decay = (-a * n ** _bounded(self.wei_p, _LARGEST_EXPONENT).to(logits)[:, None, None]).exp()
+            if self.gate_weight is not None:
+                # Closed, the gate leaves the logits as they are.
+                decay = torch.lerp(torch.ones_like(decay), decay, self.gate_weight.to(logits)[:, None, None])
+            logits = logits * decay
+        return super().score(logits, q, k, block)
+
+
+def _bounded(parameter: Tensor, largest: float | None) -> Tensor:
+    """Return the parameter within its bounds, with the gradient of the identity."""
+    return parameter + (parameter.clamp(_SMALLEST, largest) - parameter).detach()

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import PositionError
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.schemes._additive import learned_table_start, require
+
+
+@register_scheme("learned", paper="1705.03122", family="absolute")
+class Learned(Scheme):
+    """A learned vector per position, added to the token embeddings (Gehring et al. 2017; GPT-2).
+
+    Args:
+        geometry: Shape of the layer.
+        num_positions: Rows of the table; `None` takes the model's own table, else its trained length.
+        init: `"native"` copies the model's own table, `"normal"` draws N(0, 0.02), `"zero"` is a no-op at the start;
+            `"auto"` is `"native"` where the model has a learned table of that size, else `"normal"`.
+    """
+
+    reproduces = "learned"
+    neutral_options = {"init": "zero"}
+    shared = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        num_positions: int | None = None,
+        init: Literal["auto", "native", "normal", "zero"] = "auto",
+    ) -> None:
+        super().__init__(geometry)
+        native = geometry.native if geometry.native is not None and geometry.native.kind == "learned" else None
+        if num_positions is None:
+            num_positions = native.weight.shape[0] if native is not None else geometry.max_positions
+        require(
+            num_positions is not None and num_positions >= 1,
+            "learned",
+            "num_positions",
+            num_positions,
+            "the number of rows of the table, at least 1 (the model states no length of its own)",
+        )
+        assert num_positions is not None
+        fits = native is not None and native.weight.shape[0] == num_positions
+        if init == "auto":
+            init = "native" if fits else "normal"
+        require(
+            init != "native" or fits,
+            "learned",
+            "init",
+            init,
+            f"'normal' or 'zero': the model has no learned table of {num_positions} positions",
+        )
+        self.num_positions, self.init = num_positions, init
+        self.wpe = nn.Embedding(num_positions, geometry.hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        native = self.geometry.native
+        learned_table_start(self.init, self.wpe.weight, None if native is None else native.weight, std=0.02)
+
+    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        if positions.numel() and int(positions.max()) >= self.num_positions:
+            raise PositionError(
+                f"Position {int(positions.max())} is beyond the learned table of {self.num_positions} positions. Use "
+                "shorter inputs, or patch with a larger num_positions."
+            )
+        return inputs + self.wpe(positions.to(self.wpe.weight.device)).to(inputs)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return self.init == ("zero" if native_kept else "native")

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
+
+
+@register_scheme("nope", paper="2305.19466", family="absolute", directions=("causal", "bidirectional"))
+class NoPE(Scheme):
+    """No positional encoding: a causal mask alone lets a decoder learn positions (Kazemnejad et al. 2023).
+
+    An encoder without any encoding is a bag of words; `plan` warns there. The softmax scale stays the model's own.
+    """
+
+    neutral_options = {}
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept

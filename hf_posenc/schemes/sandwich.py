@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry
+from hf_posenc.schemes._additive import DistanceBias, require
+
+
+@register_scheme("sandwich", paper="2212.10356", family="additive")
+class Sandwich(DistanceBias):
+    """The inner product of two sinusoidal encodings as a fixed bias, divided by a number per head (Chi et al. 2023).
+
+    `bias = (sum_t cos(n / base^(2t / dim)) - dim / 2) / (8 (h + 1) / H)`. The shift by `dim / 2` puts the largest value at
+    0 and does not change the softmax. Symmetric, so encoders use the same formula.
+
+    Args:
+        geometry: Shape of the layer.
+        dim: Channels of the sinusoidal encodings; even. The paper uses 128.
+        base: Ratio of the wavelengths.
+        freq_start: First t: 0 makes it literally the sinusoidal inner product (the paper's listing), 1 is the formula of
+            its text.
+        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
+        shared: One set of gates for the whole stack.
+    """
+
+    neutral_options = {"gate": True}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        dim: int = 128,
+        base: float = 10000.0,
+        freq_start: Literal[0, 1] = 0,
+        gate: bool = False,
+        shared: bool = True,
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        require(dim >= 2 and dim % 2 == 0, "sandwich", "dim", dim, "an even number, at least 2")
+        require(base > 1, "sandwich", "base", base, "a number above 1")
+        self.dim, self.base, self.freq_start = dim, base, freq_start
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        heads, half = self.geometry.heads, self.dim // 2
+        step = torch.arange(half, dtype=torch.float64, device=distance.device) + self.freq_start
+        angles = distance.double()[:, None] * self.base ** (-2 * step / self.dim)
+        product = angles.cos().sum(-1) - half  # [N]
+        ratio = heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64, device=distance.device))
+        return (ratio[:, None] * product).to(dtype)

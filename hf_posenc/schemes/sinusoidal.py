@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.schemes._additive import require
+
+
+@register_scheme("sinusoidal", paper="1706.03762", family="absolute")
+class Sinusoidal(Scheme):
+    """Sines and cosines of the position, added to the token embeddings (Vaswani et al. 2017, section 3.5).
+
+    `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64: in float32 they are
+    off by 2e-4 at position 16,000.
+
+    Args:
+        geometry: Shape of the layer.
+        layout: `"interleaved"` (the paper) or `"concat"`, all sines first (tensor2tensor, Marian).
+        freq: `"paper"`, exponent `2t / E`, or `"t2t"`, exponent `t / (E / 2 - 1)` (tensor2tensor, fairseq).
+        base: Ratio between the longest and the shortest wavelength.
+        scale: Factor on the encoding; `None` brings its root mean square (0.707) to that of the model's token
+            embeddings, where these are known, and is 1 otherwise. Unscaled, it swamps the embeddings of a Llama.
+        gate: Multiply by one learned factor, started at 0, which makes the start an exact no-op.
+    """
+
+    neutral_options = {"gate": True}
+    shared = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        layout: Literal["interleaved", "concat"] = "interleaved",
+        freq: Literal["paper", "t2t"] = "paper",
+        base: float = 10000.0,
+        scale: float | None = None,
+        gate: bool = False,
+    ) -> None:
+        super().__init__(geometry)
+        require(base > 1, "sinusoidal", "base", base, "a number above 1")
+        if scale is None:
+            rms = geometry.embedding_rms
+            scale = 1.0 if rms is None else rms / math.sqrt(0.5)
+        self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
+        self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
+
+    def reset_parameters(self) -> None:
+        if self.gate_weight is not None:
+            nn.init.zeros_(self.gate_weight)
+
+    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        width = self.geometry.hidden_size
+        half = width // 2
+        step = torch.arange(half, dtype=torch.float64, device=positions.device)
+        exponent = 2 * step / width if self.freq == "paper" else step / max(half - 1, 1)
+        angles = positions[..., None].double() * self.base**-exponent  # [B|1, S, E / 2]
+        pair = (angles.sin(), angles.cos())
+        table = torch.stack(pair, -1).flatten(-2) if self.layout == "interleaved" else torch.cat(pair, -1)
+        table = nn.functional.pad(table, (0, width % 2)) * self.scale
+        if self.gate_weight is not None:
+            table = table * self.gate_weight.to(table)
+        return inputs + table.to(inputs)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.gate

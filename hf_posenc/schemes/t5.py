@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry
+from hf_posenc.schemes._additive import DistanceBias, learned_table_start, require
+from hf_posenc.schemes._buckets import bucket
+
+
+@register_scheme("t5", paper="1910.10683", family="additive")
+class T5Bias(DistanceBias):
+    """A learned bias per head for logarithmic buckets of the distance (Raffel et al. 2020, section 2.1).
+
+    Parameter `weight` `[num_buckets, H]`. Half of the buckets are single distances, the other half grow up to
+    `max_distance`, beyond which all share the last one. Encoders split the buckets between both sides.
+
+    Args:
+        geometry: Shape of the layer.
+        num_buckets: Rows of the table; `None` takes the model's own table, else 32.
+        max_distance: Where the last bucket begins, roughly; `None` takes the model's own, else 128.
+        init: `"native"` copies the model's own table, `"normal"` draws N(0, 1 / sqrt(E)), `"zero"` is a no-op at the
+            start; `"auto"` is `"native"` where the model has such a table, else `"normal"`.
+        gate: Multiply the bias by a learned factor per head, started at 0.
+        shared: One table for the whole stack, as in T5, or one per layer.
+    """
+
+    reproduces = "t5"
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        num_buckets: int | None = None,
+        max_distance: int | None = None,
+        init: Literal["auto", "native", "normal", "zero"] = "auto",
+        gate: bool = False,
+        shared: bool = True,
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        native = geometry.native if geometry.native is not None and geometry.native.kind == "t5" else None
+        if num_buckets is None:
+            num_buckets = 32 if native is None else native.weight.shape[0]
+        if max_distance is None:
+            max_distance = 128 if native is None else native.max_distance
+        assert max_distance is not None
+        least = 2 if geometry.causal else 4
+        require(
+            num_buckets >= least and num_buckets % 2 == 0,
+            "t5",
+            "num_buckets",
+            num_buckets,
+            f"an even number, at least {least} in this direction",
+        )
+        exact = num_buckets // (2 if geometry.causal else 4)
+        require(max_distance > exact, "t5", "max_distance", max_distance, f"more than {exact}")
+        fits = (
+            native is not None
+            and native.weight.shape == (num_buckets, geometry.heads)
+            and native.max_distance == max_distance
+        )
+        if init == "auto":
+            init = "native" if fits else "normal"
+        require(init != "native" or fits, "t5", "init", init, "'normal' or 'zero': the model has no such table")
+        self.num_buckets, self.max_distance, self.init = num_buckets, max_distance, init
+        self.weight = nn.Parameter(torch.empty(num_buckets, geometry.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        native = self.geometry.native
+        std = self.geometry.hidden_size**-0.5
+        learned_table_start(self.init, self.weight, None if native is None else native.weight, std)
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        causal = self.geometry.causal
+        index = bucket(distance, num_buckets=self.num_buckets, max_distance=self.max_distance, causal=causal)
+        return self.weight.to(dtype).index_select(0, index.to(self.weight.device)).T
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        if native_kept:
+            return self.init == "zero" or self.gate
+        return self.init == "native" and not self.gate

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, NativeTable, set_start
+from hf_posenc.schemes._additive import DistanceBias, require
+from hf_posenc.schemes._buckets import bucket
+
+
+@register_scheme("t5_clipped", paper="2310.04418", family="additive")
+class T5Clipped(DistanceBias):
+    """A learned bias per head and distance, all distances from `max_distance` on sharing one (FIRE paper, section 2).
+
+    Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K` (our
+    extension).
+
+    Args:
+        geometry: Shape of the layer.
+        max_distance: K; `None` is the shortest that holds the model's own T5 table exactly, else 128.
+        init: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02), `"zero"` is a
+            no-op at the start; `"auto"` is `"native"` where the model has such a table, else `"zero"`.
+        gate: Multiply the bias by a learned factor per head, started at 0.
+        shared: One table for the whole stack, or one per layer.
+    """
+
+    reproduces = "t5"
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_distance: int | None = None,
+        init: Literal["auto", "native", "normal", "zero"] = "auto",
+        gate: bool = False,
+        shared: bool = True,
+    ) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        native = geometry.native if geometry.native is not None and geometry.native.kind == "t5" else None
+        needed = None if native is None else _reach(native, causal=geometry.causal)
+        if max_distance is None:
+            max_distance = 128 if needed is None else needed
+        require(max_distance >= 1, "t5_clipped", "max_distance", max_distance, "at least 1")
+        fits = needed is not None and max_distance >= needed
+        if init == "auto":
+            init = "native" if fits else "zero"
+        require(
+            init != "native" or fits,
+            "t5_clipped",
+            "init",
+            init,
+            "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance",
+        )
+        self.max_distance, self.init = max_distance, init
+        self.r = nn.Parameter(torch.empty(geometry.heads, max_distance * (1 if geometry.causal else 2) + 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        native = self.geometry.native
+        if self.init == "native" and native is not None:
+            index = _buckets(native, self.max_distance, causal=self.geometry.causal)
+            set_start(self.r, native.weight.detach()[index.to(native.weight.device)].T)
+        elif self.init == "normal":
+            nn.init.normal_(self.r, std=0.02)
+        else:
+            nn.init.zeros_(self.r)
+
+    def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        far = self.max_distance
+        index = distance.clamp(0, far) if self.geometry.causal else distance.clamp(-far, far) + far
+        return self.r.to(dtype).index_select(1, index.to(self.r.device))
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        if native_kept:
+            return self.init == "zero" or self.gate
+        return self.init == "native" and not self.gate
+
+
+def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:
+    """Return the bucket of every distance of a clipped table, in its order."""
+    assert native.max_distance is not None
+    distance = torch.arange(0 if causal else -far, far + 1, device="cpu")
+    return bucket(distance, num_buckets=native.weight.shape[0], max_distance=native.max_distance, causal=causal)
+
+
+def _reach(native: NativeTable, *, causal: bool) -> int:
+    """Return the distance from which a T5 table is constant on every side."""
+    assert native.max_distance is not None
+    far = native.max_distance
+    buckets = _buckets(native, far, causal=causal)
+    sides = [buckets] if causal else [buckets[far:], buckets[: far + 1].flip(0)]
+    return max(int((side != side[-1]).sum()) for side in sides)

@@ -1,0 +1,133 @@
+"""What hf_posenc needs to know of an architecture, and the table of those it knows."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import ArchitectureError, OptionError
+from hf_posenc.scheme import Geometry
+
+
+class Architecture(ABC):
+    """Where the seams of a scheme sit in one family of models.
+
+    A *stack* is a series of layers with one encoding (Llama and GPT-2 have one, T5 has two); its *body* is the module whose
+    forward turns tokens into hidden states.
+
+    Attributes:
+        name: Short name; converted models get the model type `hf_posenc_<name>`.
+        twins: Each stock class of the family and its patched subclass: configs, models with any head, bodies, attentions
+            and whatever else changes behaviour.
+        attention: The stock class of the attention modules that can be patched.
+        native: What the family's own encoding is, in words.
+        native_per_layer: Whether that encoding can be removed from some layers only.
+    """
+
+    name: ClassVar[str]
+    twins: ClassVar[Mapping[type, type]]
+    attention: ClassVar[type[nn.Module]]
+    native: ClassVar[str]
+    native_per_layer: ClassVar[bool] = True
+
+    @abstractmethod
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the bodies in a model, by the name of their stack, first things first."""
+
+    @abstractmethod
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        """Return the self-attention module of each layer of a body."""
+
+    @abstractmethod
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        """Describe one layer of a body."""
+
+    @abstractmethod
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        """Return the submodules that the patched forward calls, by name; `None` marks a missing one."""
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
+        return ()
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules beside the attentions whose class changes while the body is patched."""
+        return ()
+
+
+def embedding_rms(weight: Tensor) -> float | None:
+    """Return the root mean square of an embedding table, or `None` while it has no storage."""
+    return None if weight.is_meta else float(weight.detach().float().pow(2).mean().sqrt())
+
+
+_ARCHITECTURES: dict[str, Architecture] = {}
+
+
+def register_architecture(architecture: Architecture) -> Architecture:
+    """Make an architecture known to `patch`, and return it.
+
+    Raises:
+        OptionError: The argument is not an `Architecture`, or its name is taken.
+    """
+    if not isinstance(architecture, Architecture):
+        raise OptionError(f"register_architecture: expected an instance of Architecture, got {architecture!r}.")
+    if architecture.name in _ARCHITECTURES:
+        raise OptionError(f"register_architecture: the name {architecture.name!r} is taken. Choose another name.")
+    _ARCHITECTURES[architecture.name] = architecture
+    from hf_posenc.patches import auto
+
+    auto.register(architecture)
+    return architecture
+
+
+def architectures() -> dict[str, Architecture]:
+    """Return all known architectures by name."""
+    # As for schemes, a file is all it takes.
+    package = importlib.import_module("hf_posenc.patches")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"hf_posenc.patches.{module.name}")
+    return dict(_ARCHITECTURES)
+
+
+def supported() -> str:
+    """Return the names of all model classes that can be patched, for messages."""
+    lines = []
+    for architecture in architectures().values():
+        names = [stock.__name__ for stock in architecture.twins if issubclass(stock, PreTrainedModel)]
+        lines.append(f"{architecture.name} ({', '.join(names)})")
+    return "; ".join(lines)
+
+
+def of_model(model: object) -> Architecture:
+    """Return the architecture of a model, patched or not.
+
+    Raises:
+        ArchitectureError: It is of no known one; the message lists those that are.
+    """
+    if isinstance(model, PreTrainedModel):
+        for architecture in architectures().values():
+            if type(model) in architecture.twins or type(model) in architecture.twins.values():
+                return architecture
+    raise ArchitectureError(
+        f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. Supported: {supported()}. "
+        "Pass one of these, loaded with transformers, or add an architecture (CONTRIBUTING.md, 4 steps)."
+    )
+
+
+def of_config(config: object) -> Architecture:
+    """Return the architecture that a config belongs to.
+
+    Raises:
+        ArchitectureError: It is of no known one.
+    """
+    for architecture in architectures().values():
+        if type(config) in architecture.twins or type(config) in architecture.twins.values():
+            return architecture
+    kind = getattr(config, "model_type", type(config).__name__)
+    raise ArchitectureError(f"Cannot patch models of type {kind!r}. Supported: {supported()}.")

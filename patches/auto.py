@@ -1,0 +1,51 @@
+"""Registration of the converted architectures with transformers' `Auto` classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
+
+from hf_posenc.patches.architecture import Architecture, architectures
+
+
+def register_all() -> None:
+    """Register every architecture."""
+    for architecture in architectures().values():
+        register(architecture)
+
+
+def register(architecture: Architecture) -> None:
+    """Teach `AutoConfig` the converted model type, and every `AutoModel...` the converted model classes."""
+    stock, twin = config_pair(architecture)
+    AutoConfig.register(twin.model_type, twin, exist_ok=True)
+    for name, model in _auto_twins(architecture, stock).items():
+        getattr(modeling_auto, name).register(twin, model, exist_ok=True)
+
+
+def config_pair(architecture: Architecture) -> tuple[Any, Any]:
+    """Return the stock config class of an architecture and its twin."""
+    return next((stock, twin) for stock, twin in architecture.twins.items() if hasattr(stock, "model_type"))
+
+
+def classes_for(config_class: type) -> dict[str, type]:
+    """Return the patched model class that each `Auto` class has for a patched config class."""
+    for architecture in architectures().values():
+        stock, twin = config_pair(architecture)
+        if twin is config_class:
+            return _auto_twins(architecture, stock)
+    return {}
+
+
+def _auto_twins(architecture: Architecture, stock_config: type) -> dict[str, type]:
+    found: dict[str, type] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if not isinstance(auto, type) or mapping is None or stock_config not in mapping:
+            continue
+        stock = mapping[stock_config]
+        twin = architecture.twins.get(stock[0] if isinstance(stock, tuple) else stock)
+        if twin is not None:
+            found[name] = twin
+    return found

@@ -1,0 +1,75 @@
+"""What the body of a model hands to its attention layers, once per forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PositionError
+from hf_posenc.scheme import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Positions of the new tokens, and the modules that layers share.
+
+    Attributes:
+        positions: int64 `[B|1, S]`; `None` while the patch is disabled, which sends every layer to its stock forward.
+        reach: The largest position, a bound on every distance.
+        shared: Holds the schemes that are shared by layers, by group.
+        native_score: Adds the model's own additive encoding to a block of logits, if it has one.
+        passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
+    """
+
+    positions: Tensor | None = None
+    reach: int = 0
+    shared: nn.Module | None = None
+    native_score: Callable[[Tensor, Block], Tensor] | None = None
+    passes_native_bias: bool = False
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Context:
+        """Move the positions, as accelerate does with all inputs of a layer on another device."""
+        if self.positions is None:
+            return self
+        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking))
+
+
+def resolve_positions(
+    given: Tensor | None, mask: Tensor | None, past: int | Tensor, batch: int, length: int, device: torch.device
+) -> Tensor:
+    """Return the positions of the new tokens, int64 `[B|1, S]`; one row where all rows agree.
+
+    Explicit positions win. Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row is
+    at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
+
+    Raises:
+        PositionError: The positions or the mask do not fit the inputs.
+    """
+    if given is not None:
+        if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+            raise PositionError(
+                f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input token."
+            )
+        if given.is_floating_point():
+            raise PositionError(f"Got position_ids of dtype {given.dtype}; expected int64.")
+        positions = given.to(device=device, dtype=torch.long)
+        if positions.numel() and int(positions.min()) < 0:
+            raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
+    elif mask is not None and mask.ndim == 2:
+        first = int(past)
+        if mask.shape[0] != batch or mask.shape[1] < first + length:
+            raise PositionError(
+                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry for "
+                f"each of the {first} tokens in the cache and the {length} new ones."
+            )
+        counted = (mask.to(device).long().cumsum(-1) - 1).clamp_min(0)
+        positions = counted[:, first : first + length]
+    else:
+        positions = (torch.arange(length, device=device) + past)[None]
+    if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
+        # The bias of one row serves all.
+        positions = positions[:1]
+    return positions

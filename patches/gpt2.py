@@ -1,0 +1,195 @@
+"""GPT-2: a learned table of positions, added to the token embeddings by the body."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import (
+    GPT2Attention,
+    GPT2DoubleHeadsModel,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
+
+from hf_posenc.checkpoint import PosencConfig
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.seams import PosencAttention, PosencBody
+from hf_posenc.scheme import Geometry, NativeTable
+
+
+class PosencGPT2Config(PosencConfig, GPT2Config):
+    posenc_stock = GPT2Config
+    model_type = "hf_posenc_gpt2"
+    posenc: dict[str, Any] | None = None
+    posenc_lock = ("activation_function", "requires hf_posenc")
+
+
+class PosencGPT2Attention(PosencAttention, GPT2Attention):
+    posenc_stock = GPT2Attention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        context = self.take_context(kwargs)
+        if context.positions is None:
+            return super().forward(
+                hidden_states,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                output_attentions=output_attentions,
+                **kwargs,
+            )
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (x.view(shape).transpose(1, 2) for x in self.c_attn(hidden_states).split(self.split_size, dim=2))
+        backend = self.config._attn_implementation
+        output, weights = self.attend_with_scheme(
+            context,
+            hidden_states,
+            q,
+            k,
+            v,
+            attention_mask,
+            past_key_values,
+            layer=self.layer_idx,
+            causal=True,
+            scale=self.scaling,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            backend=backend,
+            need_weights=bool(output_attentions),
+            upcast=self.reorder_and_upcast_attn and backend == "eager",
+        )
+        return self.resid_dropout(self.c_proj(output)), weights
+
+
+class PosencPositionTable(nn.Embedding):
+    """GPT-2's position table once a patch has removed it: adds nothing, at any position."""
+
+    posenc_stock = nn.Embedding
+    posenc_switch = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if vars(self).get("posenc_disabled") or not vars(self).get("posenc_removed"):
+            return super().forward(input)
+        return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
+
+
+class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
+    posenc_stock = GPT2Model
+    posenc_arguments = tuple(inspect.signature(GPT2Model.forward).parameters)[1:]
+    config_class = PosencGPT2Config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        ids = call.get("input_ids")
+        if ids is None or ids.ndim <= 2:
+            return super().forward(**call)
+        # Several choices per example (the double heads model): positions and caches see one row per choice.
+        leading = ids.shape[:-1]
+        for name in ("input_ids", "position_ids", "token_type_ids", "attention_mask"):
+            value = call.get(name)
+            if value is not None and value.ndim == ids.ndim:
+                call[name] = value.reshape(-1, value.shape[-1])
+        output = super().forward(**call)
+        hidden = output[0].view(*leading, -1, output[0].shape[-1])
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output.last_hidden_state = hidden
+        return output
+
+
+class PosencGPT2LMHeadModel(PosencModel, GPT2LMHeadModel):
+    posenc_stock = GPT2LMHeadModel
+    config_class = PosencGPT2Config
+
+
+class PosencGPT2DoubleHeadsModel(PosencModel, GPT2DoubleHeadsModel):
+    posenc_stock = GPT2DoubleHeadsModel
+    config_class = PosencGPT2Config
+
+
+class PosencGPT2ForSequenceClassification(PosencModel, GPT2ForSequenceClassification):
+    posenc_stock = GPT2ForSequenceClassification
+    config_class = PosencGPT2Config
+
+
+class PosencGPT2ForTokenClassification(PosencModel, GPT2ForTokenClassification):
+    posenc_stock = GPT2ForTokenClassification
+    config_class = PosencGPT2Config
+
+
+class PosencGPT2ForQuestionAnswering(PosencModel, GPT2ForQuestionAnswering):
+    posenc_stock = GPT2ForQuestionAnswering
+    config_class = PosencGPT2Config
+
+
+class GPT2(Architecture):
+    """GPT-2 models with any head. Its encoding enters once, before the first layer, so it is there for all or for none."""
+
+    name = "gpt2"
+    attention = GPT2Attention
+    native = "learned table of positions"
+    native_per_layer = False
+    twins = {
+        GPT2Config: PosencGPT2Config,
+        GPT2Attention: PosencGPT2Attention,
+        GPT2Model: PosencGPT2Model,
+        nn.Embedding: PosencPositionTable,
+        GPT2LMHeadModel: PosencGPT2LMHeadModel,
+        GPT2DoubleHeadsModel: PosencGPT2DoubleHeadsModel,
+        GPT2ForSequenceClassification: PosencGPT2ForSequenceClassification,
+        GPT2ForTokenClassification: PosencGPT2ForTokenClassification,
+        GPT2ForQuestionAnswering: PosencGPT2ForQuestionAnswering,
+    }
+
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {"decoder": next(module for module in model.modules() if isinstance(module, GPT2Model))}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, GPT2Model)
+        return [block.attn for block in body.h]
+
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        return {name: getattr(attention, name, None) for name in ("c_attn", "c_proj")}
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        assert isinstance(body, GPT2Model)
+        return [body.wpe.weight]
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, GPT2Model)
+        return [body.wpe]
+
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        assert isinstance(body, GPT2Model)
+        config, attention = body.config, body.h[layer].attn
+        return Geometry(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads,
+            head_dim=attention.head_dim,
+            hidden_size=config.hidden_size,
+            scale=attention.scaling,
+            layer=layer,
+            causal=True,
+            max_positions=config.max_position_embeddings,
+            native=NativeTable("learned", body.wpe.weight),
+            embedding_rms=embedding_rms(body.wte.weight),
+        )
+
+
+register_architecture(GPT2())

@@ -1,0 +1,147 @@
+"""Llama: rotary encoding, computed once by the body and applied by every attention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+)
+
+from hf_posenc.checkpoint import PosencConfig
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.rotary import native_frequencies
+from hf_posenc.patches.seams import PosencAttention, PosencBody
+from hf_posenc.scheme import Geometry
+
+
+class PosencLlamaConfig(PosencConfig, LlamaConfig):
+    posenc_stock = LlamaConfig
+    model_type = "hf_posenc_llama"
+    posenc: dict[str, Any] | None = None
+    posenc_lock = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
+
+
+class PosencLlamaAttention(PosencAttention, LlamaAttention):
+    posenc_stock = LlamaAttention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        context = self.take_context(kwargs)
+        if context.positions is None:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if self.posenc_keeps_native:
+            assert position_embeddings is not None
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        output, weights = self.attend_with_scheme(
+            context,
+            hidden_states,
+            q,
+            k,
+            v,
+            attention_mask,
+            past_key_values,
+            layer=self.layer_idx,
+            causal=True,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            backend=self.config._attn_implementation,
+            need_weights=bool(kwargs.get("output_attentions")),
+        )
+        return self.o_proj(output), weights
+
+
+class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
+    posenc_stock = LlamaModel
+    posenc_arguments = tuple(inspect.signature(LlamaModel.forward).parameters)[1:]
+    config_class = PosencLlamaConfig
+
+
+class PosencLlamaForCausalLM(PosencModel, LlamaForCausalLM):
+    posenc_stock = LlamaForCausalLM
+    config_class = PosencLlamaConfig
+
+
+class PosencLlamaForSequenceClassification(PosencModel, LlamaForSequenceClassification):
+    posenc_stock = LlamaForSequenceClassification
+    config_class = PosencLlamaConfig
+
+
+class PosencLlamaForTokenClassification(PosencModel, LlamaForTokenClassification):
+    posenc_stock = LlamaForTokenClassification
+    config_class = PosencLlamaConfig
+
+
+class PosencLlamaForQuestionAnswering(PosencModel, LlamaForQuestionAnswering):
+    posenc_stock = LlamaForQuestionAnswering
+    config_class = PosencLlamaConfig
+
+
+class Llama(Architecture):
+    """Llama models with any head; grouped queries and attention biases included."""
+
+    name = "llama"
+    attention = LlamaAttention
+    native = "rotary encoding (RoPE)"
+    twins = {
+        LlamaConfig: PosencLlamaConfig,
+        LlamaAttention: PosencLlamaAttention,
+        LlamaModel: PosencLlamaModel,
+        LlamaForCausalLM: PosencLlamaForCausalLM,
+        LlamaForSequenceClassification: PosencLlamaForSequenceClassification,
+        LlamaForTokenClassification: PosencLlamaForTokenClassification,
+        LlamaForQuestionAnswering: PosencLlamaForQuestionAnswering,
+    }
+
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {"decoder": next(module for module in model.modules() if isinstance(module, LlamaModel))}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, LlamaModel)
+        return [layer.self_attn for layer in body.layers]
+
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        return {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        assert isinstance(body, LlamaModel)
+        config = body.config
+        inv_freq, scaling = native_frequencies(config, type(body.rotary_emb))
+        return Geometry(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=body.layers[layer].self_attn.head_dim,
+            hidden_size=config.hidden_size,
+            scale=body.layers[layer].self_attn.scaling,
+            layer=layer,
+            causal=True,
+            inv_freq=inv_freq,
+            max_positions=config.max_position_embeddings,
+            rotary_scaling=scaling,
+            embedding_rms=embedding_rms(body.embed_tokens.weight),
+        )
+
+
+register_architecture(Llama())
+

@@ -1,0 +1,30 @@
+"""A model's own rotary frequencies, rebuilt from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def native_frequencies(config: Any, rotary: Any) -> tuple[Tensor, float]:
+    """Return the frequencies `[D / 2]` in float32, and the factor on rotated queries and keys.
+
+    They are computed anew, never read from the live buffer: that one is not saved, is rounded by `model.to(bfloat16)`, and
+    is garbage after a load on the meta device. The types "dynamic" and "longrope" change theirs while a sequence grows,
+    which keys in a cache cannot follow: they are frozen at what they are up to the original length.
+
+    Args:
+        config: Config of the model; `rope_parameters` is read.
+        rotary: The model's rotary module class, which knows the default type.
+
+    Returns:
+        Frequencies and factor.
+    """
+    kind = config.rope_parameters["rope_type"]
+    compute = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    with torch.device("cpu"):
+        frequencies, scaling = compute(config)
+    return frequencies.float(), float(scaling)

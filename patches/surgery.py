@@ -1,0 +1,266 @@
+"""The operation itself: swap classes on the instance, attach schemes, and undo it.
+
+Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where replaced
+methods do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc import registry
+from hf_posenc.errors import ArchitectureError
+from hf_posenc.patches.architecture import Architecture
+from hf_posenc.record import Group
+from hf_posenc.scheme import Scheme
+
+# Where schemes live: on each attention, or, shared by the layers of a stack, once on its body.
+OWN = "hf_posenc"
+SHARED = "hf_posenc_shared"
+
+
+class SharedSchemes(nn.Module):
+    """Holds the schemes of a body that serve several layers, named by group."""
+
+
+class Undo:
+    """Remembers how to take changes back, so that a failure leaves the model as it was."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute that is not a module."""
+        had, old = name in vars(target), vars(target).get(name)
+        setattr(target, name, value)
+        self._steps.append(lambda: setattr(target, name, old) if had else delattr(target, name))
+
+    def unset(self, target: Any, name: str) -> None:
+        """Delete an attribute that is not a module, if it is there."""
+        if name in vars(target):
+            old = vars(target)[name]
+            delattr(target, name)
+            self._steps.append(lambda: setattr(target, name, old))
+
+    def swap_class(self, target: Any, new: type) -> None:
+        """Swap the class of an object, and rebind the forward that accelerate's hooks keep for it."""
+        old = type(target)
+        target.__class__ = new
+        rebind_hook(target)
+
+        def back() -> None:
+            target.__class__ = old
+            rebind_hook(target)
+
+        self._steps.append(back)
+
+    def add_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Set or, with `None`, delete a child module."""
+        old = parent._modules.get(name)
+
+        def put(child: nn.Module | None) -> None:
+            if child is None:
+                parent._modules.pop(name, None)
+            else:
+                parent.add_module(name, child)
+
+        put(module)
+        self._steps.append(lambda: put(old))
+
+    def set_grad(self, parameter: nn.Parameter, value: bool) -> None:
+        """Freeze or thaw a parameter."""
+        old = parameter.requires_grad
+        parameter.requires_grad_(value)
+
+        def back() -> None:
+            parameter.requires_grad_(old)
+
+        self._steps.append(back)
+
+    def roll_back(self) -> None:
+        """Take all changes back, the last first."""
+        while self._steps:
+            self._steps.pop()()
+
+
+@contextlib.contextmanager
+def all_or_nothing() -> Iterator[Undo]:
+    """Give an `Undo` that is rolled back if the block raises."""
+    undo = Undo()
+    try:
+        yield undo
+    except BaseException:
+        undo.roll_back()
+        raise
+
+
+def rebind_hook(module: Any) -> None:
+    """Make an accelerate hook on a module call the forward of its present class."""
+    if "_old_forward" in getattr(module, "__dict__", {}):
+        module._old_forward = type(module).forward.__get__(module)
+
+
+def is_patched(module: object) -> bool:
+    """Whether a module has been given its patched class."""
+    return getattr(type(module), "posenc_stock", None) is not None
+
+
+def stock_class(kind: type) -> type:
+    """Return the class that a patched class was made from, or the class itself."""
+    stock: type = getattr(kind, "posenc_stock", kind)
+    return stock
+
+
+def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
+    """Give an object the patched twin of its class."""
+    if is_patched(target):
+        return
+    twin = architecture.twins.get(type(target))
+    if twin is None:
+        raise ArchitectureError(
+            f"Expected a {architecture.attention.__name__} or another stock module of {architecture.name}, found "
+            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a quantisation "
+            "with fused attention, or another patch). Load it plainly, patch it, then apply the other change."
+        )
+    if "forward" in vars(target) and "_old_forward" not in vars(target):
+        raise ArchitectureError(
+            f"The {type(target).__name__} has a forward of its own on the instance: another library patched it. Patch "
+            "with hf_posenc first."
+        )
+    undo.swap_class(target, twin)
+
+
+def build_group(
+    architecture: Architecture, model: nn.Module, group: Group
+) -> dict[str, dict[int, Scheme]]:
+    """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers."""
+    built: dict[str, dict[int, Scheme]] = {}
+    for name, body in architecture.stacks(model).items():
+        part = group.stacks.get(name)
+        if part is None:
+            continue
+        built[name] = {}
+        shared: Scheme | None = None
+        for layer in part.layers:
+            if shared is not None:
+                built[name][layer] = shared
+                continue
+            scheme = registry.build(group.scheme, architecture.geometry(body, layer), **part.options)
+            if scheme.shared:
+                shared = scheme
+            built[name][layer] = scheme
+    return built
+
+
+def attach(
+    undo: Undo, architecture: Architecture, model: nn.Module, group: Group, built: Mapping[str, Mapping[int, Scheme]]
+) -> None:
+    """Put the schemes of one group into a model whose classes are swapped already."""
+    for name, body in architecture.stacks(model).items():
+        attentions = architecture.attentions(body)
+        for layer, scheme in built.get(name, {}).items():
+            attention = attentions[layer]
+            device = next(attention.parameters()).device
+            undo.set(attention, "posenc_group", group.id)
+            undo.set(attention, "posenc_keeps_native", group.native == "keep")
+            if not scheme.shared:
+                undo.add_module(attention, OWN, _placed(scheme, device))
+                continue
+            undo.add_module(attention, OWN, None)
+            if SHARED not in body._modules:
+                undo.add_module(body, SHARED, SharedSchemes())
+            container = body._modules[SHARED]
+            assert container is not None
+            undo.add_module(container, str(group.id), _placed(scheme, next(body.parameters()).device))
+
+
+def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
+    """Give a model, its bodies, the chosen attentions and its configs their patched classes."""
+    for name, body in architecture.stacks(model).items():
+        attentions = architecture.attentions(body)
+        for layer in sorted(layers.get(name, ())):
+            swap(undo, architecture, attentions[layer])
+        if layers.get(name):
+            for module in architecture.swapped(body):
+                swap(undo, architecture, module)
+    for module in model.modules():
+        if type(module) in architecture.twins and hasattr(module, "config") and hasattr(module, "save_pretrained"):
+            swap(undo, architecture, module)
+    for config in configs(model):
+        swap(undo, architecture, config)
+
+
+def release(undo: Undo, architecture: Architecture, body: nn.Module, layers: set[int]) -> None:
+    """Give the chosen layers of a body their stock class back, without any scheme."""
+    attentions = architecture.attentions(body)
+    for layer in layers:
+        attention = attentions[layer]
+        undo.add_module(attention, OWN, None)
+        restore(undo, attention)
+
+
+def restore(undo: Undo, target: Any) -> None:
+    """Give an object its stock class back, and take away what patching left on it."""
+    for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
+        undo.unset(target, name)
+    undo.swap_class(target, stock_class(type(target)))
+
+
+def drop_shared(undo: Undo, body: nn.Module, used: set[int]) -> None:
+    """Remove the shared schemes of a body that belong to no group any more."""
+    container = body._modules.get(SHARED)
+    if container is None:
+        return
+    for name in list(container._modules):
+        if int(name) not in used:
+            undo.add_module(container, name, None)
+    if not container._modules:
+        undo.add_module(body, SHARED, None)
+
+
+def settle_native(undo: Undo, architecture: Architecture, body: nn.Module) -> None:
+    """Freeze the parameters of the model's own encoding where nothing reads them, and thaw them where something does.
+
+    A parameter that is trained but unused makes distributed training fail; it stays in checkpoints for `unpatch`.
+    """
+    removed = native_removed(architecture, body)
+    for module in architecture.swapped(body):
+        undo.set(module, "posenc_removed", removed)
+    parameters = list(architecture.native_parameters(body))
+    frozen: list[int] = vars(body).get("posenc_frozen", [])
+    if removed:
+        trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        for index in trained:
+            undo.set_grad(parameters[index], False)
+        undo.set(body, "posenc_frozen", sorted({*frozen, *trained}))
+    else:
+        for index in frozen:
+            undo.set_grad(parameters[index], True)
+        undo.set(body, "posenc_frozen", [])
+
+
+def native_removed(architecture: Architecture, body: nn.Module) -> bool:
+    """Whether no layer of a body uses the model's own encoding any more."""
+    attentions = architecture.attentions(body)
+    patched = [attention for attention in attentions if is_patched(attention)]
+    removed = [attention for attention in patched if not attention.posenc_keeps_native]
+    return bool(removed) and (not architecture.native_per_layer or len(removed) == len(attentions))
+
+
+def configs(model: nn.Module) -> list[Any]:
+    """Return every config object in a model once, the model's own first."""
+    found: list[Any] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(module, "save_pretrained") and not any(config is other for other in found):
+            found.append(config)
+    return found
+
+
+def _placed(scheme: Scheme, device: torch.device) -> Scheme:
+    return scheme if device.type == "meta" else scheme.to(device)

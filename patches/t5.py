@@ -1,0 +1,219 @@
+"""T5: buckets of the distance, a table owned by the first layer of each stack and used by all of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import (
+    T5Attention,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5ForQuestionAnswering,
+    T5ForSequenceClassification,
+    T5ForTokenClassification,
+    T5Model,
+    T5Stack,
+)
+
+from hf_posenc.checkpoint import PosencConfig
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture
+from hf_posenc.patches.context import Context
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, tokens_in
+from hf_posenc.patches.surgery import is_patched
+from hf_posenc.scheme import Block, Geometry, NativeTable
+from hf_posenc.schemes._buckets import bucket
+
+
+class PosencT5Config(PosencConfig, T5Config):
+    posenc_stock = T5Config
+    model_type = "hf_posenc_t5"
+    posenc: dict[str, Any] | None = None
+    posenc_lock = ("feed_forward_proj", "requires-hf_posenc-package")
+
+
+class PosencT5Attention(PosencAttention, T5Attention):
+    posenc_stock = T5Attention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        context = self.take_context(kwargs)
+        if context.positions is None:
+            return super().forward(
+                hidden_states, mask, key_value_states, position_bias, past_key_values=past_key_values, **kwargs
+            )
+        length, seen = hidden_states.shape[1], tokens_in(past_key_values)
+        shape = (*hidden_states.shape[:-1], -1, self.key_value_proj_dim)
+        q = self.q(hidden_states).view(shape).transpose(1, 2)
+        k = self.k(hidden_states).view(shape).transpose(1, 2)
+        v = self.v(hidden_states).view(shape).transpose(1, 2)
+        output, weights = self.attend_with_scheme(
+            context,
+            hidden_states,
+            q,
+            k,
+            v,
+            mask,
+            past_key_values,
+            layer=self.layer_idx,
+            causal=self.is_decoder,
+            scale=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.config._attn_implementation,
+            need_weights=bool(kwargs.get("output_attentions")),
+        )
+        if context.passes_native_bias and self.has_relative_attention_bias:
+            keys = length
+            if past_key_values is not None:
+                cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+                keys = cache.layers[self.layer_idx].keys.shape[-2]
+            position_bias = self.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
+        return self.o(output), position_bias, weights
+
+
+class PosencT5Stack(PosencBody, PosencModel, T5Stack):
+    posenc_stock = T5Stack
+    posenc_arguments = tuple(inspect.signature(T5Stack.forward).parameters)[1:]
+    config_class = PosencT5Config
+
+    def given_positions(self, call: dict[str, Any]) -> Tensor | None:
+        return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        # Both stacks get the keywords of the model's forward: position_ids are those of the encoder's tokens.
+        encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)
+        own = decoder if self.is_decoder else encoder
+        if own is not None and call.get("attention_mask") is None and call.get("past_key_values") is None:
+            rows = find_packed_sequence_indices(own)
+            if rows is not None:
+                call["attention_mask"] = self._same_sequence(rows, rows, causal=self.is_decoder)
+                others = None if encoder is None else find_packed_sequence_indices(encoder)
+                if self.is_decoder and others is not None and call.get("encoder_attention_mask") is None:
+                    call["encoder_attention_mask"] = self._same_sequence(rows, others, causal=False)
+        owner = self.block[0].layer[0].SelfAttention
+        native_score = functools.partial(
+            _native_score,
+            owner.relative_attention_bias,
+            self.config.relative_attention_max_distance,
+            self.is_decoder,
+        )
+        # Unpatched layers wait for the matrix that the first layer hands sideways.
+        passes = is_patched(owner) and any(not is_patched(block.layer[0].SelfAttention) for block in self.block)
+        return call | {CONTEXT: replace(context, native_score=native_score, passes_native_bias=passes)}
+
+    def _same_sequence(self, queries: Tensor, keys: Tensor, *, causal: bool) -> Tensor:
+        """Return a 4-D mask that lets tokens see those of their own sequence only, in the form the backend takes."""
+        keep = queries[:, :, None] == keys[:, None, :]
+        if causal:
+            keep = keep.tril()
+        if self.config._attn_implementation != "eager":
+            return keep[:, None]
+        dtype = self.embed_tokens.weight.dtype
+        return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, torch.finfo(dtype).min)[:, None]
+
+
+def _native_score(table: nn.Embedding, max_distance: int, causal: bool, logits: Tensor, block: Block) -> Tensor:
+    """Add T5's own bias to a block of logits."""
+    index = bucket(block.distance(), num_buckets=table.num_embeddings, max_distance=max_distance, causal=causal)
+    bias = table(index.to(table.weight.device))  # [B|1, q, K, H]
+    return logits + bias.permute(0, 3, 1, 2).to(logits)
+
+
+class PosencT5Model(PosencModel, T5Model):
+    posenc_stock = T5Model
+    config_class = PosencT5Config
+
+
+class PosencT5ForConditionalGeneration(PosencModel, T5ForConditionalGeneration):
+    posenc_stock = T5ForConditionalGeneration
+    config_class = PosencT5Config
+
+
+class PosencT5EncoderModel(PosencModel, T5EncoderModel):
+    posenc_stock = T5EncoderModel
+    config_class = PosencT5Config
+
+
+class PosencT5ForSequenceClassification(PosencModel, T5ForSequenceClassification):
+    posenc_stock = T5ForSequenceClassification
+    config_class = PosencT5Config
+
+
+class PosencT5ForTokenClassification(PosencModel, T5ForTokenClassification):
+    posenc_stock = T5ForTokenClassification
+    config_class = PosencT5Config
+
+
+class PosencT5ForQuestionAnswering(PosencModel, T5ForQuestionAnswering):
+    posenc_stock = T5ForQuestionAnswering
+    config_class = PosencT5Config
+
+
+class T5(Architecture):
+    """T5 1.0 and 1.1 with any head, the encoder alone included. Cross-attention has no positions and stays as it is."""
+
+    name = "t5"
+    attention = T5Attention
+    native = "learned bias of distance buckets"
+    twins = {
+        T5Config: PosencT5Config,
+        T5Attention: PosencT5Attention,
+        T5Stack: PosencT5Stack,
+        T5Model: PosencT5Model,
+        T5ForConditionalGeneration: PosencT5ForConditionalGeneration,
+        T5EncoderModel: PosencT5EncoderModel,
+        T5ForSequenceClassification: PosencT5ForSequenceClassification,
+        T5ForTokenClassification: PosencT5ForTokenClassification,
+        T5ForQuestionAnswering: PosencT5ForQuestionAnswering,
+    }
+
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        bodies = [module for module in model.modules() if isinstance(module, T5Stack)]
+        return {"decoder" if body.is_decoder else "encoder": body for body in bodies}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, T5Stack)
+        return [block.layer[0].SelfAttention for block in body.block]
+
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        return {name: getattr(attention, name, None) for name in ("q", "k", "v", "o")}
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        assert isinstance(body, T5Stack)
+        return [body.block[0].layer[0].SelfAttention.relative_attention_bias.weight]
+
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        assert isinstance(body, T5Stack)
+        config, attention = body.config, body.block[layer].layer[0].SelfAttention
+        table = body.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        return Geometry(
+            heads=config.num_heads,
+            kv_heads=config.num_heads,
+            head_dim=config.d_kv,
+            hidden_size=config.d_model,
+            scale=attention.scaling,
+            layer=layer,
+            causal=body.is_decoder,
+            # T5 has no longest input; its checkpoints were trained on this many tokens.
+            max_positions=getattr(config, "n_positions", 512),
+            native=NativeTable("t5", table, config.relative_attention_max_distance),
+            embedding_rms=embedding_rms(body.embed_tokens.weight),
+        )
+
+
+register_architecture(T5())

@@ -1,0 +1,1 @@
+"""Adapting a converted checkpoint: text, short adaptation, evaluation, pictures."""
