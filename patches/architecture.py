@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, OptionError
 from hf_posenc.scheme import Geometry
@@ -80,6 +81,10 @@ def register_architecture(architecture: Architecture) -> Architecture:
     if architecture.name in _ARCHITECTURES:
         raise OptionError(f"register_architecture: the name {architecture.name!r} is taken. Choose another name.")
     _ARCHITECTURES[architecture.name] = architecture
+    for twin in architecture.twins.values():
+        if issubclass(twin, PreTrainedModel):
+            # transformers learns in a model's constructor which outputs it can record; a swapped class never runs one.
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), twin._can_record_outputs)
     from hf_posenc.patches import auto
 
     auto.register(architecture)

@@ -115,6 +115,11 @@ def attend(
         visible = Mask(rule)
     else:
         if mask.ndim == 2:
+            if mask.is_floating_point():
+                raise ShapeError(
+                    f"Got a 2-D attention mask of dtype {mask.dtype}; expected a bool or integer padding mask [batch, "
+                    "keys]. Pass a float mask that is added to the logits as [batch, heads or 1, queries, keys]."
+                )
             mask = (mask if mask.dtype == torch.bool else mask != 0)[:, None, None, :]
         elif mask.ndim == 3:
             mask = mask[:, None]
@@ -159,5 +164,5 @@ def _check_shapes(
     ):
         if tensor.ndim != 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected int64.")

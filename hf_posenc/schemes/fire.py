@@ -36,6 +36,7 @@ class FIRE(AdditiveBias):
     """
 
     neutral_options = {"init": "zero"}
+    _name = "fire"
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class FIRE(AdditiveBias):
         shared: bool = False,
     ) -> None:
         super().__init__(geometry, gate=gate, shared=shared)
-        require(threshold > 0, "fire", "threshold", threshold, "a positive number")
-        require(width >= 1, "fire", "width", width, "at least 1")
+        require(threshold > 0, self._name, "threshold", threshold, "a positive number")
+        require(width >= 1, self._name, "width", width, "at least 1")
         self.init_c, self.threshold, self.width = init_c, threshold, width
         self.init, self.normalizer = init, normalizer
         self.c = nn.Parameter(torch.empty(1))

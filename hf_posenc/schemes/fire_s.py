@@ -16,6 +16,8 @@ class SharedFIRE(FIRE):
         **options: As for FIRE; `shared` is on by default.
     """
 
+    _name = "fire_s"
+
     def __init__(
         self,
         geometry: Geometry,

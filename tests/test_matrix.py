@@ -1,0 +1,320 @@
+"""Every scheme on every architecture, through everything a user does with a model.
+
+The cases come from the registry: a new scheme is tested by existing. Nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ARCHITECTURES, SAME, auto, inputs, logits, loss, new_parameters, stock, tokens
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+
+import hf_posenc
+from hf_posenc import attention
+
+CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
+
+# Options that change what is computed; each runs through the same tests as a scheme of its own.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("alibi", {"learned_slopes": True, "shared": False}),
+    ("kerple", {"kernel": "power", "shared": False}),
+    ("kerple", {"weighted": True}),
+    ("t5", {"num_buckets": 16, "max_distance": 40, "shared": False}),
+    ("t5_clipped", {"max_distance": 12}),
+    ("fire", {"threshold": 6.0, "normalizer": "query", "width": 8}),
+    ("sandwich", {"dim": 16, "freq_start": 1}),
+    ("sinusoidal", {"layout": "concat", "freq": "t2t"}),
+    ("rope", {"layout": "interleaved"}),
+    ("rope", {"rotary_dim": 8, "theta": 500.0}),
+    ("learned", {"num_positions": 200}),
+    ("fire", {"native": "keep"}),
+    ("alibi", {"native": "keep", "gate": False}),
+    ("nope", {"layers": "every:2"}),
+    ("kerple", {"layers": [0], "native": "keep", "gate": False}),
+]
+CASES += [(architecture, variant) for architecture in ARCHITECTURES for variant in range(len(VARIANTS))]
+
+
+def _id(case: object) -> str:
+    if isinstance(case, int):
+        name, options = VARIANTS[case]
+        return name + "-" + "-".join(f"{key}={value}" for key, value in options.items())
+    return str(case)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{_id(case[1])}")
+def case(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any]]:
+    architecture, choice = request.param
+    name, options = VARIANTS[choice] if isinstance(choice, int) else (choice, {})
+    return architecture, name, options
+
+
+def _patched(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
+    architecture, name, options = case
+    torch.manual_seed(1)
+    return hf_posenc.patch(stock(architecture, **config), name, **options), architecture
+
+
+def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 24, **options: Any) -> Tensor:
+    """Generate exactly `new` tokens, greedily unless told otherwise."""
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    model.train()
+    loss(model, architecture, tokens(architecture, 2, 21)).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [name for name, p in trained.items() if p.grad is None] == []
+    fresh = new_parameters(model)
+    assert all(torch.isfinite(p.grad).all() for p in fresh.values())
+    if "native" not in case[2]:  # a no-op start lets only its last layer learn at first
+        assert [name for name, p in fresh.items() if not p.grad.any()] == []
+
+
+def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, _ = _patched(case)
+    assert all(p.ndim >= 1 for p in new_parameters(model).values())
+    persistent = set(model.state_dict())
+    assert {name for name, _ in model.named_buffers() if "hf_posenc" in name} <= persistent
+    for half in (torch.bfloat16, torch.float16):
+        model.to(half)
+        assert {p.dtype for p in new_parameters(model).values()} <= {torch.float32}
+
+
+def test_cache_equals_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 11)
+    without = _decoded(model, ids, use_cache=False)
+    assert torch.equal(_decoded(model, ids), without)
+    assert torch.equal(_decoded(model, ids, cache_implementation="static"), without)
+
+
+def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 11)
+    without = _decoded(model, ids, 12, num_beams=3, use_cache=False)
+    assert torch.equal(_decoded(model, ids, 12, num_beams=3), without)
+
+
+def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
+    plain = _decoded(model, ids)
+    assert torch.equal(_decoded(model, ids, prompt_lookup_num_tokens=3), plain)
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        # The assistant must sometimes be wrong, or nothing would ever be cropped.
+        assistant.get_input_embeddings().weight.mul_(1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight))
+    assert torch.equal(_decoded(model, ids, assistant_model=assistant), plain)
+
+
+def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids, pad = tokens(architecture, 2, 17), 6
+    ids[0, :pad] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    together = logits(model, architecture, ids, mask)
+    short = logits(model, architecture, ids[:1, pad:], mask[:1, pad:])
+    torch.testing.assert_close(together[:1, pad:], short, **SAME)
+    torch.testing.assert_close(together[1:], logits(model, architecture, ids[1:], mask[1:]), **SAME)
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False)
+    alone = _decoded(model, ids[:1, pad:], 10)
+    assert torch.equal(batch[:1, -10:], alone[:, -10:])
+
+
+def test_packed_rows_equal_separate_rows(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    lengths = (9, 5, 13)
+    ids = tokens(architecture, 1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    call = {**inputs(architecture, ids), "position_ids": positions}
+    if architecture == "t5":
+        call |= {"decoder_input_ids": ids, "decoder_position_ids": positions}
+    with torch.no_grad():
+        packed = model(**call, use_cache=False).logits
+    for row, part in zip(packed.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
+        alone = logits(model, architecture, part, torch.ones_like(part))
+        torch.testing.assert_close(row, alone, **SAME)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]], kind: str) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 23)
+    call: dict[str, Any] = {}
+    if architecture == "t5":
+        call["encoder_outputs"] = model.get_encoder()(ids)
+    name = "decoder_input_ids" if architecture == "t5" else "input_ids"
+
+    def fresh() -> Any:
+        if kind == "dynamic":
+            own, cross = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        else:
+            own, cross = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
+        return EncoderDecoderCache(own, cross) if architecture == "t5" else own
+
+    with torch.no_grad():
+        once = model(**call, **{name: ids}, past_key_values=fresh()).logits
+        cache, parts = fresh(), []
+        for chunk in ids.split((10, 4, 9), dim=1):
+            parts.append(model(**call, **{name: chunk}, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), once, **SAME)
+
+
+def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 4, 40)
+    original = stock(architecture)
+
+    def error(candidate: PreTrainedModel) -> float:
+        exact = logits(candidate, architecture, ids)
+        rounded = logits(copy.deepcopy(candidate).to(torch.bfloat16), architecture, ids)
+        return float((exact - rounded).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
+
+    assert error(model) <= 2 * error(original)
+
+
+def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 15)
+    exact = logits(model, architecture, ids)
+    rounded = logits(model.to(torch.float16), architecture, ids)
+    assert torch.isfinite(rounded).all()
+    assert (exact - rounded).pow(2).mean().sqrt() < 0.05 * exact.pow(2).mean().sqrt()
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 19)
+    model.train()
+    loss(model, architecture, ids).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    loss(model, architecture, ids).backward()
+    again = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert again.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 15)
+    before = logits(model, architecture, ids)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(twin, architecture, ids), before)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(0.1)
+        assert not torch.equal(logits(twin, architecture, ids), before)
+        assert torch.equal(logits(model, architecture, ids), before)
+        hf_posenc.unpatch(twin)
+        assert torch.equal(logits(model, architecture, ids), before)
+
+
+def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
+    model, architecture = _patched(case)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    ids = tokens(architecture, 2, 15)
+    model.save_pretrained(tmp_path)
+    loaded = auto(architecture).from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, architecture, ids), logits(model, architecture, ids))
+    assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }
+    hf_posenc.verify(loaded)
+
+
+def test_attentions_of_all_layers(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, architecture = _patched(case, attn_implementation="eager")
+    ids = tokens(architecture, 2, 13)
+    with torch.no_grad():
+        out = model(**inputs(architecture, ids), output_attentions=True, use_cache=False)
+    stacks = [out.encoder_attentions, out.decoder_attentions] if architecture == "t5" else [out.attentions]
+    for layers in stacks:
+        assert len(layers) == model.config.num_hidden_layers
+        for weights in layers:
+            assert weights.shape == (2, model.config.num_attention_heads, 13, 13)
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, weights.shape[1], 13))
+
+
+def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, architecture = _patched(case)
+    ids = tokens(architecture, 2, 37)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+
+    def both() -> list[Tensor]:
+        return [logits(model, architecture, ids), logits(model, architecture, ids, mask)[mask.bool()]]
+
+    chosen = both()
+    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
+    for blocked, other in zip(both(), chosen, strict=True):
+        torch.testing.assert_close(blocked, other, **SAME)
+    model.set_attn_implementation("eager")
+    for eager, other in zip(both(), chosen, strict=True):
+        torch.testing.assert_close(eager, other, **SAME)
+
+
+def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) -> None:
+    architecture, name, options = case
+    original = stock(architecture)
+    plan = hf_posenc.plan(original, name, **options)
+    ids = tokens(architecture, 2, 33)
+    before = logits(original, architecture, ids)
+    after = logits(hf_posenc.patch(original, name, **options), architecture, ids)
+    if plan.start == "break":
+        assert (after - before).abs().max() > 1e-3
+    else:
+        torch.testing.assert_close(after, before, **SAME)
+    assert plan.parameters == sum(p.numel() for p in new_parameters(original).values())
+
+
+def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict[str, Any]]) -> None:
+    architecture, name, options = case
+    model, other = stock(architecture), stock(architecture)
+    ids = tokens(architecture, 2, 15)
+    before = logits(model, architecture, ids)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    flags = {key: p.requires_grad for key, p in model.named_parameters()}
+    config = model.config.to_json_string()
+    kinds = {key: type(module) for key, module in model.named_modules()}
+
+    hf_posenc.patch(model, name, **options)
+    assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
+    with torch.no_grad(), hf_posenc.disabled(model):
+        assert torch.equal(logits(model, architecture, ids), before)
+    loss(model, architecture, ids).backward()
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.sub_(0.1 * parameter.grad)
+    assert hf_posenc.unpatch(model) is model
+
+    assert torch.equal(logits(model, architecture, ids), before)
+    assert {key: type(module) for key, module in model.named_modules()} == kinds
+    assert {key: p.requires_grad for key, p in model.named_parameters()} == flags
+    assert model.config.to_json_string() == config
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert [key for module in model.modules() for key in vars(module) if "posenc" in key] == []
+    assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
+
+
+def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
+    model, _ = _patched(case)
+    seen = hf_posenc.verify(model)
+    assert [(group[0], group[1]) for group in seen.groups] == [(case[1], case[2].get("native", "remove"))]
