@@ -123,20 +123,50 @@ def update(
         cache = cache.self_attention_cache
     if layer < len(cache.layers):
         _check_kind(cache.layers[layer])
+        _check_empty(cache.layers[layer])
     elif cache.layer_class_to_replicate is not None:
         _check_kind(cache.layer_class_to_replicate())
     keys, values = cache.update(k, v, layer)
     slot = cache.layers[layer]
     if not isinstance(slot, _TokenState):
-        if int(slot.get_seq_length()) != k.shape[2]:
-            raise CacheError(
-                f"Layer {layer} of the cache holds {int(slot.get_seq_length()) - k.shape[2]} tokens without their "
-                "positions: it was filled by an unpatched model. Start with an empty cache."
-            )
         slot.__class__ = _WITH_STATE[type(slot)]
         slot.token_state = {}
     filled: Any = slot
-    return keys, values, filled.append_state(state)
+    complete = filled.append_state(state)
+    for name, tensor in complete.items():
+        if tensor.shape[_TOKENS] != keys.shape[2]:
+            raise CacheError(
+                f"Layer {layer} of the cache holds {keys.shape[2]} tokens but the {name} of {tensor.shape[_TOKENS]}: it was "
+                "changed past its methods. Use crop, reorder_cache, batch_repeat_interleave and batch_select_indices."
+            )
+    return keys, values, complete
+
+
+def check(cache: Cache | None) -> None:
+    """Raise if a patched model cannot use a cache, before anything is written to it.
+
+    Raises:
+        CacheError: As for `update`.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if cache is None or any(isinstance(layer, _TokenState) for layer in cache.layers):
+        return  # A patched model has been there already.
+    for layer in cache.layers:
+        _check_kind(layer)
+    for layer in cache.layers[:1]:
+        _check_empty(layer)
+
+
+def _check_empty(layer: Any) -> None:
+    if isinstance(layer, _TokenState):
+        return
+    held = int(layer.get_seq_length())
+    if held:
+        raise CacheError(
+            f"The cache holds {held} tokens without their positions: it was filled by an unpatched model. Start with an "
+            "empty cache."
+        )
 
 
 def _check_kind(layer: Any) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from safetensors import SafetensorError, safe_open
+
 from hf_posenc import record, registry
 from hf_posenc.errors import CheckpointError
 
@@ -36,9 +38,15 @@ class PosencConfig:
     def __post_init__(self, **kwargs: Any) -> None:
         # Written for loaders without this package; here the classes are known.
         kwargs.pop("auto_map", None)
+        record.from_config(self)  # Raises if it is damaged or newer.
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
             setattr(self, self.posenc_lock[0], self.posenc.pop("locked"))
+        elif getattr(self, self.posenc_lock[0]) == self.posenc_lock[1]:
+            raise CheckpointError(
+                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore config.json "
+                "from the original checkpoint, or convert the model again."
+            )
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -172,19 +180,55 @@ def _ranges(layers: tuple[int, ...]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def check_loaded(source: object, info: Mapping[str, Any]) -> None:
+def unreadable(source: object) -> str:
+    """Return the paths of the weight files of a directory that cannot be read; the source itself if that finds none."""
+    found = []
+    for path in sorted(Path(str(source)).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            found.append(str(path))
+    return ", ".join(found) or str(source)
+
+
+def check_loaded(source: object, info: Mapping[str, Any], *, accepts_misshapen: bool) -> None:
     """Raise unless every parameter of every scheme was in the checkpoint, and none was left over.
+
+    Args:
+        source: Where the checkpoint is.
+        info: What transformers says of the loading.
+        accepts_misshapen: Whether the user accepts other parameters of another shape (`ignore_mismatched_sizes`).
 
     Raises:
         CheckpointError: transformers would go on with parameters at their start, or without the rest.
     """
-    for what, key, remedy in (
-        ("misses", "missing_keys", "The file is incomplete, or the weights are those of an unconverted model: save it anew"),
-        ("has unknown", "unexpected_keys", "config.json and the weights do not belong together: restore both"),
-        ("has misshapen", "mismatched_keys", "config.json and the weights do not belong together: restore both"),
-    ):
-        names = [name if isinstance(name, str) else name[0] for name in info.get(key, ())]
-        names = sorted(name for name in names if ".hf_posenc" in f".{name}")
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise CheckpointError(f"The checkpoint {source} {what} weights of the positional scheme: {shown}. {remedy}.")
+    ours = {key: [name for name in _names(info, key) if ".hf_posenc" in f".{name}"] for key in _REMEDIES}
+    for key, (what, remedy) in _REMEDIES.items():
+        if ours[key]:
+            raise CheckpointError(
+                f"The checkpoint {source} {what} weights of the positional scheme: {_shown(ours[key])}. {remedy}."
+            )
+    if not accepts_misshapen and _names(info, "mismatched_keys"):
+        raise CheckpointError(
+            f"The checkpoint {source} has weights of another shape than config.json says: "
+            f"{_shown(_names(info, 'mismatched_keys'))}. Restore both, or pass ignore_mismatched_sizes=True to start these anew."
+        )
+
+
+_REMEDIES = {
+    "missing_keys": (
+        "misses",
+        "The file is incomplete, or the weights are those of an unconverted model: save it anew",
+    ),
+    "unexpected_keys": ("has unknown", "config.json and the weights do not belong together: restore both"),
+    "mismatched_keys": ("has misshapen", "config.json and the weights do not belong together: restore both"),
+}
+
+
+def _names(info: Mapping[str, Any], key: str) -> list[str]:
+    return sorted(name if isinstance(name, str) else name[0] for name in info.get(key, ()))
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -97,10 +97,12 @@ def patch(
     with surgery.all_or_nothing() as undo:
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
         surgery.swap_classes(undo, architecture, model, chosen)
+        # Before attaching: the new group may have the number of one that it replaces.
+        for name, body in architecture.stacks(model).items():
+            surgery.drop_shared(undo, body, {g.id for g in prepared.kept if name in g.stacks})
         surgery.attach(undo, architecture, model, group, prepared.built)
         groups = [*prepared.kept, group]
-        for name, body in architecture.stacks(model).items():
-            surgery.drop_shared(undo, body, {g.id for g in groups if name in g.stacks})
+        for body in architecture.stacks(model).values():
             surgery.settle_native(undo, architecture, body)
         for config in surgery.configs(model):
             undo.set(config, "posenc", record.to_dict(groups))
@@ -155,7 +157,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
     Raises:
         NotPatchedError: There is no patched model in it.
     """
-    switches = [m for m in model.modules() if surgery.is_patched(m) and hasattr(type(m), "posenc_switch")]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    switches = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_switch")]
     if not switches:
         raise NotPatchedError(f"disabled: there is no patched model in the {type(model).__name__}. Patch it first.")
     before = [vars(module).get("posenc_disabled", False) for module in switches]
@@ -193,7 +196,11 @@ def prepare(
         if direction not in info.directions:
             raise DirectionError(
                 f"{scheme} is defined for {' and '.join(info.directions)} attention, and the {name} is {direction}. "
-                + ("Pass stacks='decoder' to leave the encoder as it is." if len(architecture.stacks(model)) > 1 else "")
+                + (
+                    "Pass stacks='decoder' to leave the encoder as it is."
+                    if len(architecture.stacks(model)) > 1
+                    else "Choose another scheme, see hf_posenc.schemes()."
+                )
             )
     kept, replaced = divide(record.from_config(model.config), chosen)
     if native == "keep" and info.cls.neutral_options:
@@ -255,7 +262,7 @@ def choose_stacks(
     bodies = architecture.stacks(model)
     if stacks is None:
         return bodies
-    wanted = [stacks] if isinstance(stacks, str) else list(stacks)
+    wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
     unknown = [name for name in wanted if name not in bodies]
     if unknown or not wanted:
         raise LayerSelectionError(
@@ -275,10 +282,13 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     if layers is None:
         return tuple(everything)
     if isinstance(layers, slice):
-        chosen = set(everything[layers])
+        try:
+            chosen = set(everything[layers])
+        except (TypeError, ValueError):
+            raise LayerSelectionError(f"layers={layers!r}: expected {expected}.") from None
     elif isinstance(layers, str):
         kind, _, step = layers.partition(":")
-        if kind != "every" or not step.isdigit() or int(step) < 1:
+        if kind != "every" or not step.isdecimal() or int(step) < 1:
             raise LayerSelectionError(f"layers={layers!r}: expected {expected}.")
         chosen = set(everything[int(step) - 1 :: int(step)])
     elif callable(layers):

@@ -84,7 +84,7 @@ def from_config(config: Any) -> list[Group]:
     try:
         if version != FORMAT_VERSION:
             raise KeyError("format_version")
-        return [
+        groups = [
             Group(
                 id=int(entry["id"]),
                 scheme=entry["scheme"],
@@ -95,8 +95,29 @@ def from_config(config: Any) -> list[Group]:
             )
             for entry in record["groups"]
         ]
+        _check(groups)
+        return groups
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"The entry 'posenc' of config.json is damaged ({error!r}). Restore config.json from the original checkpoint, "
             "or convert the model again."
         ) from error
+
+
+def _check(groups: Sequence[Group]) -> None:
+    """Raise `ValueError` unless the fields make sense, each and together."""
+    taken: set[tuple[str, int]] = set()
+    for group in groups:
+        if not isinstance(group.scheme, str):
+            raise ValueError(f"scheme {group.scheme!r}")
+        if group.native not in ("remove", "keep"):
+            raise ValueError(f"native {group.native!r}")
+        for name, part in group.stacks.items():
+            for layer in part.layers:
+                if not isinstance(layer, int) or layer < 0:
+                    raise ValueError(f"layer {layer!r}")
+                if (name, layer) in taken:
+                    raise ValueError(f"two schemes for layer {layer} of the {name}")
+                taken.add((name, layer))
+    if len({group.id for group in groups}) < len(groups):
+        raise ValueError("two groups with one id")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 import types
 import typing
@@ -169,7 +170,8 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Neither nan nor infinity can be written into a config, or is a sensible option.
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -181,4 +183,6 @@ def _readable(hint: Any) -> str:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_readable(choice) for choice in typing.get_args(hint))
+    if hint is float:
+        return "a finite number"
     return "None" if hint is type(None) else str(getattr(hint, "__name__", hint))

@@ -48,6 +48,14 @@ def resolve_positions(
     Raises:
         PositionError: The positions or the mask do not fit the inputs.
     """
+    if mask is not None and mask.ndim == 2 and (given is None or isinstance(past, int)):
+        # With positions given, reading how much a static cache holds would only make the device wait.
+        first = int(past)
+        if mask.shape[0] != batch or mask.shape[1] < first + length:
+            raise PositionError(
+                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry for "
+                f"each of the {first} tokens in the cache and the {length} new ones."
+            )
     if given is not None:
         if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
             raise PositionError(
@@ -59,12 +67,6 @@ def resolve_positions(
         if positions.numel() and int(positions.min()) < 0:
             raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
     elif mask is not None and mask.ndim == 2:
-        first = int(past)
-        if mask.shape[0] != batch or mask.shape[1] < first + length:
-            raise PositionError(
-                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry for "
-                f"each of the {first} tokens in the cache and the {length} new ones."
-            )
         counted = (mask.to(device).long().cumsum(-1) - 1).clamp_min(0)
         positions = counted[:, first : first + length]
     else:

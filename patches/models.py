@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc import checkpoint, record
-from hf_posenc.errors import CheckpointError, UnknownSchemeError
+from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.seams import check_backend
@@ -51,16 +51,21 @@ class PosencModel:
                 exactly the parameters that its schemes have.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        accepts_misshapen = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # Otherwise transformers raises, with the names in the log only.
+                **kwargs,
             )
         except SafetensorError as error:
             raise CheckpointError(
-                f"The weights in {pretrained_model_name_or_path} cannot be read ({error}): a file is truncated or damaged. "
-                "Download or save the checkpoint again."
+                f"Cannot read the weights in {checkpoint.unreadable(pretrained_model_name_or_path)} ({error}): truncated or "
+                "damaged. Download or save the checkpoint again."
             ) from error
-        checkpoint.check_loaded(pretrained_model_name_or_path, info)
+        checkpoint.check_loaded(pretrained_model_name_or_path, info, accepts_misshapen=accepts_misshapen)
         # Loading makes parameters anew, trainable all of them.
         architecture = of_model(model)
         for body in architecture.stacks(model).values():
@@ -115,6 +120,11 @@ def attach_recorded(architecture: Architecture, model: nn.Module) -> None:
     for group in groups:
         try:
             built = surgery.build_group(architecture, model, group)
+        except OptionError as error:
+            raise CheckpointError(
+                f"config.json gives the scheme {group.scheme!r} an option that it does not take. {error} Upgrade hf-posenc, "
+                "or restore config.json."
+            ) from error
         except UnknownSchemeError as error:
             raise CheckpointError(
                 f"The checkpoint uses the scheme {group.scheme!r}, which this installation does not know. {error} Upgrade "

@@ -157,6 +157,7 @@ class PosencBody(nn.Module):
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
+        token_cache.check(call.get("past_key_values"))
         batch, length = inputs.shape[:2]
         positions = resolve_positions(
             self.given_positions(call),

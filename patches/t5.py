@@ -30,7 +30,7 @@ from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.scheme import Block, Geometry, NativeTable
-from hf_posenc.schemes._buckets import bucket
+from hf_posenc.schemes._buckets import Buckets
 
 
 class PosencT5Config(PosencConfig, T5Config):
@@ -106,12 +106,13 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
                 if self.is_decoder and others is not None and call.get("encoder_attention_mask") is None:
                     call["encoder_attention_mask"] = self._same_sequence(rows, others, causal=False)
         owner = self.block[0].layer[0].SelfAttention
-        native_score = functools.partial(
-            _native_score,
-            owner.relative_attention_bias,
-            self.config.relative_attention_max_distance,
-            self.is_decoder,
+        table = owner.relative_attention_bias
+        buckets = Buckets(
+            num_buckets=table.num_embeddings,
+            max_distance=self.config.relative_attention_max_distance,
+            causal=self.is_decoder,
         )
+        native_score = functools.partial(_native_score, table, buckets)
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(owner) and any(not is_patched(block.layer[0].SelfAttention) for block in self.block)
         return call | {CONTEXT: replace(context, native_score=native_score, passes_native_bias=passes)}
@@ -127,10 +128,9 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
         return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, torch.finfo(dtype).min)[:, None]
 
 
-def _native_score(table: nn.Embedding, max_distance: int, causal: bool, logits: Tensor, block: Block) -> Tensor:
+def _native_score(table: nn.Embedding, buckets: Buckets, logits: Tensor, block: Block) -> Tensor:
     """Add T5's own bias to a block of logits."""
-    index = bucket(block.distance(), num_buckets=table.num_embeddings, max_distance=max_distance, causal=causal)
-    bias = table(index.to(table.weight.device))  # [B|1, q, K, H]
+    bias = table(buckets(block.distance()).to(table.weight.device))  # [B|1, q, K, H]
     return logits + bias.permute(0, 3, 1, 2).to(logits)
 
 

@@ -98,8 +98,10 @@ def attend(
 
     Raises:
         ShapeError: The shapes do not fit together or to the scheme's geometry.
-        OptionError: The executor cannot run this scheme.
+        OptionError: The first argument is no scheme, or the executor cannot run it.
     """
+    if not isinstance(scheme, Scheme):
+        raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
     geometry = scheme.geometry
     _check_shapes(scheme, q, k, v, query_positions, key_positions)
     if executor is not None and executor not in executors(scheme):

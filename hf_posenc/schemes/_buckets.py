@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
 
-@functools.lru_cache(maxsize=64)
-def _lookup(num_buckets: int, max_distance: int) -> Tensor:
-    # Computed once, on the CPU: a GPU's logarithm may round a boundary to the other side. T5 computes in float32.
-    exact = num_buckets // 2
-    distance = torch.arange(max_distance + 1, dtype=torch.float32, device="cpu").clamp_min(1)
-    scale = math.log(max_distance / exact)
-    large = exact + (torch.log(distance / exact) / scale * (num_buckets - exact)).long()
-    large = large.clamp(max=num_buckets - 1)
-    plain = torch.arange(max_distance + 1, device="cpu")
-    return torch.where(plain < exact, plain, large)
+class Buckets:
+    """Maps distances to T5's buckets.
 
-
-def bucket(distance: Tensor, *, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
-    """Return T5's bucket of each distance (query minus key), int64 of the same shape.
-
-    Causal: keys ahead of the query count as distance 0. Otherwise the upper half of the buckets is for them.
+    Args:
+        num_buckets: How many there are.
+        max_distance: The distance from which all keys share the last one.
+        causal: Keys ahead of the query count as distance 0; otherwise the upper half of the buckets is for them.
     """
-    if causal:
-        lookup = _lookup(num_buckets, max_distance).to(distance.device)
-        return lookup[distance.clamp(0, max_distance)]
-    lookup = _lookup(num_buckets // 2, max_distance).to(distance.device)
-    return lookup[distance.abs().clamp_max(max_distance)] + (distance < 0) * (num_buckets // 2)
+
+    def __init__(self, *, num_buckets: int, max_distance: int, causal: bool) -> None:
+        self.causal = causal
+        self.max_distance = max_distance
+        self.per_side = num_buckets if causal else num_buckets // 2
+        # Looked up, not computed anew: a GPU's logarithm may round a boundary to the other side. float32 as in T5.
+        exact = self.per_side // 2
+        distance = torch.arange(max_distance + 1, device="cpu")
+        log = torch.log(distance.clamp_min(1).float() / exact)
+        large = exact + (log / math.log(max_distance / exact) * (self.per_side - exact)).long()
+        self.lookup = torch.where(distance < exact, distance, large.clamp_max(self.per_side - 1))
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """Return the bucket of each distance (query minus key), int64 of the same shape."""
+        lookup = self.lookup.to(distance.device)
+        if self.causal:
+            return lookup[distance.clamp(0, self.max_distance)]
+        return lookup[distance.abs().clamp_max(self.max_distance)] + (distance < 0) * self.per_side

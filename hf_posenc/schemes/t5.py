@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry
 from hf_posenc.schemes._additive import DistanceBias, learned_table_start, require
-from hf_posenc.schemes._buckets import bucket
+from hf_posenc.schemes._buckets import Buckets
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")
@@ -67,6 +67,7 @@ class T5Bias(DistanceBias):
             init = "native" if fits else "normal"
         require(init != "native" or fits, "t5", "init", init, "'normal' or 'zero': the model has no such table")
         self.num_buckets, self.max_distance, self.init = num_buckets, max_distance, init
+        self._buckets = Buckets(num_buckets=num_buckets, max_distance=max_distance, causal=geometry.causal)
         self.weight = nn.Parameter(torch.empty(num_buckets, geometry.heads))
         self.reset_parameters()
 
@@ -77,9 +78,8 @@ class T5Bias(DistanceBias):
         learned_table_start(self.init, self.weight, None if native is None else native.weight, std)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
-        causal = self.geometry.causal
-        index = bucket(distance, num_buckets=self.num_buckets, max_distance=self.max_distance, causal=causal)
-        return self.weight.to(dtype).index_select(0, index.to(self.weight.device)).T
+        index = self._buckets(distance).to(self.weight.device)
+        return self.weight.to(dtype).index_select(0, index).T
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:

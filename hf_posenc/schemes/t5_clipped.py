@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, NativeTable, set_start
 from hf_posenc.schemes._additive import DistanceBias, require
-from hf_posenc.schemes._buckets import bucket
+from hf_posenc.schemes._buckets import Buckets
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
@@ -85,7 +85,8 @@ def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:
     """Return the bucket of every distance of a clipped table, in its order."""
     assert native.max_distance is not None
     distance = torch.arange(0 if causal else -far, far + 1, device="cpu")
-    return bucket(distance, num_buckets=native.weight.shape[0], max_distance=native.max_distance, causal=causal)
+    buckets = Buckets(num_buckets=native.weight.shape[0], max_distance=native.max_distance, causal=causal)
+    return buckets(distance)
 
 
 def _reach(native: NativeTable, *, causal: bool) -> int:

@@ -1,0 +1,517 @@
+"""Values of the official implementations, each at the tolerance that its json states.
+
+A bias is compared twice: as what `score` adds to zero logits, where a constant per row cannot hide, and as the weights
+that `attend` makes of it, by every executor.
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.attention import executors
+from hf_posenc.scheme import Block, NativeTable
+from hf_posenc.schemes._buckets import Buckets
+
+GOLDENS = Path(__file__).parent / "goldens"
+EXECUTORS = ("dense", "blocks")
+# Softmax and the matrix products around it round, even where the bias itself is exact.
+ROUNDING = 1e-14
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For tensors this small, waiting for each other is all that more threads do: ten times the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def golden(name: str) -> dict[str, Tensor]:
+    return load_file(GOLDENS / f"{name}.safetensors")
+
+
+@functools.cache
+def about(name: str) -> dict:
+    return json.loads((GOLDENS / f"{name}.json").read_text())
+
+
+def geometry(heads: int, direction: str = "causal", **changes) -> Geometry:
+    shape = {"kv_heads": heads, "head_dim": 8, "hidden_size": 32, "scale": 1.0, **changes}
+    return Geometry(heads=heads, causal=direction == "causal", **shape)
+
+
+def load(scheme: Scheme, values: dict[str, Tensor]) -> Scheme:
+    """Set every parameter and buffer; scalars of the official code have shape [1] here."""
+    state = scheme.state_dict()
+    assert set(values) == set(state)
+    scheme.load_state_dict({name: value.reshape(state[name].shape) for name, value in values.items()})
+    return scheme
+
+
+def bias_of(scheme: Scheme, query: Tensor, key: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What a scheme adds to logits of zero, `[H, Q, K]`."""
+    heads, width = scheme.geometry.heads, scheme.geometry.head_dim
+    q = torch.zeros(1, heads, len(query), width, dtype=dtype)
+    k = torch.zeros(1, scheme.geometry.kv_heads, len(key), width, dtype=dtype)
+    block = Block(Positions(query[None], key[None]), reach=int(max(query.max(), key.max())))
+    return scheme.score(torch.zeros(1, heads, len(query), len(key), dtype=dtype), q, k, block)[0]
+
+
+def weights_of(build_with, query: Tensor, key: Tensor, logits: Tensor, executor: str) -> Tensor:
+    """The weights `[H, Q, K]` that an executor makes of logits and a scheme: values are the rows of the identity."""
+    heads, keys = logits.shape[0], len(key)
+    scheme = build_with(head_dim=keys)
+    identity = torch.eye(keys, dtype=torch.float64).expand(1, heads, keys, keys)
+    at = {"query_positions": query[None], "key_positions": key[None], "executor": executor}
+    output = attend(scheme, logits[None], identity, identity, **at)
+    if executor == "dense":
+        again, weights = attend(scheme, logits[None], identity, identity, need_weights=True, **at)
+        assert torch.equal(again, output)
+        assert torch.equal(weights, output)
+    return output[0]
+
+
+def check_bias(build_with, want: Tensor, query: Tensor, key: Tensor, *, causal: bool, atol: float) -> None:
+    """Compare the bias of the scheme that `build_with(**geometry changes)` makes, and the weights it leads to."""
+    seen = key[None] <= query[:, None] if causal else torch.ones(len(query), len(key), dtype=torch.bool)
+    got = bias_of(build_with(), query, key)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=0, atol=atol)
+    # Once more with so many rows that a table of all distances is smaller than the matrix: another path in the code.
+    times = 2 * int(max(query.max(), key.max())) // seen.numel() + 2
+    got = bias_of(build_with(), query.repeat(times), key).unflatten(1, (times, -1))
+    torch.testing.assert_close(got[..., seen], want[:, None, seen].expand(-1, times, -1), rtol=0, atol=atol)
+    weights = want.masked_fill(~seen, float("-inf")).softmax(-1)
+    for executor in EXECUTORS:
+        got = weights_of(build_with, query, key, torch.zeros_like(want), executor)
+        torch.testing.assert_close(got, weights, rtol=0, atol=max(atol, ROUNDING))
+
+
+def case(suffix: str, positions_long: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key positions of a golden, from the end of its name."""
+    if suffix.endswith("7x7"):
+        return torch.arange(7), torch.arange(7)
+    if suffix.endswith("offset_2x11"):
+        return torch.tensor([9, 10]), torch.arange(11)
+    if suffix.endswith("11x11"):
+        return torch.arange(11), torch.arange(11)
+    assert suffix.endswith("long"), suffix
+    return positions_long, positions_long
+
+
+# -- alibi -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 25, 32, 40])
+def test_alibi_slopes(heads: int) -> None:
+    want = golden("alibi")[f"slopes_h{heads}"]
+    got = -bias_of(build("alibi", geometry(heads)).double(), torch.tensor([1]), torch.tensor([0]))
+    torch.testing.assert_close(got[:, 0, 0], want, rtol=0, atol=about("alibi")["atol"])
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "bidir_7x7"])
+def test_alibi_bias(name: str, heads: int) -> None:
+    values = golden("alibi")
+    direction = "bidir" if "bidir" in name else "causal"
+
+    def build_with(**changes) -> Scheme:
+        return build("alibi", geometry(heads, direction, **changes)).double()
+
+    query, key = case(name, values["positions_long"])
+    want = values[f"bias_{name}_h{heads}"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("alibi")["atol"])
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_alibi_weights_of_given_logits(heads: int, executor: str) -> None:
+    values, positions = golden("alibi"), torch.arange(11)
+
+    def build_with(**changes) -> Scheme:
+        return build("alibi", geometry(heads, **changes)).double()
+
+    got = weights_of(build_with, positions, positions, values[f"x_h{heads}"], executor)
+    want = values[f"probs_causal_11x11_h{heads}"]
+    torch.testing.assert_close(got, want, rtol=0, atol=about("alibi")["atol"])
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+def test_alibi_is_the_official_row_but_for_a_constant_per_query(heads: int) -> None:
+    row = golden("alibi")[f"bias_official_row_h{heads}"]  # m_h * j
+    positions = torch.arange(11)
+    got = bias_of(build("alibi", geometry(heads)).double(), positions, positions)
+    want = row[:, None, :] - row[:, :, None]
+    seen = positions[None] <= positions[:, None]
+    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=0, atol=about("alibi")["atol"])
+
+
+# -- nope, learned, sinusoidal -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", [None, "dense", "blocks", "sdpa"])
+def test_nope(executor: str | None) -> None:
+    values, atol = golden("nope"), about("nope")["atol"]
+    scheme = build("nope", geometry(3, scale=None)).double()
+    q, k, v = (values[name] for name in "qkv")
+    positions = torch.arange(7)[None]
+    at = {"query_positions": positions, "key_positions": positions}
+    output = attend(scheme, q, k, v, executor=executor, **at)
+    torch.testing.assert_close(output, values["causal.out"], rtol=0, atol=atol)
+    if executor in (None, "dense"):
+        _, weights = attend(scheme, q, k, v, need_weights=True, executor=executor, **at)
+        torch.testing.assert_close(weights, values["causal.probs"], rtol=0, atol=atol)
+
+
+def test_nope_scale_and_logits() -> None:
+    values, atol = golden("nope"), about("nope")["atol"]
+    scheme = build("nope", geometry(3, scale=None))
+    logits = values["q"] @ values["k"].mT * scheme.geometry.scale
+    positions = torch.arange(7)[None]
+    got = scheme.score(logits, values["q"], values["k"], Block(Positions(positions, positions), reach=6))
+    seen = torch.ones(7, 7).tril().bool()
+    torch.testing.assert_close(got[..., seen], values["causal.logits"][..., seen], rtol=0, atol=atol)
+
+
+def test_learned_is_gpt2s_embedding_also_when_left_padded() -> None:
+    values = golden("learned_ape")
+    positions, width = values["position_ids"], values["wpe"].shape[1]
+    assert positions[0].tolist() != positions[1].tolist()
+    scheme = build("learned", geometry(2, hidden_size=width), num_positions=len(values["wpe"])).double()
+    load(scheme, {"wpe.weight": values["wpe"]})
+    got = scheme.embed(values["wte"][values["input_ids"]], positions)
+    torch.testing.assert_close(got, values["hidden_in"], rtol=0, atol=about("learned_ape")["atol"])
+
+
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(("freq", "layout"), [("paper", "interleaved"), ("paper", "concat"), ("t2t", "concat")])
+def test_sinusoidal(freq: str, layout: str, width: int) -> None:
+    values = golden("sinusoidal")
+    scheme = build("sinusoidal", geometry(2, hidden_size=width), freq=freq, layout=layout).double()
+    inputs = torch.zeros(1, len(values["positions"]), width, dtype=torch.float64)
+    got = scheme.embed(inputs, values["positions"][None])[0]
+    want = values[f"{freq}_{layout}_d{width}"]
+    torch.testing.assert_close(got, want, rtol=0, atol=about("sinusoidal")["atol"])
+
+
+# -- t5 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (16, 64), (64, 256), (8, 20), (32, 2048)])
+def test_t5_buckets(buckets: int, far: int, direction: str) -> None:
+    values = golden("t5_rpe")
+    distance = -values["rel_for_bucket"]  # theirs is key minus query
+    got = Buckets(num_buckets=buckets, max_distance=far, causal=direction == "causal")(distance)
+    assert torch.equal(got, values[f"bucket_nb{buckets}_md{far}_{direction}"])
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+def test_t5_default_buckets_at_short_and_long_distances(direction: str) -> None:
+    values = golden("t5_rpe")
+    default = {"num_buckets": 32, "max_distance": 128, "causal": direction == "causal"}
+    assert torch.equal(Buckets(**default)(-values["rel_for_bucket"]), values[f"bucket_{direction}_rel"])
+    long = values["positions_long"]
+    assert torch.equal(Buckets(**default)(long[:, None] - long[None]), values[f"bucket_{direction}_long"])
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize("name", ["7x7", "offset_2x11", "long"])
+def test_t5_bias(name: str, direction: str) -> None:
+    values = golden("t5_rpe")
+
+    def build_with(**changes) -> Scheme:
+        return load(build("t5", geometry(6, direction, **changes)).double(), {"weight": values[f"weight_{direction}"]})
+
+    query, key = case(name, values["positions_long"])
+    want = values[f"bias_{direction}_{name}"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("t5_rpe")["atol"])
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize(("name", "reach"), [("t5", None), ("t5_clipped", {"causal": 113, "bidir": 91})])
+def test_both_t5_schemes_start_as_the_models_own_table(name: str, reach: dict | None, direction: str) -> None:
+    values = golden("t5_rpe")
+    native = NativeTable("t5", values[f"weight_{direction}"].float(), 128)
+    scheme = build(name, geometry(6, direction, native=native))
+    assert scheme.starts_exact(native_kept=False)
+    if reach is not None:
+        assert scheme.options()["max_distance"] == reach[direction]
+    long = values["positions_long"]
+    got = bias_of(scheme, long, long, torch.float32)
+    seen = torch.ones(15, 15).tril().bool() if direction == "causal" else torch.ones(15, 15).bool()
+    assert torch.equal(got[:, seen], values[f"bias_{direction}_long"].float()[:, seen])
+
+
+@pytest.mark.parametrize(
+    ("name", "table"), [("causal_7x7", "r"), ("causal_offset_2x11", "r"), ("bidir_7x7", "r_bidir")]
+)
+def test_t5_clipped_bias(name: str, table: str) -> None:
+    values = golden("t5_clipped")
+    direction = name.split("_")[0]
+
+    def build_with(**changes) -> Scheme:
+        scheme = build("t5_clipped", geometry(6, direction, **changes), max_distance=4).double()
+        return load(scheme, {"r": values[table]})
+
+    query, key = case(name, torch.empty(0))
+    want = values[f"bias_{name}"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("t5_clipped")["atol"])
+
+
+# -- kerple ------------------------------------------------------------------------------------------------------------
+
+
+def kerple(kernel: str, stored: str, direction: str = "causal", **changes) -> Scheme:
+    values = {name: golden("kerple")[f"{kernel}.{name}_{stored}"] for name in ("bias_a", "bias_p")}
+    return load(build("kerple", geometry(4, direction, **changes), kernel=kernel).double(), values)
+
+
+@pytest.mark.parametrize("kernel", ["log", "power"])
+@pytest.mark.parametrize("stored", ["raw", "clamped"])
+@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "bidir_7x7"])
+def test_kerple_bias(name: str, stored: str, kernel: str) -> None:
+    values = golden("kerple")
+    direction = "bidir" if "bidir" in name else "causal"
+    query, key = case(name, values["positions_long"])
+    build_with = functools.partial(kerple, kernel, stored, direction)
+    want = values[f"{kernel}.bias_{name}"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("kerple")["atol"])
+
+
+@pytest.mark.parametrize("kernel", ["log", "power"])
+def test_kerple_gradient_passes_through_the_bounds(kernel: str) -> None:
+    values, atol = golden("kerple"), about("kerple")["atol"]
+    raw = {name: values[f"{kernel}.{name}_raw"] for name in ("bias_a", "bias_p")}
+    clamped = {name: values[f"{kernel}.{name}_clamped"] for name in ("bias_a", "bias_p")}
+    assert any(not torch.equal(raw[name], clamped[name]) for name in raw)  # the golden is of the case in question
+    scheme = kerple(kernel, "raw")
+    bias = bias_of(scheme, torch.arange(7), torch.arange(7))
+    (bias * values[f"{kernel}.gradcheck_upstream"]).sum().backward()
+    for name, value in raw.items():
+        parameter = scheme.get_parameter(name)
+        torch.testing.assert_close(parameter.grad, values[f"{kernel}.grad_{name}"], rtol=0, atol=atol)
+        assert torch.equal(parameter, value)  # the official code overwrites it
+
+
+def test_kerple_three_parameters() -> None:
+    values, atol = golden("kerple"), about("kerple")["atol"]
+    x, want, positions = values["3para.x"], values["3para.logits_7x7"], torch.arange(7)
+    stored = {name: values[f"3para.{name}"] for name in ("bias_a", "bias_p", "wei_a", "wei_p")}
+
+    def build_with(**changes) -> Scheme:
+        return load(build("kerple", geometry(4, **changes), kernel="power", weighted=True).double(), stored)
+
+    block = Block(Positions(positions[None], positions[None]), reach=6)
+    scheme = build_with(head_dim=7)
+    identity = torch.eye(7, dtype=torch.float64).expand(1, 4, 7, 7)
+    seen = torch.ones(7, 7).tril().bool()
+    got = scheme.score(x[None], x[None], identity, block)[0]
+    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=0, atol=atol)
+    weights = want.masked_fill(~seen, float("-inf")).softmax(-1)
+    for executor in EXECUTORS:
+        got = weights_of(build_with, positions, positions, x, executor)
+        torch.testing.assert_close(got, weights, rtol=0, atol=atol)
+
+
+# -- sandwich ----------------------------------------------------------------------------------------------------------
+
+SANDWICH = [
+    *(("paper", 0, name) for name in ("causal_7x7", "offset_2x11", "long", "bidir_7x7")),
+    *(("start1", 1, name) for name in ("causal_7x7", "long")),
+    *(("nemo", 1, name) for name in ("causal_7x7", "bidir_7x7")),  # NeMo counts t from 1 and shifts by d / 2
+]
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 16), (12, 128)])
+@pytest.mark.parametrize(("source", "start", "name"), SANDWICH)
+def test_sandwich_bias(source: str, start: int, name: str, heads: int, dim: int) -> None:
+    values = golden("sandwich")
+    direction = "bidir" if "bidir" in name else "causal"
+
+    def build_with(**changes) -> Scheme:
+        return build("sandwich", geometry(heads, direction, **changes), dim=dim, freq_start=start).double()
+
+    query, key = case(name, values["positions_long"])
+    want = values[f"{source}.h{heads}_d{dim}.bias_{name}"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("sandwich")["atol"])
+
+
+# -- fire --------------------------------------------------------------------------------------------------------------
+
+
+def fire(variant: str, direction: str = "causal", *, name: str = "fire", dtype=torch.float64, **changes) -> Scheme:
+    start = f"{variant}.param."
+    stored = {key.removeprefix(start): value for key, value in golden("fire").items() if key.startswith(start)}
+    return load(build(name, geometry(4, direction, **changes), normalizer="query").to(dtype), stored)
+
+
+@pytest.mark.parametrize("scheme", ["fire", "fire_s"])
+@pytest.mark.parametrize("variant", ["default", "smallL"])
+@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "paper_full_7x7"])
+def test_fire_bias(name: str, variant: str, scheme: str) -> None:
+    values = golden("fire")
+    direction = "bidir" if "full" in name else "causal"
+    query, key = case(name, values["positions_long"])
+    build_with = functools.partial(fire, variant, direction, name=scheme)
+    want, atol = values[f"{variant}.bias_{name}"], about("fire")["atol"]["float64"]
+    check_bias(build_with, want, query, key, causal=direction == "causal", atol=atol)
+
+
+@pytest.mark.parametrize("variant", ["default", "smallL"])
+@pytest.mark.parametrize("name", ["causal_11x11", "long"])
+def test_fire_in_float32(name: str, variant: str) -> None:
+    values, atol = golden("fire"), about("fire")["atol"]["official_f32"]
+    query, key = case(name, values["positions_long"])
+    got = bias_of(fire(variant, dtype=torch.float32), query, key, torch.float32)
+    assert got.dtype == torch.float32
+    seen = key[None] <= query[:, None]
+    want = values[f"{variant}.official_f32.bias_{name}"]
+    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", ["default", "smallL"])
+def test_fire_gradients(variant: str, dtype: torch.dtype) -> None:
+    values, atol = golden("fire"), about("fire")["atol"]["official_f32"]
+    scheme, positions = fire(variant, dtype=dtype), torch.arange(11)
+    bias = bias_of(scheme, positions, positions, dtype)
+    (bias * values[f"{variant}.grad_upstream_11x11"]).sum().backward()
+    for name, parameter in scheme.named_parameters():
+        want = values[f"{variant}.grad.{name}"].reshape(parameter.shape).to(dtype)
+        torch.testing.assert_close(parameter.grad, want, rtol=0, atol=atol)
+    assert "init_L" not in dict(scheme.named_parameters())
+
+
+# -- rope --------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "half": {"layout": "half"},
+    "interleaved": {"layout": "interleaved"},
+    "partial8": {"layout": "half", "rotary_dim": 8},
+}
+# As the json says in words: float64, then float32 at each place.
+ROPE_ATOL = {torch.float64: {"base": 1e-12, "offset": 1e-12, "long": 1e-12}}
+ROPE_ATOL[torch.float32] = {"base": 2e-5, "offset": 2e-5, "long": 3e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("frequencies", ["given", "own"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", ["base", "offset", "long"])
+def test_rope(place: str, layout: str, frequencies: str, dtype: torch.dtype) -> None:
+    values, atol = golden("rope"), ROPE_ATOL[dtype][place]
+    given = values["partial8.inv_freq" if layout == "partial8" else "inv_freq"]
+    shape = {"head_dim": 16, "inv_freq": given if frequencies == "given" else None}
+    scheme = build("rope", geometry(4, "bidir", **shape), **LAYOUTS[layout])
+    q, k = values["q"].to(dtype), values["k"].to(dtype)
+    positions = values[f"{place}.positions"][None]
+    projected = scheme.project(None, q, k, k, Positions(positions, positions))
+    for got, name in ((projected.q, "q"), (projected.k, "k")):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), values[f"{place}.{layout}.{name}"], rtol=0, atol=atol)
+    assert projected.v is k
+    logits = values[f"{place}.{layout}.logits"]
+    # The stated tolerance is for one channel; a logit (not scaled here) sums 16 products of them.
+    atol *= 1 if dtype == torch.float64 else 16**0.5
+    torch.testing.assert_close((projected.q @ projected.k.mT).double(), logits, rtol=0, atol=atol)
+    identity = torch.eye(13, 16, dtype=dtype).expand(2, 4, 13, 16)  # values are as wide as keys
+    for executor in executors(scheme):
+        at = {"query_positions": positions, "key_positions": positions, "executor": executor}
+        weights = attend(scheme, q, k, identity, **at)[..., :13]
+        torch.testing.assert_close(weights.double(), logits.softmax(-1), rtol=0, atol=atol)
+
+
+def test_rope_frequencies() -> None:
+    values, like = golden("rope"), torch.zeros((), dtype=torch.float64)
+    for name, options in (("inv_freq", {}), ("partial8.inv_freq", {"rotary_dim": 8})):
+        scheme = build("rope", geometry(4, head_dim=16), **options)
+        torch.testing.assert_close(scheme.frequencies(like), values[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["base", "offset", "long"])
+def test_rope_in_float32_has_transformers_cosines(place: str) -> None:
+    values = golden("rope")
+    positions = values[f"{place}.positions"][None]
+    scheme = build("rope", geometry(1, head_dim=16))
+    cos, sin = unit_rotation(scheme, positions)
+    torch.testing.assert_close(cos, values[f"{place}.hf_fp32_cos"][0], rtol=0, atol=ROPE_ATOL[torch.float32][place])
+    torch.testing.assert_close(sin, values[f"{place}.hf_fp32_sin"][0], rtol=0, atol=ROPE_ATOL[torch.float32][place])
+
+
+def unit_rotation(scheme: Scheme, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Cosines and sines that a half-layout rotation uses, each `[S, D]` as transformers lays them out."""
+    width = scheme.geometry.head_dim
+    first = torch.zeros(1, 1, positions.shape[1], width, dtype=dtype)
+    first[..., : width // 2] = 1
+    turned = scheme.project(None, first, first, first, Positions(positions, positions)).q[0, 0]
+    cos, sin = turned.chunk(2, dim=-1)
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+# -- rope types --------------------------------------------------------------------------------------------------------
+
+ROPE_TYPES = ["default", "linear", "dynamic", "yarn", "yarn_mscale_notrunc", "longrope", "llama3", "proportional"]
+# As the json says in words.
+ROPE_TYPES_ATOL, ROPE_TYPES_ATOL_FAR, FAR = 1e-5, 1e-2, 5000
+
+
+def rope_type(name: str, frequencies: str = "inv_freq") -> Scheme:
+    values = golden("rope_types")
+    scaling = values[f"{name}.attention_scaling"].item()
+    assert scaling == about("rope_types")["hyper"][name]["attention_scaling"]
+    given = values[f"{name}.{frequencies}"]
+    return build("rope", geometry(1, head_dim=64, inv_freq=given, rotary_scaling=scaling))
+
+
+@pytest.mark.parametrize("name", ROPE_TYPES)
+def test_rope_types(name: str) -> None:
+    values, scheme = golden("rope_types"), rope_type(name)
+    positions = values[f"{name}.positions"]
+    near = positions[0] <= FAR
+    for got, part in zip(unit_rotation(scheme, positions), ("cos", "sin"), strict=True):
+        want = values[f"{name}.{part}"][0]
+        torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)
+        torch.testing.assert_close(got[~near], want[~near], rtol=0, atol=ROPE_TYPES_ATOL_FAR)
+
+
+@pytest.mark.parametrize(
+    ("name", "frequencies"),
+    [
+        *(("dynamic", f"inv_freq_len{length}") for length in (2048, 2049, 4096, 8192)),
+        *(("longrope", f"inv_freq_len{length}") for length in (4096, 4097)),
+    ],
+)
+def test_rope_with_the_frequencies_of_a_length(name: str, frequencies: str) -> None:
+    scheme = rope_type(name, frequencies)
+    given = golden("rope_types")[f"{name}.{frequencies}"].double()
+    positions = torch.tensor([[0, 1, 7, 100, 2047, 8191]])
+    angles = positions[0, :, None] * torch.cat((given, given))
+    for got, want in zip(unit_rotation(scheme, positions, torch.float64), (angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(got, want * scheme.geometry.rotary_scaling, rtol=0, atol=1e-12)
+
+
+def test_rope_default_frequencies_are_transformers() -> None:
+    scheme = build("rope", geometry(1, head_dim=64), theta=10000.0)
+    got = scheme.frequencies(torch.zeros((), dtype=torch.float32))
+    torch.testing.assert_close(got, golden("rope_types")["default.inv_freq"], rtol=1e-6, atol=0)
+
+
+def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> None:
+    values = golden("rope_types")
+    given = {"inv_freq": values["yarn.inv_freq"], "rotary_scaling": values["yarn.attention_scaling"].item()}
+    scheme = build("rope", geometry(1, head_dim=64, **given), theta=10000.0)
+    positions = values["default.positions"]
+    near = positions[0] <= FAR
+    for got, part in zip(unit_rotation(scheme, positions), ("cos", "sin"), strict=True):
+        want = values[f"default.{part}"][0]
+        torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)

@@ -1,0 +1,205 @@
+"""Every head class of every architecture, and the shapes that configs can ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, T5Config
+
+import hf_posenc
+from hf_posenc.patches.architecture import architectures
+from hf_posenc.patches.auto import config_pair
+
+HEADS = [
+    (name, stock)
+    for name, architecture in architectures().items()
+    for stock in architecture.twins
+    if issubclass(stock, PreTrainedModel) and "Stack" not in stock.__name__
+]
+
+
+def small(name: str, **changes: Any) -> PreTrainedConfig:
+    """Return a config for a model of a few thousand parameters, without dropout."""
+    # Two labels, since T5's question answering head asks for just that many.
+    base: dict[str, Any] = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "num_labels": 2}
+    if name == "llama":
+        base |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        base |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1}
+        base |= {"classifier_dropout": 0.0}
+        return LlamaConfig(**{**base, **changes})
+    if name == "gpt2":
+        base |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.1}
+        base |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "summary_first_dropout": 0.0}
+        base |= {"classifier_dropout": 0.0}
+        return GPT2Config(**{**base, **changes})
+    base |= {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    base |= {"decoder_start_token_id": 0, "classifier_dropout": 0.0}
+    return T5Config(**{**base, **changes})
+
+
+def make(stock: type, config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = stock(config)
+    return model.eval()
+
+
+def call(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """Return the keywords of a forward that any head accepts."""
+    name = type(model).__name__
+    if "DoubleHeads" in name:
+        return {"input_ids": ids.view(2, 2, -1), "mc_token_ids": torch.tensor([[3, 5], [7, 2]])}
+    if name.removeprefix("Posenc") in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    return {"input_ids": ids}
+
+
+def first_output(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        output = model(**call(model, ids))
+    return output[0]
+
+
+def ids(rows: int = 4, length: int = 11) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 60, (rows, length), generator=generator)
+    tokens[:, -1] = 1  # T5's classifier reads the state at the one end token of each row
+    return tokens
+
+
+@pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
+@pytest.mark.parametrize("scheme", ["fire", "t5", "learned", "rope"])
+def test_every_head(name: str, stock: type, scheme: str) -> None:
+    model = make(stock, small(name))
+    before = first_output(model, ids())
+    assert hf_posenc.patch(model, scheme) is model
+    assert type(model).__name__ == f"Posenc{stock.__name__}"
+    assert isinstance(model, stock)
+    after = first_output(model, ids())
+    assert after.shape == before.shape
+    start = hf_posenc.plan(make(stock, small(name)), scheme).start
+    assert (start == "exact") == bool(torch.allclose(after, before, atol=1e-5))
+    hf_posenc.verify(model)
+    with hf_posenc.disabled(model):
+        assert torch.equal(first_output(model, ids()), before)
+    hf_posenc.unpatch(model)
+    assert type(model) is stock
+    assert torch.equal(first_output(model, ids()), before)
+
+
+def test_every_head_class_of_transformers_is_known() -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+    from transformers.models.llama import modeling_llama
+    from transformers.models.t5 import modeling_t5
+
+    for module in (modeling_llama, modeling_gpt2, modeling_t5):
+        public = {getattr(module, name) for name in module.__all__}
+        models = {kind for kind in public if hasattr(kind, "forward") and "PreTrained" not in kind.__name__}
+        known = {stock for architecture in architectures().values() for stock in architecture.twins}
+        assert models <= known
+
+
+SHAPES = [
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"head_dim": 12}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("gpt2", {"reorder_and_upcast_attn": True}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    ("t5", {"d_kv": 6, "num_decoder_layers": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SHAPES, ids=[f"{n}-{'-'.join(map(str, c))}" for n, c in SHAPES])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_config_shapes(name: str, changes: dict[str, Any], backend: str) -> None:
+    stock = next(s for n, s in HEADS if n == name and ("CausalLM" in s.__name__ or "LMHead" in s.__name__ or "Cond" in s.__name__))
+    config = small(name, **changes)
+    config._attn_implementation = backend
+    model = make(stock, config)
+    before = first_output(model, ids())
+    reproduced = {"llama": "rope", "gpt2": "learned", "t5": "t5"}[name]
+    torch.testing.assert_close(first_output(hf_posenc.patch(model, reproduced), ids()), before, atol=1e-5, rtol=1e-5)
+    hf_posenc.patch(model, "kerple")
+    assert (first_output(model, ids()) - before).abs().max() > 1e-4
+    hf_posenc.verify(model)
+
+
+def test_gpt2_cross_attention_is_left_alone() -> None:
+    from transformers import GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    model = make(GPT2LMHeadModel, small("gpt2", add_cross_attention=True))
+    memory = torch.randn(4, 6, 32)
+    run = {"input_ids": ids(), "encoder_hidden_states": memory}
+    with torch.no_grad():
+        before = model(**run).logits
+        hf_posenc.patch(model, "learned")
+        torch.testing.assert_close(model(**run).logits, before, atol=1e-5, rtol=1e-5)
+        hf_posenc.patch(model, "alibi")
+        assert all(type(block.crossattention) is GPT2Attention for block in model.transformer.h)
+        full = model(**run, use_cache=False).logits
+        cached = model(**{**run, "input_ids": ids()[:, :7]}, use_cache=True)
+        rest = model(input_ids=ids()[:, 7:], encoder_hidden_states=memory, past_key_values=cached.past_key_values)
+    torch.testing.assert_close(torch.cat([cached.logits, rest.logits], 1), full, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 32,
+        },
+        {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_reproduces_every_rope_type(rope: dict[str, Any]) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = make(LlamaForCausalLM, small("llama", rope_parameters=rope))
+    before = first_output(model, ids())
+    torch.testing.assert_close(first_output(hf_posenc.patch(model, "rope"), ids()), before, atol=2e-5, rtol=1e-5)
+    assert (first_output(hf_posenc.patch(model, "nope"), ids()) - before).abs().max() > 1e-3
+
+
+def test_every_architecture_has_one_config() -> None:
+    for architecture in architectures().values():
+        stock, twin = config_pair(architecture)
+        assert twin.model_type == f"hf_posenc_{architecture.name}"
+        assert issubclass(twin, stock)
+
+
+def test_torch_compile_gives_the_same_logits() -> None:
+    from transformers import LlamaForCausalLM
+
+    # Tracing is what can go wrong; generating machine code takes a minute and adds nothing.
+    for scheme in ("fire", "rope", "t5"):
+        model = hf_posenc.patch(make(LlamaForCausalLM, small("llama")), scheme)
+        before = first_output(model, ids())
+        compiled = torch.compile(model, backend="eager", fullgraph=False)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(input_ids=ids())[0], before)
+            torch.testing.assert_close(compiled(input_ids=ids(2, 7))[0], first_output(model, ids(2, 7)))
+        torch.compiler.reset()
