@@ -48,7 +48,10 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds transformers' modules through the other finders, and watches them load."""
+    """Finds modules of both packages through the other finders, and watches them load.
+
+    Registering imports from both, so it must not happen while a module of either is half done.
+    """
 
     def __init__(self) -> None:
         self.depth = _Depth()
@@ -56,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "transformers" and not fullname.startswith("transformers."):
+        if fullname.partition(".")[0] not in ("transformers", "hf_posenc"):
             return None
         for finder in sys.meta_path:
             if finder is self:

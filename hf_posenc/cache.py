@@ -29,16 +29,16 @@ class _TokenState(CacheLayerMixin):
         self.token_state = {name: function(tensor) for name, tensor in self.token_state.items()}
 
     def offload(self) -> None:
-        super().offload()  # type: ignore[misc]
+        super().offload()
         self._map_state(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        super().prefetch()  # type: ignore[misc]
-        if self.is_initialized:  # type: ignore[attr-defined]
-            self._map_state(lambda tensor: tensor.to(self.device, non_blocking=True))  # type: ignore[attr-defined]
+        super().prefetch()
+        if self.is_initialized:
+            self._map_state(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        super().reorder_cache(beam_idx)
         self._map_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
 

@@ -126,11 +126,14 @@ def card(existing: str, config: Any, head: str, starts: Mapping[int, str]) -> st
     if existing.strip():
         model_card = ModelCard(existing)
     else:
-        model_card = ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n\n# {getattr(config, 'name_or_path', '') or head}\n")
-    tags = list(model_card.data.tags or [])
+        model_card = ModelCard(
+            f"---\n{ModelCardData().to_yaml()}\n---\n\n# {getattr(config, 'name_or_path', '') or head}\n"
+        )
+    data: Any = model_card.data
+    tags = list(data.tags or [])
     tags += [tag for tag in ("hf_posenc", *(group.scheme for group in groups)) if tag not in tags]
-    model_card.data.tags = list(dict.fromkeys(tags))
-    model_card.data.library_name = model_card.data.library_name or "transformers"
+    data.tags = list(dict.fromkeys(tags))
+    data.library_name = data.library_name or "transformers"
     section = f"{_CARD_BEGIN}\n{_card_section(config, groups, head, starts)}{_CARD_END}\n"
     body = model_card.text
     if _CARD_BEGIN in body and _CARD_END in body:

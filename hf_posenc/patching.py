@@ -158,7 +158,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
         NotPatchedError: There is no patched model in it.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    switches = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_switch")]
+    switches: list[Any] = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_switch")]
     if not switches:
         raise NotPatchedError(f"disabled: there is no patched model in the {type(model).__name__}. Patch it first.")
     before = [vars(module).get("posenc_disabled", False) for module in switches]
@@ -366,7 +366,7 @@ def refuse_wrapped(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
-    if isinstance(model, DistributedDataParallel) or isinstance(model, nn.DataParallel):
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
     if "torch._dynamo.eval_frame.OptimizedModule" in names or getattr(model, "_compiled_call_impl", None) is not None:
         raise WrappedModelError(f"Got a model compiled with torch.compile. {advice}")

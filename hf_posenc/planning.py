@@ -194,7 +194,9 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     architecture = of_config(config)
     heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
     named = [heads[name] for name in config.architectures or [] if name in heads]
-    kind: Any = named[0] if named else next(k for k in architecture.twins if hasattr(k, "prepare_inputs_for_generation"))
+    kind: Any = (
+        named[0] if named else next(k for k in architecture.twins if hasattr(k, "prepare_inputs_for_generation"))
+    )
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     return model
@@ -203,9 +205,7 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def _cached_sites(architecture: Architecture, model: nn.Module, group: record.Group) -> int:
     # Encoders keep no cache.
     bodies = architecture.stacks(model)
-    return sum(
-        len(part.layers) for name, part in group.stacks.items() if architecture.geometry(bodies[name], 0).causal
-    )
+    return sum(len(part.layers) for name, part in group.stacks.items() if architecture.geometry(bodies[name], 0).causal)
 
 
 def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
@@ -223,6 +223,7 @@ def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.T
     model.eval()
     try:
         outputs = []
+        body: Any
         for body in architecture.stacks(model).values():
             weight = body.get_input_embeddings().weight
             ids = torch.arange(8, device=weight.device)[None] % weight.shape[0]

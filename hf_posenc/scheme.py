@@ -218,7 +218,7 @@ class Scheme(nn.Module):
                 return tensor.to(device=moved.device, dtype=torch.promote_types(tensor.dtype, torch.float32))
             return moved
 
-        super()._apply(keep_precision, recurse)
+        super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -82,9 +82,10 @@ def register_architecture(architecture: Architecture) -> Architecture:
         raise OptionError(f"register_architecture: the name {architecture.name!r} is taken. Choose another name.")
     _ARCHITECTURES[architecture.name] = architecture
     for twin in architecture.twins.values():
+        recorded: Any = getattr(twin, "_can_record_outputs", None)
         if issubclass(twin, PreTrainedModel):
             # transformers learns in a model's constructor which outputs it can record; a swapped class never runs one.
-            dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), twin._can_record_outputs)
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), recorded)
     from hf_posenc.patches import auto
 
     auto.register(architecture)

@@ -48,13 +48,14 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
     ) -> tuple[Tensor, Tensor | None]:
         context = self.take_context(kwargs)
         if context.positions is None:
-            return super().forward(
+            stock: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 past_key_values=past_key_values,
                 attention_mask=attention_mask,
                 output_attentions=output_attentions,
                 **kwargs,
             )
+            return stock
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (x.view(shape).transpose(1, 2) for x in self.c_attn(hidden_states).split(self.split_size, dim=2))
         backend = self.config._attn_implementation

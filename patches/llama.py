@@ -46,7 +46,10 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         context = self.take_context(kwargs)
         if context.positions is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            stock: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            )
+            return stock
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
@@ -144,4 +147,3 @@ class Llama(Architecture):
 
 
 register_architecture(Llama())
-

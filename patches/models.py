@@ -21,13 +21,13 @@ class PosencModel:
 
     config: Any
     # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32.
-    _keep_in_fp32_modules_strict = {surgery.OWN, surgery.SHARED}  # noqa: RUF012 - merged by transformers
+    _keep_in_fp32_modules_strict = {surgery.OWN, surgery.SHARED}
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         attach_recorded(of_model(self), self)  # type: ignore[arg-type]
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc import cache as token_cache
@@ -31,11 +31,14 @@ def check_backend(name: str | None) -> None:
         )
 
 
-class PosencAttention(nn.Module):
+class PosencAttention:
     """Mixin of patched attention modules: runs the seams around whatever the architecture projects."""
 
     posenc_group: int
     posenc_keeps_native: bool
+    if TYPE_CHECKING:  # the other base, a module of transformers, has the rest
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def take_context(self, kwargs: dict[str, Any]) -> Context:
         """Return the context that the body sent, which must be there: without it the layer would compute something else."""
@@ -87,10 +90,7 @@ class PosencAttention(nn.Module):
         Returns:
             The output `[B, S, H * D]`, and the weights `[B, H, S, K]` or `None`.
         """
-        if OWN in self._modules:
-            scheme = self._modules[OWN]
-        else:
-            scheme = getattr(context.shared, str(self.posenc_group))
+        scheme = self._modules[OWN] if OWN in self._modules else getattr(context.shared, str(self.posenc_group))
         assert scheme is not None
         eager = backend == "eager"
 
@@ -137,8 +137,12 @@ class PosencAttention(nn.Module):
         return output.transpose(1, 2).reshape(*hidden.shape[:-1], -1), weights
 
 
-class PosencBody(nn.Module):
+class PosencBody:
     """Mixin of patched bodies: finds out positions, applies `embed`, and hands the context down."""
+
+    if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
+
+        def __getattr__(self, name: str) -> Any: ...
 
     # `disabled` acts here.
     posenc_switch: ClassVar[bool] = True
@@ -148,9 +152,9 @@ class PosencBody(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         if vars(self).get("posenc_disabled"):
-            return super().forward(**call, **{CONTEXT: Context()})
+            return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
-        return super().forward(**self.prepare(call))
+        return super().forward(**self.prepare(call))  # type: ignore[misc]
 
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
@@ -169,7 +173,7 @@ class PosencBody(nn.Module):
         )
         shared = self._modules.get(SHARED)
         for scheme in () if shared is None else shared.children():
-            if embeds(scheme):
+            if isinstance(scheme, Scheme) and embeds(scheme):
                 if call.get("inputs_embeds") is None:
                     call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
                 call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions)

@@ -135,9 +135,7 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
     undo.swap_class(target, twin)
 
 
-def build_group(
-    architecture: Architecture, model: nn.Module, group: Group
-) -> dict[str, dict[int, Scheme]]:
+def build_group(architecture: Architecture, model: nn.Module, group: Group) -> dict[str, dict[int, Scheme]]:
     """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers."""
     built: dict[str, dict[int, Scheme]] = {}
     for name, body in architecture.stacks(model).items():

@@ -54,9 +54,10 @@ class PosencT5Attention(PosencAttention, T5Attention):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         context = self.take_context(kwargs)
         if context.positions is None:
-            return super().forward(
+            stock: tuple[Tensor, Tensor | None, Tensor | None] = super().forward(
                 hidden_states, mask, key_value_states, position_bias, past_key_values=past_key_values, **kwargs
             )
+            return stock
         length, seen = hidden_states.shape[1], tokens_in(past_key_values)
         shape = (*hidden_states.shape[:-1], -1, self.key_value_proj_dim)
         q = self.q(hidden_states).view(shape).transpose(1, 2)
@@ -125,12 +126,14 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
         if self.config._attn_implementation != "eager":
             return keep[:, None]
         dtype = self.embed_tokens.weight.dtype
-        return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, torch.finfo(dtype).min)[:, None]
+        return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, torch.finfo(dtype).min)[
+            :, None
+        ]
 
 
 def _native_score(table: nn.Embedding, buckets: Buckets, logits: Tensor, block: Block) -> Tensor:
     """Add T5's own bias to a block of logits."""
-    bias = table(buckets(block.distance()).to(table.weight.device))  # [B|1, q, K, H]
+    bias: Tensor = table(buckets(block.distance()).to(table.weight.device))  # [B|1, q, K, H]
     return logits + bias.permute(0, 3, 1, 2).to(logits)
 
 

@@ -118,7 +118,11 @@ SHAPES = [
 @pytest.mark.parametrize(("name", "changes"), SHAPES, ids=[f"{n}-{'-'.join(map(str, c))}" for n, c in SHAPES])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_config_shapes(name: str, changes: dict[str, Any], backend: str) -> None:
-    stock = next(s for n, s in HEADS if n == name and ("CausalLM" in s.__name__ or "LMHead" in s.__name__ or "Cond" in s.__name__))
+    stock = next(
+        s
+        for n, s in HEADS
+        if n == name and ("CausalLM" in s.__name__ or "LMHead" in s.__name__ or "Cond" in s.__name__)
+    )
     config = small(name, **changes)
     config._attn_implementation = backend
     model = make(stock, config)

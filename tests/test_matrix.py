@@ -113,7 +113,9 @@ def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         # The assistant must sometimes be wrong, or nothing would ever be cropped.
-        assistant.get_input_embeddings().weight.mul_(1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight))
+        assistant.get_input_embeddings().weight.mul_(
+            1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight)
+        )
     assert torch.equal(_decoded(model, ids, assistant_model=assistant), plain)
 
 

@@ -30,18 +30,13 @@ def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None
     """
     batch, heads, length, _ = task.q.shape
     step = block_rows or rows_per_block(batch, heads, task.k.shape[2])
-    recompute = torch.is_grad_enabled() and (
-        any(t.requires_grad for t in (task.q, task.k, task.v)) or any(p.requires_grad for p in scheme.parameters())
-    )
     outputs = []
     for start in range(0, length, step):
         block = functools.partial(_output, scheme, task, mask, start, min(start + step, length))
-        if recompute:
+        if torch.is_grad_enabled():
             # Only dropout draws random numbers; saving the generator's state for nothing would cost a device sync.
-            output = checkpoint(block, use_reentrant=False, preserve_rng_state=task.dropout > 0)
-        else:
-            output = block()
-        outputs.append(output)
+            block = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=task.dropout > 0)
+        outputs.append(block())
     return torch.cat(outputs, dim=2)
 
 

@@ -55,7 +55,9 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
 
 
-def from_tensor(mask: Tensor, *, rule: Literal["all", "slots", "positions"], batch: int, heads: int, q: int, k: int) -> Mask:
+def from_tensor(
+    mask: Tensor, *, rule: Literal["all", "slots", "positions"], batch: int, heads: int, q: int, k: int
+) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
 
     In a float mask, values near the smallest of the dtype (or -inf) mean "hidden": they are turned back into booleans, so

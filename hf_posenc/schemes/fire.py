@@ -36,6 +36,7 @@ class FIRE(AdditiveBias):
     """
 
     neutral_options = {"init": "zero"}
+    init_L: Tensor
     _name = "fire"
 
     def __init__(
@@ -66,13 +67,14 @@ class FIRE(AdditiveBias):
         nn.init.constant_(self.c, self.init_c)
         nn.init.ones_(self.L_multiplier)
         nn.init.constant_(self.init_L, self.threshold)
-        for layer, fan_in in ((self.mlp[0], 1), (self.mlp[2], self.width)):
-            bound = fan_in**-0.5
+        first, second = self._layers()
+        for layer in (first, second):
+            bound = layer.in_features**-0.5
             nn.init.uniform_(layer.weight, -bound, bound)
             nn.init.uniform_(layer.bias, -bound, bound)
         if self.init == "zero":
-            nn.init.zeros_(self.mlp[2].weight)
-            nn.init.zeros_(self.mlp[2].bias)
+            nn.init.zeros_(second.weight)
+            nn.init.zeros_(second.bias)
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         distance = block.distance()  # [B|1, q, K]
@@ -87,10 +89,16 @@ class FIRE(AdditiveBias):
             limit = (self.L_multiplier * self.init_L).abs().to(c)
             norm = self._psi(c, torch.maximum(last.to(dtype), limit)) + _EPSILON
             ratio = self._psi(c, distance.to(dtype)) / norm
-            first, second = self.mlp[0], self.mlp[2]
+            first, second = self._layers()
             rising = nn.functional.linear(ratio[..., None], first.weight.to(c), first.bias.to(c)).relu()
             bias = nn.functional.linear(rising, second.weight.to(c), second.bias.to(c))  # [B|1, q, K, H]
         return bias.permute(0, 3, 1, 2)
+
+    def _layers(self) -> tuple[nn.Linear, nn.Linear]:
+        first, second = self.mlp[0], self.mlp[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        return first, second
 
     @staticmethod
     def _psi(c: Tensor, x: Tensor) -> Tensor:

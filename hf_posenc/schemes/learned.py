@@ -68,7 +68,8 @@ class Learned(Scheme):
                 f"Position {int(positions.max())} is beyond the learned table of {self.num_positions} positions. Use "
                 "shorter inputs, or patch with a larger num_positions."
             )
-        return inputs + self.wpe(positions.to(self.wpe.weight.device)).to(inputs)
+        table: Tensor = self.wpe(positions.to(self.wpe.weight.device))
+        return inputs + table.to(inputs)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.init == ("zero" if native_kept else "native")

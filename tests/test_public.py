@@ -1,0 +1,270 @@
+"""The public surface, the import rule, and what is relied on in other packages."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_posenc
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = [
+    "ArchitectureError",
+    "AttentionBackendError",
+    "CacheError",
+    "CheckpointError",
+    "DirectionError",
+    "Geometry",
+    "LayerSelectionError",
+    "NotPatchedError",
+    "OptionError",
+    "PosencError",
+    "PositionError",
+    "Positions",
+    "Scheme",
+    "SchemeInfo",
+    "ShapeError",
+    "UnknownSchemeError",
+    "WrappedModelError",
+    "attend",
+    "build",
+    "describe",
+    "disabled",
+    "patch",
+    "plan",
+    "register_architecture",
+    "register_scheme",
+    "schemes",
+    "unpatch",
+    "verify",
+]
+
+
+def test_public_names_are_pinned() -> None:
+    assert hf_posenc.__all__ == PUBLIC
+    assert dir(hf_posenc) == PUBLIC
+    assert all(callable(getattr(hf_posenc, name)) for name in PUBLIC)
+    errors = [getattr(hf_posenc, name) for name in PUBLIC if name.endswith("Error")]
+    assert all(issubclass(error, hf_posenc.PosencError) and issubclass(error, ValueError) for error in errors)
+    with pytest.raises(AttributeError, match="no attribute 'patchh'"):
+        hf_posenc.patchh  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("patch", "(model, scheme, *, native='remove', layers=None, stacks=None, **options)"),
+        ("plan", "(model_or_config, scheme, *, native='remove', layers=None, stacks=None, **options)"),
+        ("unpatch", "(model)"),
+        ("disabled", "(model)"),
+        ("verify", "(model)"),
+        ("describe", "(scheme)"),
+        ("build", "(name, geometry, **options)"),
+        (
+            "attend",
+            "(scheme, q, k, v, *, query_positions, key_positions, hidden=None, mask=None, need_weights=False, "
+            "executor=None)",
+        ),
+    ],
+)
+def test_signatures_are_pinned(name: str, signature: str) -> None:
+    parameters = inspect.signature(getattr(hf_posenc, name)).parameters.values()
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert str(inspect.Signature(plain)) == signature
+
+
+def test_public_documentation_says_what_it_takes_and_raises() -> None:
+    for name in PUBLIC:
+        assert inspect.getdoc(getattr(hf_posenc, name)), name
+    for name in ("patch", "plan", "unpatch", "verify", "build", "attend"):
+        text = inspect.getdoc(getattr(hf_posenc, name)) or ""
+        assert "Raises:" in text, name
+
+
+def test_every_scheme_documents_itself() -> None:
+    for name, info in hf_posenc.schemes().items():
+        description = hf_posenc.describe(name)
+        assert info.summary.endswith("."), name
+        assert all(option.text for option in description.options), name
+        assert info.paper, name
+        assert info.start
+
+
+# Each room may import those before it, and itself. A scheme knows no architecture; an architecture names no scheme.
+ROOMS = [
+    ("hf_posenc.errors",),
+    ("hf_posenc.scheme",),
+    ("hf_posenc.registry",),
+    ("hf_posenc.schemes",),
+    ("hf_posenc.attention",),
+    ("hf_posenc.record",),
+    ("hf_posenc.cache",),
+    ("hf_posenc.checkpoint",),
+    ("hf_posenc.patches",),
+    ("hf_posenc.patching", "hf_posenc.describing"),
+    ("hf_posenc.planning",),
+    ("hf_posenc.recipes",),
+    ("hf_posenc.cli",),
+]
+
+
+def _room(module: str) -> int | None:
+    for level, names in enumerate(ROOMS):
+        if any(module == name or module.startswith(name + ".") for name in names):
+            return level
+    return None
+
+
+def _sources() -> dict[str, Path]:
+    found = {}
+    for folder, package in (
+        ("hf_posenc", "hf_posenc"),
+        ("patches", "hf_posenc.patches"),
+        ("recipes", "hf_posenc.recipes"),
+    ):
+        base = ROOT / folder
+        for path in sorted(base.rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            if folder == "hf_posenc" and parts[0] in ("patches", "recipes"):
+                continue
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def _imports(path: Path, *, inside_functions: bool) -> set[str]:
+    """Return the modules that a file imports, names imported from a package included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if inside_functions else iter(tree.body)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    sources = _sources()
+    assert len(sources) > 30
+    for module, path in sources.items():
+        own = _room(module)
+        if module in ("hf_posenc", "hf_posenc._auto"):
+            continue  # the door opens every room, lazily
+        assert own is not None, f"{module} is in no room: add it to ROOMS"
+        for imported in _imports(path, inside_functions=False):
+            level = _room(imported)
+            assert level is None or level <= own, f"{module} imports {imported}, a later room"
+
+
+def test_schemes_and_attention_work_without_transformers() -> None:
+    for module, path in _sources().items():
+        if module.startswith(("hf_posenc.schemes", "hf_posenc.attention", "hf_posenc.scheme", "hf_posenc.registry")):
+            assert not any(name.split(".")[0] == "transformers" for name in _imports(path, inside_functions=True)), (
+                module
+            )
+
+
+def test_schemes_and_architectures_do_not_know_each_other() -> None:
+    schemes = set(hf_posenc.schemes())
+    for path in (ROOT / "patches").glob("*.py"):
+        imported = _imports(path, inside_functions=True)
+        assert not {f"hf_posenc.schemes.{name}" for name in schemes} & imported, path
+    for path in (ROOT / "hf_posenc" / "schemes").glob("*.py"):
+        assert not any(name.startswith("hf_posenc.patches") for name in _imports(path, inside_functions=True)), path
+
+
+def test_importing_is_cheap_and_loads_nothing() -> None:
+    code = (
+        "import sys, time, transformers; start = time.perf_counter(); import hf_posenc; "
+        "print(time.perf_counter() - start, 'torch' in sys.modules)"
+    )
+    seconds, torch_loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    # A hundred times what it takes; loading torch would take ten times this.
+    assert float(seconds) < 0.3
+    assert torch_loaded == "False"
+
+
+def test_canary_transformers() -> None:
+    """What patching relies on in transformers; a release that changes it must be looked at before it is declared."""
+    from transformers import cache_utils, masking_utils, modeling_utils
+    from transformers.models.gpt2 import modeling_gpt2
+    from transformers.models.llama import modeling_llama
+    from transformers.models.t5 import modeling_t5
+    from transformers.utils import output_capturing
+
+    def names(function: object) -> list[str]:
+        return [n for n in inspect.signature(function).parameters if n != "self"]
+
+    assert names(modeling_llama.LlamaAttention.forward) == [
+        "hidden_states",
+        "position_embeddings",
+        "attention_mask",
+        "past_key_values",
+        "kwargs",
+    ]
+    assert names(modeling_llama.LlamaModel.forward)[:6] == [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+        "use_cache",
+    ]
+    assert names(modeling_llama.apply_rotary_pos_emb) == ["q", "k", "cos", "sin", "unsqueeze_dim"]
+    assert names(modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters) == ["config", "kwargs"]
+    assert names(modeling_gpt2.GPT2Attention.forward) == [
+        "hidden_states",
+        "past_key_values",
+        "attention_mask",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "output_attentions",
+        "kwargs",
+    ]
+    assert {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"} <= set(
+        names(modeling_gpt2.GPT2Model.forward)
+    )
+    assert names(modeling_t5.T5Attention.forward) == [
+        "hidden_states",
+        "mask",
+        "key_value_states",
+        "position_bias",
+        "past_key_values",
+        "kwargs",
+    ]
+    assert names(modeling_t5.T5Attention.compute_bias) == ["query_length", "key_length", "device", "past_seen_tokens"]
+    assert "kwargs" in names(modeling_t5.T5Stack.forward)
+    assert {"keys", "values", "is_initialized"} <= set(vars(cache_utils.DynamicLayer()))
+    assert "cumulative_length" in vars(cache_utils.StaticLayer(max_cache_len=4))
+    for method in ("update", "offload", "prefetch", "reset", "reorder_cache", "get_seq_length"):
+        assert hasattr(cache_utils.StaticLayer, method)
+    for method in ("crop", "batch_repeat_interleave", "batch_select_indices"):
+        assert hasattr(cache_utils.DynamicLayer, method)
+    assert hasattr(cache_utils.DynamicCache(), "layer_class_to_replicate")
+    assert hasattr(cache_utils.EncoderDecoderCache, "__init__")
+    assert names(masking_utils.find_packed_sequence_indices) == ["position_ids"]
+    assert names(modeling_utils.PreTrainedModel.get_correct_attn_implementation) == [
+        "requested_attention",
+        "is_init_check",
+    ]
+    assert hasattr(modeling_utils.PreTrainedModel, "_keep_in_fp32_modules_strict")
+    assert hasattr(modeling_utils.PreTrainedModel, "_upload_modified_files")
+    assert isinstance(output_capturing._CAN_RECORD_REGISTRY, dict)
+
+
+def test_canary_peft() -> None:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    assert inspect.isclass(PeftModel)
+    assert inspect.isclass(BaseTunerLayer)
