@@ -8,13 +8,15 @@ trained on it too, and a CPU with two cores needs some minutes per model.
     python benchmarks/pretrain_tiny.py t5       # writes tests/checkpoints/t5/
     python benchmarks/pretrain_tiny.py all
 
-All three see at most 128 positions while training, so they show what happens beyond them.
+Llama and GPT-2 see at most 128 positions while training and T5 at most 64, so they show what happens beyond them.
 """
 
 import argparse
 import hashlib
 import math
+import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,12 +46,20 @@ BATCH = 32
 VOCAB = 1024
 EOS, PAD = "<|endoftext|>", "<pad>"
 
-# Span corruption for T5: 5 spans of 10 tokens are cut out of a window and each is replaced by one sentinel.
-# The encoder then reads exactly CONTEXT tokens, and the decoder must write 5 x (sentinel + 10 tokens) + eos.
-# Every window has the same shape, so no batch needs padding.
+# Denoising for T5: the encoder reads a window in which some tokens are replaced by the first sentinel, and the decoder
+# writes the whole window. To copy the next token, the decoder must find its place in the source, and only the
+# encoder's positions say which token follows which there. With spans cut out and only these to be written, as T5 was
+# first trained, a model of this size leaves its encoder's positions unused.
 SENTINELS = 16
-SPANS, SPAN_LENGTH = 5, 10
-T5_WINDOW = CONTEXT - SPANS + SPANS * SPAN_LENGTH
+T5_WINDOW, T5_SHORTEST = 64, 16
+CORRUPTED = 0.15
+
+# Copying is learnt sooner from short windows, so training starts with this share of its steps on windows of at most
+# half the length, twice as many at a time.
+SHORT_STEPS = 0.4
+# Relative bias tables start near zero and must reach values of several units, so they get this many times the
+# learning rate of the other parameters.
+BIAS_RATE = 10.0
 
 Batch = dict[str, torch.Tensor]
 
@@ -58,7 +68,7 @@ def train_tokenizer(sentinels: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the training documents.
 
     Args:
-        sentinels: How many `<extra_id_N>` tokens to add after the vocabulary, for span corruption.
+        sentinels: How many `<extra_id_N>` tokens to add after the vocabulary, to mark missing text.
 
     Returns:
         The tokenizer, ready for `save_pretrained`.
@@ -110,24 +120,11 @@ def causal_batch(window: torch.Tensor, tokenizer: PreTrainedTokenizerFast, rng: 
     return {"input_ids": window, "labels": window}
 
 
-def span_batch(window: torch.Tensor, tokenizer: PreTrainedTokenizerFast, rng: torch.Generator) -> Batch:
-    """Span corruption: spans of the window become sentinels in the input and are spelt out in the labels."""
-    sentinels = torch.tensor([tokenizer.convert_tokens_to_ids(f"<extra_id_{n}>") for n in range(SPANS)])
-    kept = T5_WINDOW - SPANS * SPAN_LENGTH
-    inputs, labels = [], []
-    for row in window:
-        # The kept tokens are cut at SPANS different places, and one span is taken out at each cut. Different
-        # places keep two spans from touching, and no cut at 0 means that every span follows something.
-        cuts = (torch.randperm(kept - 1, generator=rng)[:SPANS] + 1).sort().values
-        begins = cuts + torch.arange(SPANS) * SPAN_LENGTH
-        source, target, end = [], [], 0
-        for sentinel, begin in zip(sentinels, begins.tolist(), strict=True):
-            source += [row[end:begin], sentinel[None]]
-            end = begin + SPAN_LENGTH
-            target += [sentinel[None], row[begin:end]]
-        inputs.append(torch.cat([*source, row[end:]]))
-        labels.append(torch.cat([*target, torch.tensor([tokenizer.eos_token_id])]))
-    return {"input_ids": torch.stack(inputs), "labels": torch.stack(labels)}
+def denoising_batch(window: torch.Tensor, tokenizer: PreTrainedTokenizerFast, rng: torch.Generator) -> Batch:
+    """Denoising: some tokens of the input become the sentinel, and the labels are the window as it was."""
+    sentinel = tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    corrupted = torch.rand(window.shape, generator=rng) < CORRUPTED
+    return {"input_ids": window.masked_fill(corrupted, sentinel), "labels": window}
 
 
 def llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -201,7 +198,8 @@ class Recipe:
     Attributes:
         build: Makes the untrained model for a tokenizer.
         batch: Turns windows of tokens into the model's inputs and labels.
-        window: Tokens per window.
+        shortest: Tokens of the shortest windows in training.
+        window: Tokens of the longest windows in training, and of all windows in the held-out loss.
         sentinels: Sentinel tokens that the tokenizer needs.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
@@ -211,6 +209,7 @@ class Recipe:
 
     build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
     batch: Callable[[torch.Tensor, PreTrainedTokenizerFast, torch.Generator], Batch]
+    shortest: int
     window: int
     sentinels: int
     steps: int
@@ -220,10 +219,22 @@ class Recipe:
 
 
 RECIPES = {
-    "llama": Recipe(llama, causal_batch, CONTEXT, 0, 3000, 4e-3, ROOT / "hf_posenc/tiny_llama", "Tiny Llama"),
-    "gpt2": Recipe(gpt2, causal_batch, CONTEXT, 0, 1200, 3e-3, ROOT / "tests/checkpoints/gpt2", "Tiny GPT-2"),
-    "t5": Recipe(t5, span_batch, T5_WINDOW, SENTINELS, 1500, 6e-3, ROOT / "tests/checkpoints/t5", "Tiny T5"),
+    "llama": Recipe(llama, causal_batch, CONTEXT, CONTEXT, 0, 3000, 4e-3, ROOT / "hf_posenc/tiny_llama", "Tiny Llama"),
+    "gpt2": Recipe(gpt2, causal_batch, CONTEXT, CONTEXT, 0, 1200, 3e-3, ROOT / "tests/checkpoints/gpt2", "Tiny GPT-2"),
+    "t5": Recipe(
+        t5, denoising_batch, T5_SHORTEST, T5_WINDOW, SENTINELS, 1500, 4e-3, ROOT / "tests/checkpoints/t5", "Tiny T5"
+    ),
 }
+
+
+def training_windows(recipe: Recipe, step: int, stream: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    """Random windows for one step, all of one length."""
+    length, rows = recipe.window, BATCH
+    if recipe.shortest < recipe.window:
+        if step < SHORT_STEPS * recipe.steps:
+            length, rows = length // 2, 2 * rows
+        length = int(torch.randint(recipe.shortest, length + 1, (), generator=rng))
+    return windows(stream, torch.randint(len(stream) - length + 1, (rows,), generator=rng), length)
 
 
 def heldout_loss(
@@ -242,12 +253,14 @@ def heldout_loss(
     return total / len(starts)
 
 
-def optimizer_groups(model: PreTrainedModel) -> list[dict[str, object]]:
-    """Parameter groups for AdamW: weight decay for matrices, none for norms and biases."""
-    parameters = list(model.parameters())
+def optimizer_groups(model: PreTrainedModel, learning_rate: float) -> list[dict[str, object]]:
+    """Parameter groups for AdamW: weight decay for matrices, none for norms, biases and relative bias tables."""
+    tables = [p for name, p in model.named_parameters() if "relative_attention_bias" in name]
+    others = [p for name, p in model.named_parameters() if "relative_attention_bias" not in name]
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        {"params": tables, "weight_decay": 0.0, "lr": BIAS_RATE * learning_rate},
     ]
 
 
@@ -263,7 +276,9 @@ def pretrain(recipe: Recipe) -> None:
     train = token_stream(tokenizer, builtin_documents("train"))
     heldout = token_stream(tokenizer, builtin_documents("heldout"))
     model = recipe.build(tokenizer)
-    optimizer = torch.optim.AdamW(optimizer_groups(model), lr=recipe.learning_rate, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        optimizer_groups(model, recipe.learning_rate), lr=recipe.learning_rate, betas=(0.9, 0.98)
+    )
     warmup = recipe.steps // 20
 
     def rate(step: int) -> float:
@@ -272,12 +287,14 @@ def pretrain(recipe: Recipe) -> None:
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (recipe.steps - warmup)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    seen = 0
     began = time.monotonic()
     model.train()
     bar = tqdm(range(recipe.steps), desc=recipe.title)
     for step in bar:
-        starts = torch.randint(len(train) - recipe.window + 1, (BATCH,), generator=rng)
-        loss = model(**recipe.batch(windows(train, starts, recipe.window), tokenizer, rng)).loss
+        window = training_windows(recipe, step, train, rng)
+        seen += window.numel()
+        loss = model(**recipe.batch(window, tokenizer, rng)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -288,24 +305,36 @@ def pretrain(recipe: Recipe) -> None:
         if step % 400 == 399:
             tqdm.write(f"step {step + 1}: held-out {heldout_loss(model, recipe, tokenizer, heldout):.3f}")
     minutes = (time.monotonic() - began) / 60
-    model.eval()
-    model.save_pretrained(recipe.directory)
-    tokenizer.save_pretrained(recipe.directory)
     loss = heldout_loss(model, recipe, tokenizer, heldout)
-    card = model_card(recipe, model, len(train), minutes, loss)
-    (recipe.directory / "README.md").write_text(card, encoding="utf-8")
+    model.eval()
+    # Files that are still being written would break whoever loads the old checkpoint meanwhile.
+    recipe.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=recipe.directory.parent) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        card = model_card(recipe, model, len(train), seen, minutes, loss)
+        (Path(beside) / "README.md").write_text(card, encoding="utf-8")
+        for file in Path(beside).iterdir():
+            file.chmod(0o644)  # safetensors makes files that only their owner can read
+            os.replace(file, recipe.directory / file.name)
     tqdm.write(f"{recipe.directory}: held-out loss {loss:.3f} after {minutes:.1f} minutes")
 
 
-def model_card(recipe: Recipe, model: PreTrainedModel, stream_tokens: int, minutes: float, loss: float) -> str:
+def model_card(
+    recipe: Recipe, model: PreTrainedModel, stream_tokens: int, seen: int, minutes: float, loss: float
+) -> str:
     """The README that says how a checkpoint was made."""
     name = next(name for name, known in RECIPES.items() if known is recipe)
     text = hashlib.sha256(builtin_text("train").encode()).hexdigest()
-    if recipe.batch is span_batch:
+    rows = f"{BATCH}"
+    if recipe.batch is denoising_batch:
         task = (
-            f"span corruption: {SPANS} spans of {SPAN_LENGTH} tokens cut out of {recipe.window}, so that\n"
-            f"  the encoder reads {CONTEXT} tokens"
+            f"denoising: the encoder reads a window in which {CORRUPTED:.0%} of the tokens are replaced by\n"
+            f"  `<extra_id_0>`, the decoder writes the whole window; {recipe.shortest} to {recipe.window // 2} tokens"
+            f" in the first {SHORT_STEPS:.0%} of the\n"
+            f"  steps, {recipe.shortest} to {recipe.window} after"
         )
+        rows = f"{BATCH} to {2 * BATCH}"
     else:
         task = f"next-token prediction on windows of {CONTEXT} tokens"
     return f"""# {recipe.title}
@@ -318,8 +347,8 @@ knows nothing worth asking; `tests/test_checkpoints.py` measures how much it use
 - Text: the documentation inside Python {platform.python_version()},
   `hf_posenc.recipes.text.builtin_text("train")`, sha256
   `{text}`
-- Tokens: {stream_tokens:,} in the text, {recipe.steps * BATCH * recipe.window:,} seen in training
-  ({recipe.steps:,} steps of {BATCH} windows, {minutes:.1f} minutes on a CPU)
+- Tokens: {stream_tokens:,} in the text, {seen:,} seen in training
+  ({recipe.steps:,} steps of {rows} windows, {minutes:.1f} minutes on a CPU)
 - Versions: torch {torch.__version__}, transformers {transformers.__version__}
 - Held-out loss: {loss:.3f} nats per token (`builtin_text("heldout")`, windows of {recipe.window} tokens)
 - Licence of the text: [PSF License](https://docs.python.org/3/license.html)

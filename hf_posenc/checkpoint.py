@@ -153,20 +153,25 @@ def _card_section(config: Any, groups: list[record.Group], head: str, starts: Ma
         under = "over the model's own encoding" if group.native == "keep" else "in place of the model's own encoding"
         lines.append(f"`{group.scheme}` ({source}), {under}. {info.summary}")
         lines.append("")
-        for name, part in group.stacks.items():
-            options = ", ".join(f"{key}={value!r}" for key, value in part.options.items()) or "none"
+        # Sorted as in config.json, so that loading and saving again changes nothing.
+        for name, part in sorted(group.stacks.items()):
+            options = ", ".join(f"{key}={value!r}" for key, value in sorted(part.options.items())) or "none"
             lines.append(f"- {name}, layers {_ranges(part.layers)}; options: {options}")
         lines.append(f"- start: {starts.get(group.id, info.start)}")
         lines.append("")
-    auto = next((name for name, kind in auto_map(type(config)).items() if kind.endswith(f"Posenc{head}")), "AutoModel")
+    autos = [name for name, kind in auto_map(type(config)).items() if kind == f"{STUB}.Posenc{head}"]
+    # The one for pretraining is another name for a head that has a better one.
+    loader = next((name for name in autos if name != "AutoModelForPreTraining"), f"Posenc{head}")
+    home = "transformers" if autos else type(config).__module__
+    note = "  # or, without the import: trust_remote_code=True" if autos else ""
     lines += [
         "The model runs with transformers and the `hf-posenc` package; without it, loading raises.",
         "",
         "```python",
         "import hf_posenc  # pip install hf-posenc",
-        f"from transformers import {auto}",
+        f"from {home} import {loader}",
         "",
-        f'model = {auto}.from_pretrained("path/or/repo")  # or, without the import: trust_remote_code=True',
+        f'model = {loader}.from_pretrained("path/or/repo"){note}',
         "```",
         "",
     ]

@@ -62,6 +62,16 @@ class Architecture(ABC):
         return ()
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a module, from where accelerate keeps it if it is offloaded."""
+    weight: Any = module.weight
+    stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    if weight.is_meta and stored is not None:
+        weight = stored["weight"]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def embedding_rms(weight: Tensor) -> float | None:
     """Return the root mean square of an embedding table, or `None` while it has no storage."""
     return None if weight.is_meta else float(weight.detach().float().pow(2).mean().sqrt())

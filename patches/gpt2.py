@@ -20,7 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from hf_posenc.checkpoint import PosencConfig
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import PosencAttention, PosencBody
 from hf_posenc.scheme import Geometry, NativeTable
@@ -188,8 +188,8 @@ class GPT2(Architecture):
             layer=layer,
             causal=True,
             max_positions=config.max_position_embeddings,
-            native=NativeTable("learned", body.wpe.weight),
-            embedding_rms=embedding_rms(body.wte.weight),
+            native=NativeTable("learned", weight_of(body.wpe)),
+            embedding_rms=embedding_rms(weight_of(body.wte)),
         )
 
 

@@ -65,6 +65,11 @@ class PosencModel:
                 f"Cannot read the weights in {checkpoint.unreadable(pretrained_model_name_or_path)} ({error}): truncated or "
                 "damaged. Download or save the checkpoint again."
             ) from error
+        if not record.from_config(model.config):
+            raise CheckpointError(
+                f"The checkpoint {pretrained_model_name_or_path} is not that of a converted model. Load it with "
+                f"{cls.__name__.removeprefix('Posenc')} and use hf_posenc.patch."
+            )
         checkpoint.check_loaded(pretrained_model_name_or_path, info, accepts_misshapen=accepts_misshapen)
         # Loading makes parameters anew, trainable all of them.
         architecture = of_model(model)

@@ -24,7 +24,7 @@ from transformers.models.t5.modeling_t5 import (
 )
 
 from hf_posenc.checkpoint import PosencConfig
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, tokens_in
@@ -203,7 +203,7 @@ class T5(Architecture):
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         assert isinstance(body, T5Stack)
         config, attention = body.config, body.block[layer].layer[0].SelfAttention
-        table = body.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        table = weight_of(body.block[0].layer[0].SelfAttention.relative_attention_bias)
         return Geometry(
             heads=config.num_heads,
             kv_heads=config.num_heads,
@@ -215,7 +215,7 @@ class T5(Architecture):
             # T5 has no longest input; its checkpoints were trained on this many tokens.
             max_positions=getattr(config, "n_positions", 512),
             native=NativeTable("t5", table, config.relative_attention_max_distance),
-            embedding_rms=embedding_rms(body.embed_tokens.weight),
+            embedding_rms=embedding_rms(weight_of(body.embed_tokens)),
         )
 
 

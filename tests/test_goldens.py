@@ -6,7 +6,6 @@ that `attend` makes of it, by every executor.
 
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ GOLDENS = Path(__file__).parent / "goldens"
 EXECUTORS = ("dense", "blocks")
 # Softmax and the matrix products around it round, even where the bias itself is exact.
 ROUNDING = 1e-14
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For tensors this small, waiting for each other is all that more threads do: ten times the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

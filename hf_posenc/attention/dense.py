@@ -33,11 +33,12 @@ def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple
     if task.upcast:
         q, k = q.to(precise), k.to(precise)
     logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale  # [B, H, q, K]
-    if bias is not None:
-        logits = logits + bias
     if task.native_score is not None:
         logits = task.native_score(logits, block)
     logits = scheme.score(logits, q, k, block)
+    if bias is not None:
+        # After the scheme, which may do more with logits than add to them.
+        logits = logits + bias
     weights = scheme.weigh(logits, keep).to(v.dtype)
     if task.dropout:
         weights = F.dropout(weights, task.dropout)

@@ -83,16 +83,15 @@ class FIRE(AdditiveBias):
             distance = distance.clamp_min(0)
         elif self.normalizer == "both":
             last = torch.maximum(last, block.positions.key[:, None, :])
-        c = self.c.to(device=distance.device, dtype=dtype)
+        c = self.c.to(dtype)
+        distance, last = distance.to(c), last.to(c)
         # Autocast would run the network in half precision.
-        with torch.autocast(distance.device.type, enabled=False):
+        with torch.autocast(c.device.type, enabled=False):
             limit = (self.L_multiplier * self.init_L).abs().to(c)
-            norm = self._psi(c, torch.maximum(last.to(dtype), limit)) + _EPSILON
-            ratio = self._psi(c, distance.to(dtype)) / norm
-            first, second = self._layers()
-            rising = nn.functional.linear(ratio[..., None], first.weight.to(c), first.bias.to(c)).relu()
-            bias = nn.functional.linear(rising, second.weight.to(c), second.bias.to(c))  # [B|1, q, K, H]
-        return bias.permute(0, 3, 1, 2)
+            norm = self._psi(c, torch.maximum(last, limit)) + _EPSILON
+            ratio = self._psi(c, distance) / norm
+            bias: Tensor = self.mlp(ratio[..., None].to(self._layers()[0].weight.dtype))  # [B|1, q, K, H]
+        return bias.to(dtype).permute(0, 3, 1, 2)
 
     def _layers(self) -> tuple[nn.Linear, nn.Linear]:
         first, second = self.mlp[0], self.mlp[2]

@@ -1,0 +1,80 @@
+"""Convert a checkpoint to several schemes without any training; save, reload and generate; perplexity by context length.
+
+    python benchmarks/conversions.py CHECKPOINT TEXT --schemes alibi fire kerple nope t5 --output TABLE.md
+
+The same 64 target tokens are scored at every context length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from memory import machine
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+from hf_posenc.recipes.evaluation import context_curve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--schemes", nargs="+", default=["alibi", "fire", "kerple", "nope", "t5"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 256, 512, 1024, 2048, 4096])
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--held-out", type=float, default=0.15, help="use this last part of the text")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    text = arguments.text.read_text(encoding="utf-8")
+    text = text[int(len(text) * (1 - arguments.held_out)) :]
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    prompt = ids[:32][None]
+    rows = []
+    for scheme in ("native", *arguments.schemes):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint).eval()
+        note = "-"
+        if scheme != "native":
+            before = hf_posenc.patch(model, scheme)
+            with tempfile.TemporaryDirectory() as directory:
+                before.save_pretrained(directory)
+                model = AutoModelForCausalLM.from_pretrained(directory).eval()
+            with torch.no_grad():
+                difference = float((model(prompt).logits - before(prompt).logits).abs().max())
+            note = f"{difference:g}"
+        new = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+        plain = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, use_cache=False
+        )
+        same = "yes" if torch.equal(new, plain) else "NO"
+        curve = context_curve(model, ids, arguments.contexts, windows=arguments.windows, batch_size=2)
+        cells = [f"{curve.perplexity(context).mean:.2f}" for context in arguments.contexts]
+        rows.append(f"| {scheme} | " + " | ".join(cells) + f" | {note} | {same} |")
+        sys.stderr.write(rows[-1] + "\n")
+    lines = [
+        f"Perplexity of the same 64 tokens by context length, before any training; {arguments.windows} windows.",
+        "",
+        "| scheme | "
+        + " | ".join(map(str, arguments.contexts))
+        + " | logits after reload differ by | cache = no cache |",
+        "|---|" + "---:|" * len(arguments.contexts) + "---:|---|",
+        *rows,
+        "",
+        machine(),
+    ]
+    output = "\n".join(lines) + "\n"
+    sys.stdout.write(output)
+    if arguments.output:
+        arguments.output.write_text(output, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

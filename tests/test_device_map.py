@@ -1,0 +1,60 @@
+"""Models whose layers accelerate moves in and out: hooks keep calling the patched forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ARCHITECTURES, DIRECTORIES, auto, logits, stock, tokens
+
+import hf_posenc
+
+SCHEMES = ["fire", "kerple", "learned", "rope", "sinusoidal", "t5"]
+
+
+def _offloaded(model: Any, architecture: str, source: Path, folder: Path) -> Any:
+    """Load with some layers on disk, which puts accelerate's hooks on every module that has weights."""
+    names = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Layer", "Block"))]
+    blocks = [name for name in names if name.split(".")[-1].isdigit() and not name.split(".")[-2] == "layer"]
+    covered = {name: "disk" if index % 2 else "cpu" for index, name in enumerate(blocks)}
+    rest = {
+        name.rsplit(".", 1)[0]: "cpu"
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if not any(name.startswith(block + ".") for block in blocks)
+    }
+    return auto(architecture).from_pretrained(source, device_map=rest | covered, offload_folder=folder).eval()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_device(architecture: str, scheme: str) -> None:
+    ids = tokens(architecture, 2, 15)
+    model = auto(architecture).from_pretrained(DIRECTORIES[architecture], device_map="cpu").eval()
+    expected = hf_posenc.patch(stock(architecture), scheme, native="keep")
+    assert torch.equal(
+        logits(hf_posenc.patch(model, scheme, native="keep"), architecture, ids), logits(expected, architecture, ids)
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
+    ids = tokens(architecture, 2, 15)
+    reference = stock(architecture)
+    torch.manual_seed(3)
+    hf_posenc.patch(reference, scheme)
+    expected = logits(reference, architecture, ids)
+
+    model = _offloaded(stock(architecture), architecture, DIRECTORIES[architecture], tmp_path / "a")
+    before = logits(model, architecture, ids)
+    torch.manual_seed(3)
+    hf_posenc.patch(model, scheme)
+    torch.testing.assert_close(logits(model, architecture, ids), expected)
+    hf_posenc.unpatch(model)
+    assert torch.equal(logits(model, architecture, ids), before)
+
+    reference.save_pretrained(tmp_path / "saved")
+    loaded = _offloaded(reference, architecture, tmp_path / "saved", tmp_path / "b")
+    torch.testing.assert_close(logits(loaded, architecture, ids), expected)
