@@ -136,16 +136,21 @@ def plan(
 def verify(model: nn.Module) -> Verification:
     """Prove that a patch is active: every scheme runs, once for each of its layers.
 
-    Two short forwards of every stack are made, one with the patch and one without.
+    Two short forwards of every stack are made, one with the patch and one without. A model inside a wrapper is found.
+
+    Args:
+        model: A patched model, or something that holds one.
 
     Raises:
         NotPatchedError: The model is not patched, or a scheme that it should run does not run.
     """
-    if not surgery.is_patched(model):
+    inner = next((m for m in model.modules() if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
+    if inner is None:
         raise NotPatchedError(
             f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, or load "
             "the converted checkpoint with hf_posenc imported."
         )
+    model = inner
     architecture = of_model(model)
     groups = record.from_config(model.config)
     if not groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,7 +91,6 @@ class PosencPositionTable(nn.Embedding):
 
 class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
     posenc_stock = GPT2Model
-    posenc_arguments = tuple(inspect.signature(GPT2Model.forward).parameters)[1:]
     config_class = PosencGPT2Config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

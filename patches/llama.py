@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,6 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
 
 class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
     posenc_stock = LlamaModel
-    posenc_arguments = tuple(inspect.signature(LlamaModel.forward).parameters)[1:]
     config_class = PosencLlamaConfig
 
 

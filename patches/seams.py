@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -148,6 +150,21 @@ class PosencBody:
     posenc_switch: ClassVar[bool] = True
     # Names of the arguments of the stock forward, in order.
     posenc_arguments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" not in vars(cls):
+            return  # FSDP derives classes of its own from ours.
+        stock = vars(cls)["posenc_stock"]
+        cls.posenc_arguments = tuple(inspect.signature(stock.forward).parameters)[1:]
+        forward = cls.forward
+
+        # Trainers read from the signature which columns of a dataset a model takes.
+        @functools.wraps(stock.forward)
+        def with_stock_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        cls.forward = with_stock_signature  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,7 +88,6 @@ class PosencT5Attention(PosencAttention, T5Attention):
 
 class PosencT5Stack(PosencBody, PosencModel, T5Stack):
     posenc_stock = T5Stack
-    posenc_arguments = tuple(inspect.signature(T5Stack.forward).parameters)[1:]
     config_class = PosencT5Config
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -207,3 +208,11 @@ def test_torch_compile_gives_the_same_logits() -> None:
             torch.testing.assert_close(compiled(input_ids=ids())[0], before)
             torch.testing.assert_close(compiled(input_ids=ids(2, 7))[0], first_output(model, ids(2, 7)))
         torch.compiler.reset()
+
+
+def test_signatures_stay_those_of_the_stock_classes() -> None:
+    """Trainers and `generate` look up arguments by name."""
+    for architecture in architectures().values():
+        for stock, twin in architecture.twins.items():
+            if issubclass(stock, PreTrainedModel):
+                assert inspect.signature(twin.forward) == inspect.signature(stock.forward)

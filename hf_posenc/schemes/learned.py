@@ -41,7 +41,7 @@ class Learned(Scheme):
             "learned",
             "num_positions",
             num_positions,
-            "the number of rows of the table, at least 1 (the model states no length of its own)",
+            "a number of rows, at least 1 (needed where the model states no length of its own)",
         )
         assert num_positions is not None
         fits = native is not None and native.weight.shape[0] == num_positions
