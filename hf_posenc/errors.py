@@ -78,6 +78,6 @@ class CheckpointError(PosencError):
 def suggest(got: str, known: Iterable[str]) -> str:
     """Return a sentence that names the nearest known word, and all of them."""
     words = sorted(known)
-    near = get_close_matches(got, words, n=1, cutoff=0.5)
+    near = get_close_matches(got.lower(), words, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(words) if words else 'none'}."

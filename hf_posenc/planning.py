@@ -15,8 +15,10 @@ from hf_posenc.errors import NotPatchedError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.models import describe_start, schemes_of
-from hf_posenc.patching import Layers, disabled, prepare
+from hf_posenc.patching import disabled
+from hf_posenc.preparing import prepare
 from hf_posenc.scheme import Scheme
+from hf_posenc.selection import Layers
 
 # Positions are cached as int64.
 _POSITION_BYTES = 8

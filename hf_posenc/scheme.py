@@ -69,7 +69,7 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "hidden_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"Geometry({name}={value!r}): expected a positive integer.")
         if self.heads % self.kv_heads:
             raise OptionError(

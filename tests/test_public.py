@@ -107,6 +107,8 @@ ROOMS = [
     ("hf_posenc.cache",),
     ("hf_posenc.checkpoint",),
     ("hf_posenc.patches",),
+    ("hf_posenc.selection",),
+    ("hf_posenc.preparing",),
     ("hf_posenc.patching", "hf_posenc.describing"),
     ("hf_posenc.planning",),
     ("hf_posenc.recipes",),

@@ -12,7 +12,7 @@ from hf_posenc.attention.dense import dense
 from hf_posenc.attention.mask import Mask, from_tensor
 from hf_posenc.attention.sdpa import applies, sdpa, touches_the_matrix
 from hf_posenc.attention.task import Task
-from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.scheme import Positions, Scheme
 
 __all__ = ["Executor", "Mask", "Task", "attend", "choose", "executors", "from_tensor", "reach", "run"]
@@ -98,12 +98,13 @@ def attend(
 
     Raises:
         ShapeError: The shapes do not fit together or to the scheme's geometry.
+        PositionError: A position is negative.
         OptionError: The first argument is no scheme, or the executor cannot run it.
     """
     if not isinstance(scheme, Scheme):
         raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
     geometry = scheme.geometry
-    _check_shapes(scheme, q, k, v, query_positions, key_positions)
+    _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
     if executor is not None and executor not in executors(scheme):
         raise OptionError(
             f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme))}."
@@ -144,11 +145,17 @@ def attend(
 
 def reach(positions: Positions) -> int:
     """Return a bound on every distance between a query and a key (positions are never negative)."""
-    return max(int(positions.query.max()), int(positions.key.max())) if positions.query.numel() else 0
+    return max(int(positions.query.max()), int(positions.key.max()))
 
 
 def _check_shapes(
-    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    hidden: Tensor | None,
 ) -> None:
     geometry = scheme.geometry
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -168,3 +175,10 @@ def _check_shapes(
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected int64.")
+        if not tensor.numel():
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
+        if int(tensor.min()) < 0:
+            raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
+    if hidden is not None and list(hidden.shape) != [batch, q.shape[2], geometry.hidden_size]:
+        expected = [batch, q.shape[2], geometry.hidden_size]
+        raise ShapeError(f"Got hidden of shape {list(hidden.shape)}; expected {expected}, one row per query.")

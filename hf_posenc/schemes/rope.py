@@ -55,6 +55,13 @@ class RoPE(Scheme):
             rotary_dim,
             f"an even number from 2 to head_dim = {geometry.head_dim} (rotations act on pairs of channels)",
         )
+        require(
+            own is None or rotary_dim == 2 * own.numel(),
+            "rope",
+            "rotary_dim",
+            rotary_dim,
+            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is given too",
+        )
         self.theta, self.layout, self.rotary_dim, self.gate = theta, layout, rotary_dim, gate
         self._native = own is not None and 2 * own.numel() == rotary_dim
         self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None

@@ -1,0 +1,870 @@
+"""Attention with every scheme: slow references, executors against each other, properties, numerics, memory."""
+
+import contextlib
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc import Geometry, Positions, Scheme, attend, build, schemes
+from hf_posenc.attention import choose, executors
+from hf_posenc.attention.sdpa import touches_the_matrix
+from hf_posenc.attention.task import Task
+from hf_posenc.scheme import Block, Projection
+
+# The package has a function of the module's name.
+blocks_module = importlib.import_module("hf_posenc.attention.blocks")
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
+
+# Options that lead through other code than the defaults, or make it matter at small sizes.
+VARIANTS: dict[str, list[dict]] = {
+    "alibi": [{}, {"learned_slopes": True, "gate": True}],
+    "fire": [{}, {"threshold": 6.0, "width": 5, "normalizer": "query", "gate": True}],
+    "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
+    "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}],
+    "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],
+    "sinusoidal": [{}, {"layout": "concat", "freq": "t2t", "scale": 0.3, "gate": True}],
+    "t5": [{}, {"num_buckets": 8, "max_distance": 20, "gate": True}],
+    "t5_clipped": [{"init": "normal"}, {"init": "normal", "max_distance": 5, "gate": True}],
+}
+
+
+def identify(value: object) -> str:
+    if isinstance(value, dict):
+        return "+".join(f"{key}={given}" for key, given in value.items()) or "default"
+    return str(value).removeprefix("torch.")
+
+
+def variants(direction: str | None = None) -> list[tuple[str, str, dict]]:
+    """Every scheme in every direction that it declares, with every set of options: (name, direction, options)."""
+    return [
+        (name, way, options)
+        for name, info in schemes().items()
+        for way in info.directions
+        for options in VARIANTS.get(name, [{}])
+        if direction in (None, way)
+    ]
+
+
+every_variant = pytest.mark.parametrize(("name", "direction", "options"), variants(), ids=identify)
+every_causal_variant = pytest.mark.parametrize(("name", "direction", "options"), variants("causal"), ids=identify)
+every_scheme = pytest.mark.parametrize("name", list(schemes()))
+
+
+def make(name: str, direction: str = "causal", options: dict | None = None, **changes) -> Scheme:
+    """A scheme whose parameters are all away from where they start, some beyond their bounds."""
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN, "max_positions": 6000}
+    torch.manual_seed(0)
+    scheme = build(name, Geometry(causal=direction == "causal", **{**shape, **changes}), **(options or {}))
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    return scheme
+
+
+@contextlib.contextmanager
+def rows_per_block(rows: int) -> Iterator[None]:
+    """Let the block executor take so many rows at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "rows_per_block", lambda batch, heads, keys: rows)
+        yield
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """Queries are the last tokens of the keys' sequence."""
+
+    queries: int
+    positions: Tensor  # [B|1, K]
+    mask: Tensor | None = None
+    batch: int = 2
+
+
+def true_positions(mask: Tensor) -> Tensor:
+    return (mask.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def packed(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Positions `[B, K]` that start again in every document, and who may see whom `[B, K, K]`."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    return positions, document[:, :, None] == document[:, None, :]
+
+
+def offset(dtype: torch.dtype) -> Scenario:
+    return Scenario(13, torch.arange(29)[None])
+
+
+def square(dtype: torch.dtype) -> Scenario:
+    return Scenario(37, torch.arange(37)[None])
+
+
+def left_padding(dtype: torch.dtype) -> Scenario:
+    mask = torch.arange(21) >= torch.tensor([[6], [0]])
+    return Scenario(21, true_positions(mask), mask.long())
+
+
+def left_padding_decode(dtype: torch.dtype) -> Scenario:
+    mask = torch.arange(21) >= torch.tensor([[0], [9]])
+    return Scenario(1, true_positions(mask), mask)
+
+
+def rows_differ(dtype: torch.dtype) -> Scenario:
+    generator = torch.Generator().manual_seed(1)
+    skipping = torch.randperm(5000, generator=generator)[:23].sort().values
+    return Scenario(9, torch.stack((torch.arange(23) + 3, skipping)))
+
+
+def packed_documents(dtype: torch.dtype) -> Scenario:
+    positions, same = packed([[9, 12, 4], [3, 1, 21]])
+    return Scenario(13, positions, same[:, -13:])
+
+
+def mask_per_head(dtype: torch.dtype) -> Scenario:
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.rand(2, HEADS, 11, 17, generator=generator) < 0.6
+    mask[..., 0] = True
+    return Scenario(11, torch.arange(17)[None], mask)
+
+
+def float_mask(dtype: torch.dtype) -> Scenario:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.randn(2, 1, 11, 17, generator=generator).to(dtype)
+    mask[0, :, :, 2] = torch.finfo(dtype).min
+    mask[1, :, 3:, 4] = float("-inf")
+    return Scenario(11, torch.arange(17)[None], mask)
+
+
+SCENARIOS = [
+    offset,
+    square,
+    left_padding,
+    left_padding_decode,
+    rows_differ,
+    packed_documents,
+    mask_per_head,
+    float_mask,
+]
+
+
+def layer(scheme: Scheme, inputs: Tensor, scenario: Scenario, executor: str | None, queries: int | None = None) -> dict:
+    """An attention layer around a scheme: `inputs [B, K, E]` to q, k, v and the output, by fixed random projections."""
+    geometry, positions = scheme.geometry, scenario.positions
+    queries = scenario.queries if queries is None else queries
+    hidden = scheme.embed(inputs, positions)
+    generator = torch.Generator().manual_seed(5)
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        weight = torch.randn(geometry.hidden_size, count * geometry.head_dim, generator=generator).to(x)
+        projected = (x @ weight).unflatten(-1, (count, geometry.head_dim)).transpose(1, 2)
+        if projected.requires_grad:
+            projected.retain_grad()
+        return projected
+
+    rows = hidden[:, hidden.shape[1] - queries :]
+    q, k, v = heads(rows, geometry.heads), heads(hidden, geometry.kv_heads), heads(hidden, geometry.kv_heads)
+    output = attend(
+        scheme,
+        q,
+        k,
+        v,
+        query_positions=positions[:, positions.shape[1] - queries :],
+        key_positions=positions,
+        hidden=rows,
+        mask=scenario.mask,
+        executor=executor,
+    )
+    return {"inputs": inputs, "q": q, "k": k, "v": v, "output": output}
+
+
+def random_inputs(scheme: Scheme, scenario: Scenario, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = (scenario.batch, scenario.positions.shape[1], scheme.geometry.hidden_size)
+    return 0.3 * torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# -- slow references ---------------------------------------------------------------------------------------------------
+
+# Each takes the scheme's parameters and one query and one key at positions i and j, and returns the logit of one head,
+# straight from the papers. Nothing here is shared with the code under test.
+
+
+def content(scheme: Scheme, x: np.ndarray, y: np.ndarray) -> float:
+    return float(x @ y) / math.sqrt(len(x))
+
+
+def plain(scheme, values, head, i, j, x, y) -> float:
+    return content(scheme, x, y)
+
+
+def additive(bias: Callable[..., float]) -> Callable[..., float]:
+    def logit(scheme, values, head, i, j, x, y) -> float:
+        gate = values["gate_weight"][head] if scheme.gate else 1.0
+        return content(scheme, x, y) + gate * bias(scheme, values, head, i, j)
+
+    return logit
+
+
+def alibi_slope(head: int, heads: int) -> float:
+    closest = 1
+    while 2 * closest <= heads:
+        closest *= 2
+    if closest == heads:
+        return (2.0 ** (-8.0 / heads)) ** (head + 1)
+    return alibi_slope(head, closest) if head < closest else alibi_slope(2 * (head - closest), 2 * closest)
+
+
+def alibi(scheme, values, head, i, j) -> float:
+    if scheme.learned_slopes:
+        return -math.exp(values["log_slopes"][head]) * abs(i - j)
+    return -alibi_slope(head, scheme.geometry.heads) * abs(i - j)
+
+
+def kerple(scheme, values, head, i, j, a="bias_a", p="bias_p") -> float:
+    n, a, p = abs(i - j), max(values[a][head], 0.01), max(values[p][head], 0.01)
+    return -p * math.log(1 + a * n) if scheme.kernel == "log" else -a * n ** min(p, 2.0)
+
+
+def kerple_logit(scheme, values, head, i, j, x, y) -> float:
+    gate = values["gate_weight"][head] if scheme.gate else 1.0
+    weight = math.exp(kerple(scheme, values, head, i, j, "wei_a", "wei_p")) if scheme.weighted else 1.0
+    return content(scheme, x, y) * (1 - gate + gate * weight) + gate * kerple(scheme, values, head, i, j)
+
+
+def sandwich(scheme, values, head, i, j) -> float:
+    steps = range(scheme.freq_start, scheme.freq_start + scheme.dim // 2)
+    product = sum(math.cos((i - j) / scheme.base ** (2 * t / scheme.dim)) for t in steps)
+    return (product - scheme.dim / 2) / ((head + 1) * 8 / scheme.geometry.heads)
+
+
+def fire(scheme, values, head, i, j) -> float:
+    c = values["c"][0]
+    limit = abs(values["L_multiplier"][0] * values["init_L"][0])
+    last = i if scheme.geometry.causal or scheme.normalizer == "query" else max(i, j)
+    ratio = math.log(abs(c * (i - j)) + 1) / (math.log(abs(c * max(limit, last)) + 1) + 1e-6)
+    total = values["mlp.2.bias"][head]
+    for unit in range(scheme.width):
+        total += values["mlp.2.weight"][head, unit] * max(
+            0.0, values["mlp.0.weight"][unit, 0] * ratio + values["mlp.0.bias"][unit]
+        )
+    return total
+
+
+def t5_bucket(distance: int, buckets: int, far: int, causal: bool) -> int:
+    ahead = 0
+    if not causal:
+        buckets //= 2
+        ahead = buckets if distance < 0 else 0
+    m, exact = abs(distance), buckets // 2
+    if m < exact:
+        return ahead + m
+    return ahead + min(buckets - 1, exact + int(math.log(m / exact) / math.log(far / exact) * (buckets - exact)))
+
+
+def t5(scheme, values, head, i, j) -> float:
+    return values["weight"][t5_bucket(i - j, scheme.num_buckets, scheme.max_distance, scheme.geometry.causal), head]
+
+
+def t5_clipped(scheme, values, head, i, j) -> float:
+    far = scheme.max_distance
+    return values["r"][head, min(i - j, far) if scheme.geometry.causal else max(-far, min(i - j, far)) + far]
+
+
+def rope(scheme, values, head, i, j, x, y) -> float:
+    width, theta = scheme.rotary_dim, scheme.theta or 10000.0
+    total = float(x[width:] @ y[width:])
+    for pair in range(width // 2):
+        u, w = (pair, pair + width // 2) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
+        frequency = theta ** (-2 * pair / width) * (values["gate_weight"][0] if scheme.gate else 1.0)
+        # Two rotated complex numbers: the product depends on the difference of their angles.
+        turned = complex(x[u], x[w]) * complex(y[u], -y[w]) * np.exp(1j * frequency * (i - j))
+        total += turned.real
+    return total / math.sqrt(len(x))
+
+
+REFERENCES: dict[str, Callable[..., float]] = {
+    "alibi": additive(alibi),
+    "fire": additive(fire),
+    "fire_s": additive(fire),
+    "kerple": kerple_logit,
+    "learned": plain,
+    "nope": plain,
+    "rope": rope,
+    "sandwich": additive(sandwich),
+    "sinusoidal": plain,
+    "t5": additive(t5),
+    "t5_clipped": additive(t5_clipped),
+}
+
+
+def slow_attention(scheme: Scheme, got: dict, positions: Tensor, keep: np.ndarray | None) -> np.ndarray:
+    q, k, v = (got[name].detach().numpy() for name in "qkv")
+    values = {name: value.numpy() for name, value in scheme.state_dict().items()}
+    logit = REFERENCES[next(name for name, info in schemes().items() if info.cls is type(scheme))]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    places = positions.expand(batch, -1).numpy()
+    output = np.zeros_like(q)
+    for b, h, row in itertools.product(range(batch), range(heads), range(queries)):
+        shared = h // (heads // k.shape[1])
+        i = int(places[b, keys - queries + row])
+        weights, total = np.zeros(keys), 0.0
+        for column in range(keys):
+            j = int(places[b, column])
+            if (scheme.geometry.causal and j > i) or (keep is not None and not keep[b, column]):
+                continue
+            weights[column] = math.exp(logit(scheme, values, h, i, j, q[b, h, row], k[b, shared, column]))
+            total += weights[column]
+        output[b, h, row] = weights @ v[b, shared] / total
+    return output
+
+
+reference_variants = [variant for variant in variants() if variant[0] in REFERENCES]
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), reference_variants, ids=identify)
+def test_slow_reference(name: str, direction: str, options: dict) -> None:
+    # Six heads, where ALiBi's slopes are not sorted, on two.
+    scheme = make(name, direction, options, heads=6, head_dim=4).double()
+    near_and_far = torch.tensor([[0, 1, 2, 3, 5, 17, 60, 130, 700], [0, 0, 0, 1, 2, 3, 4, 5, 6]])
+    keep = torch.tensor([[1] * 9, [0, 0, 1, 1, 1, 1, 1, 1, 1]]).bool()
+    scenario = Scenario(5, near_and_far, keep)
+    got = layer(scheme, random_inputs(scheme, scenario, torch.float64), scenario, executor=None)
+    want = slow_attention(scheme, got, near_and_far, keep.numpy())
+    np.testing.assert_allclose(got["output"].detach().numpy(), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("options", VARIANTS["kerple"], ids=identify)
+def test_slow_reference_of_kerple_beyond_its_bounds(options: dict, direction: str) -> None:
+    scheme = make("kerple", direction, options, heads=6, head_dim=4).double()
+    with torch.no_grad():
+        for name, parameter in scheme.named_parameters():
+            if name != "gate_weight":
+                parameter.copy_(torch.tensor([-1.0, 0.005, 0.4, 1.9, 2.5, 3.0]).roll(len(name)))
+    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13]])
+    scenario = Scenario(5, positions)
+    got = layer(scheme, random_inputs(scheme, scenario, torch.float64), scenario, executor=None)
+    want = slow_attention(scheme, got, positions, None)
+    np.testing.assert_allclose(got["output"].detach().numpy(), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("options", VARIANTS["sinusoidal"], ids=identify)
+@pytest.mark.parametrize("width", [10, 11])
+def test_slow_reference_of_sinusoidal_inputs(width: int, options: dict, direction: str) -> None:
+    scheme = make("sinusoidal", direction, options, hidden_size=width).double()
+    positions = torch.tensor([[0, 1, 7, 5000]])
+    got = scheme.embed(torch.ones(1, 4, width, dtype=torch.float64), positions)[0]
+    half, factor = width // 2, scheme.scale * (scheme.gate_weight.item() if scheme.gate else 1.0)
+    for row, t in itertools.product(range(4), range(half)):
+        power = 2 * t / width if scheme.freq == "paper" else t / (half - 1)
+        angle = positions[0, row].item() / 10000.0**power
+        sine, cosine = (2 * t, 2 * t + 1) if scheme.layout == "interleaved" else (t, half + t)
+        assert got[row, sine].item() == pytest.approx(1 + factor * math.sin(angle), abs=1e-9)
+        assert got[row, cosine].item() == pytest.approx(1 + factor * math.cos(angle), abs=1e-9)
+    if width % 2:
+        assert torch.equal(got[:, -1], torch.ones(4, dtype=torch.float64))
+
+
+@every_variant
+def test_weights_are_shared_out_over_visible_keys(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options).double()
+    scenario = left_padding(torch.float64)
+    got = layer(scheme, random_inputs(scheme, scenario, torch.float64), scenario, executor="dense")
+    at = {"query_positions": scenario.positions, "key_positions": scenario.positions, "mask": scenario.mask}
+    output, weights = attend(scheme, got["q"], got["k"], got["v"], hidden=got["inputs"], need_weights=True, **at)
+    assert torch.equal(output, got["output"])
+    assert weights.shape == (2, HEADS, 21, 21)
+    hidden = scenario.mask[:, None, None].expand(2, HEADS, 21, 21) == 0
+    if direction == "causal":
+        hidden = hidden | (scenario.positions[:, None, None, :] > scenario.positions[:, None, :, None])
+    assert not weights[hidden].any()
+    assert (weights[~hidden] >= 0).all()
+
+
+@every_variant
+def test_a_float_mask_is_added_after_the_scheme(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options).double()
+    assert not scheme.overrides("weigh"), "the relation below is that of the softmax"
+    scenario = float_mask(torch.float64)
+    got = layer(scheme, random_inputs(scheme, scenario, torch.float64), scenario, "dense")
+    at = {"query_positions": scenario.positions[:, -11:], "key_positions": scenario.positions, "need_weights": True}
+    hidden = got["inputs"][:, -11:]
+    _, plain = attend(scheme, got["q"], got["k"], got["v"], hidden=hidden, **at)
+    _, masked = attend(scheme, got["q"], got["k"], got["v"], hidden=hidden, mask=scenario.mask, **at)
+    want = plain * scenario.mask.exp()
+    torch.testing.assert_close(masked, want / want.sum(-1, keepdim=True), rtol=0, atol=1e-12)
+
+
+class EverySeam(Scheme):
+    """Does something at each seam of the attention."""
+
+    def project(self, hidden, q, k, v, positions):
+        return Projection(2 * q, k + hidden.mean(), 3 * v, {"place": positions.key[:, None, :, None].to(k)})
+
+    def score(self, logits, q, k, block):
+        own = block.hidden.mean(-1)[:, None, :, None]  # [B, 1, q, 1]
+        return logits + block.state["place"].transpose(-1, -2) * own + block.distance()[:, None]
+
+    def weigh(self, logits, keep):
+        return logits.sigmoid().masked_fill(~keep, 0)
+
+    def mix(self, weights, v, block):
+        return super().mix(weights, v, block) + weights.sum(-1, keepdim=True)
+
+    def finish(self, output, hidden):
+        return output * hidden.mean(-1)[:, None, :, None]
+
+
+@pytest.mark.parametrize("executor", ["dense", "blocks"])
+def test_every_seam_is_used(executor: str) -> None:
+    geometry = Geometry(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, hidden_size=HIDDEN, scale=0.5)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, HEADS, 13, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(3))
+    hidden = torch.randn(2, 13, HIDDEN, generator=generator, dtype=torch.float64)
+    positions = torch.arange(13)[None]
+    at = {"query_positions": positions, "key_positions": positions, "hidden": hidden}
+    with rows_per_block(5):
+        got = attend(EverySeam(geometry), q, k, v, executor=executor, **at)
+    own = hidden.mean(-1)[:, None, :, None]
+    logits = 0.5 * (2 * q) @ (k + hidden.mean()).mT + positions * own + positions.mT - positions
+    weights = logits.sigmoid().tril()
+    want = (weights @ (3 * v) + weights.sum(-1, keepdim=True)) * own
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+
+# Relative to the largest element: gradients sum over all logits, some of which are in the thousands.
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def assert_near(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.dtype == want.dtype
+    atol = CLOSE[want.dtype] * max(1.0, want.abs().max().item())
+    torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda message: f"{what}: {message}")
+
+
+def outputs_and_gradients(scheme: Scheme, inputs: Tensor, scenario: Scenario, executor: str | None) -> dict:
+    scheme.zero_grad(set_to_none=True)
+    inputs = inputs.clone().requires_grad_()
+    got = layer(scheme, inputs, scenario, executor)
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(got["output"].shape, generator=generator, dtype=torch.float64).to(inputs)
+    got["output"].backward(upstream)
+    result = {"output": got["output"].detach()}
+    result |= {f"gradient of {name}": got[name].grad for name in ("inputs", "q", "k", "v")}
+    result |= {f"gradient of {name}": parameter.grad for name, parameter in scheme.named_parameters()}
+    return result
+
+
+def check_executors_agree(scheme: Scheme, scenario: Scenario, dtype: torch.dtype) -> None:
+    inputs = random_inputs(scheme, scenario, dtype)
+    want = outputs_and_gradients(scheme, inputs, scenario, "dense")
+    for what, value in want.items():
+        assert value is not None, f"{what} is None: a parameter that is not used"
+        assert value.isfinite().all(), what
+    with rows_per_block(5):
+        for executor in executors(scheme)[1:]:
+            got = outputs_and_gradients(scheme, inputs, scenario, executor)
+            assert got.keys() == want.keys()
+            for what, value in want.items():
+                assert_near(got[what], value, f"{executor}, {what}")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@every_variant
+def test_executors_agree(name: str, direction: str, options: dict, scenario: Callable) -> None:
+    check_executors_agree(make(name, direction, options).double(), scenario(torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("scenario", [offset, float_mask], ids=lambda scenario: scenario.__name__)
+@every_variant
+def test_executors_agree_in_float32(name: str, direction: str, options: dict, scenario: Callable) -> None:
+    check_executors_agree(make(name, direction, options), scenario(torch.float32), torch.float32)
+
+
+@every_scheme
+def test_there_are_two_executors_that_differ(name: str) -> None:
+    assert executors(make(name))[:2] == ("dense", "blocks")
+    assert ("sdpa" in executors(make(name))) == (not touches_the_matrix(make(name)))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@every_scheme
+def test_kv_heads_are_shared_as_if_repeated(name: str, groups: int) -> None:
+    """One scheme, applied with G kv heads and with each of them repeated for its query heads."""
+    scenario = offset(torch.float64)
+    few, many = make(name, kv_heads=groups).double(), make(name, kv_heads=HEADS).double()
+    inputs = random_inputs(few, scenario, torch.float64)
+    for executor in executors(few):
+        got = layer(few, inputs, scenario, executor)
+        positions = {"query_positions": scenario.positions[:, -13:], "key_positions": scenario.positions}
+        k, v = (got[kind].repeat_interleave(HEADS // groups, dim=1) for kind in "kv")
+        want = attend(many, got["q"], k, v, hidden=inputs[:, -13:], executor=executor, **positions)
+        assert_near(got["output"], want, executor)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@every_scheme
+def test_rows_that_see_nothing_stay_finite(name: str, direction: str) -> None:
+    # What such a row holds is not defined (executors differ there); nobody may read it, but NaN would spread.
+    scheme = make(name, direction).double()
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    mask[0, 0, :4] = False
+    kinds = [mask, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))]
+    for kind, executor in itertools.product(kinds, executors(scheme)):
+        scenario = Scenario(9, torch.arange(9)[None], kind)
+        got = outputs_and_gradients(scheme, random_inputs(scheme, scenario, torch.float64), scenario, executor)
+        for what, value in got.items():
+            assert value.isfinite().all(), (executor, what)
+
+
+@every_variant
+def test_narrow_integer_positions(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options).double()
+    scenario = rows_differ(torch.float64)
+    inputs = random_inputs(scheme, scenario, torch.float64)
+    want = layer(scheme, inputs, scenario, None)["output"]
+    narrow = Scenario(scenario.queries, scenario.positions.to(torch.int32))
+    assert torch.equal(layer(scheme, inputs, narrow, None)["output"], want)
+
+
+@every_scheme
+def test_a_scheme_is_called_as_a_module(name: str) -> None:
+    scheme = make(name)
+    seen = []
+    scheme.register_forward_hook(lambda module, args, output: seen.append(output))
+    scenario = offset(torch.float32)
+    inputs = random_inputs(scheme, scenario, torch.float32)
+    got = scheme(layer, inputs, scenario, "dense")
+    assert seen == [got]
+    assert torch.equal(got["output"], layer(scheme, inputs, scenario, "dense")["output"])
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+few_examples = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+@every_causal_variant
+@given(seen=st.integers(1, 12), seed=st.integers(0, 99))
+@few_examples
+def test_the_future_does_not_change_the_past(name: str, direction: str, options: dict, seen: int, seed: int) -> None:
+    scheme = make(name, direction, options)
+    scenario = Scenario(13, torch.arange(13)[None])
+    inputs = random_inputs(scheme, scenario, torch.float32, seed)
+    changed = inputs.clone()
+    changed[:, seen:] = 100 * torch.randn(changed[:, seen:].shape, generator=torch.Generator().manual_seed(seed))
+    with rows_per_block(5), torch.no_grad():
+        for executor in executors(scheme):
+            before = layer(scheme, inputs, scenario, executor)["output"]
+            after = layer(scheme, changed, scenario, executor)["output"]
+            assert torch.equal(before[:, :, :seen], after[:, :, :seen]), executor
+            assert not torch.equal(before[:, :, seen:], after[:, :, seen:])
+
+
+SEES_DISTANCES_ONLY = {"alibi", "kerple", "nope", "rope", "sandwich", "t5", "t5_clipped"}
+distance_variants = [variant for variant in variants() if variant[0] in SEES_DISTANCES_ONLY]
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), distance_variants, ids=identify)
+@given(shift=st.integers(1, 5000), queries=st.integers(1, 11))
+@few_examples
+def test_a_shift_of_all_positions_changes_nothing(
+    name: str, direction: str, options: dict, shift: int, queries: int
+) -> None:
+    scheme = make(name, direction, options).double()
+    positions = torch.tensor([[0, 1, 2, 3, 9, 40, 41, 42, 300, 301, 700]])
+    here, there = Scenario(queries, positions), Scenario(queries, positions + shift)
+    inputs = random_inputs(scheme, here, torch.float64)
+    with torch.no_grad():
+        before, after = (layer(scheme, inputs, place, None)["output"] for place in (here, there))
+    # The angles of a rotation at position 5,700 are rounded in the thirteenth digit.
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
+
+
+@given(order=st.permutations(range(9)), seed=st.integers(0, 99))
+@few_examples
+def test_nope_does_not_see_order(order: list[int], seed: int) -> None:
+    scheme = make("nope", "bidirectional").double()
+    scenario = Scenario(9, torch.arange(9)[None])
+    inputs = random_inputs(scheme, scenario, torch.float64, seed)
+    for executor in executors(scheme):
+        output = layer(scheme, inputs, scenario, executor)["output"]
+        permuted = layer(scheme, inputs[:, order], scenario, executor)["output"]
+        torch.testing.assert_close(permuted, output[:, :, order], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(schemes()) - {"nope"}))
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_every_other_scheme_sees_order(name: str, direction: str) -> None:
+    scheme = make(name, direction, VARIANTS.get(name, [{}])[0]).double()
+    scenario = Scenario(1, torch.arange(9)[None])
+    inputs = random_inputs(scheme, scenario, torch.float64)
+    order = [3, 1, 0, 2, 7, 4, 6, 5, 8]
+    output, permuted = (layer(scheme, x, scenario, None)["output"] for x in (inputs, inputs[:, order]))
+    assert (permuted - output).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("scenario", [square, left_padding, rows_differ], ids=lambda scenario: scenario.__name__)
+@every_variant
+def test_one_row_is_the_last_row_of_all(name: str, direction: str, options: dict, scenario: Callable) -> None:
+    scheme = make(name, direction, options).double()
+    at = scenario(torch.float64)
+    inputs = random_inputs(scheme, at, torch.float64)
+    with torch.no_grad():
+        for executor in executors(scheme):
+            everything = layer(scheme, inputs, at, executor)["output"]
+            row = layer(scheme, inputs, at, executor, queries=1)["output"]
+            torch.testing.assert_close(row, everything[:, :, -1:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scenario", [square, rows_differ], ids=lambda scenario: scenario.__name__)
+@every_variant
+def test_any_rows_are_those_rows_of_all(name: str, direction: str, options: dict, scenario: Callable) -> None:
+    # Also where keys lie ahead of all queries.
+    scheme = make(name, direction, options).double()
+    scenario = scenario(torch.float64)
+    inputs = random_inputs(scheme, scenario, torch.float64)
+    got = layer(scheme, inputs, scenario, "dense", queries=inputs.shape[1])
+    hidden = scheme.embed(got["inputs"], scenario.positions)
+    for executor, some in itertools.product(executors(scheme), (slice(0, 1), slice(3, 9))):
+        part = attend(
+            scheme,
+            got["q"][:, :, some],
+            got["k"],
+            got["v"],
+            query_positions=scenario.positions[:, some],
+            key_positions=scenario.positions,
+            hidden=hidden[:, some],
+            executor=executor,
+        )
+        torch.testing.assert_close(part, got["output"][:, :, some], rtol=0, atol=1e-12)
+
+
+@every_causal_variant
+def test_token_by_token_is_all_at_once(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options).double()
+    scenario = Scenario(9, torch.arange(9)[None])
+    inputs = random_inputs(scheme, scenario, torch.float64)
+    with torch.no_grad():
+        everything = layer(scheme, inputs, scenario, None)["output"]
+        for length in range(1, 10):
+            part = Scenario(1, torch.arange(length)[None])
+            row = layer(scheme, inputs[:, :length], part, None)["output"]
+            torch.testing.assert_close(row, everything[:, :, length - 1 : length], rtol=0, atol=1e-12)
+
+
+# -- numerics ----------------------------------------------------------------------------------------------------------
+
+# Distances on both sides of the first integers that bfloat16 (257) and float16 (2,049) cannot hold.
+FAR_KEYS = torch.tensor([[0, 1, 2045, 2046, 2047, 3838, 3839, 3840, 3841, 4093, 4094, 4095]])
+FAR_QUERIES = torch.tensor([[2047, 4094, 4095, 4096]])
+
+
+def bias_at_far_distances(scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    q = torch.zeros(1, HEADS, 4, HEAD_DIM, dtype=dtype)
+    k = torch.zeros(1, KV_HEADS, 12, HEAD_DIM, dtype=dtype)
+    block = Block(Positions(FAR_QUERIES, FAR_KEYS), reach=4096)
+    return scheme.score(torch.zeros(1, HEADS, 4, 12), q, k, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_variant
+def test_half_precision_inputs_do_not_touch_distances(
+    name: str, direction: str, options: dict, dtype: torch.dtype
+) -> None:
+    scheme = make(name, direction, options)
+    with torch.no_grad():
+        want = bias_at_far_distances(scheme, torch.float32)
+        assert want.dtype == torch.float32
+        assert torch.equal(bias_at_far_distances(scheme, dtype), want)
+        # The same through `attend`: values in float32 show the weights as they were before any rounding.
+        k = torch.zeros(1, KV_HEADS, 12, 12)
+        v = torch.eye(12).expand(1, KV_HEADS, 12, 12)
+        q = torch.zeros(1, HEADS, 4, 12)
+        scheme = make(name, direction, options, head_dim=12)
+        at = {"query_positions": FAR_QUERIES, "key_positions": FAR_KEYS, "hidden": torch.zeros(1, 4, HIDDEN)}
+        for executor in ("dense", "blocks"):
+            want = attend(scheme, q, k, v, executor=executor, **at)
+            assert torch.equal(attend(scheme, q.to(dtype), k.to(dtype), v, executor=executor, **at), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_variant
+def test_half_precision_inputs_are_rounded_once(name: str, direction: str, options: dict, dtype: torch.dtype) -> None:
+    scheme = make(name, direction, options)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, HEADS, 12, HEAD_DIM, generator=generator).to(dtype)
+    hidden = torch.zeros(1, 12, HIDDEN, dtype=dtype)
+    with torch.no_grad():
+        got = scheme.embed(hidden, FAR_KEYS)
+        assert torch.equal(got, scheme.embed(hidden.float(), FAR_KEYS).to(dtype))
+        places = Positions(FAR_KEYS, FAR_KEYS)
+        kv = x[:, :KV_HEADS]
+        got = scheme.project(hidden, x, kv, kv, places)
+        want = scheme.project(hidden.float(), x.float(), kv.float(), kv.float(), places)
+        for name_of in "qkv":
+            assert torch.equal(getattr(got, name_of), getattr(want, name_of).to(dtype))
+
+
+@every_variant
+def test_autocast_does_not_touch_positions(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options)
+    x = torch.randn(1, HEADS, 12, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    kv, hidden, places = x[:, :KV_HEADS], torch.zeros(1, 12, HIDDEN), Positions(FAR_KEYS, FAR_KEYS)
+
+    def everything() -> list[Tensor]:
+        projected = scheme.project(hidden, x, kv, kv, places)
+        return [bias_at_far_distances(scheme, torch.float32), scheme.embed(hidden, FAR_KEYS), projected.q, projected.k]
+
+    with torch.no_grad():
+        want = everything()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = everything()
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_alibi_at_a_distance_that_bfloat16_cannot_hold() -> None:
+    bias = bias_at_far_distances(make("alibi", options={}), torch.bfloat16)
+    # Query 4,096, key 3,839: distance 257. With four heads the slopes are 1/4, 1/16, 1/64, 1/256.
+    assert bias[0, :, 3, 6].tolist() == [-257 / 4, -257 / 16, -257 / 64, -257 / 256]
+
+
+CASTS = {
+    "to_bfloat16": lambda module: module.to(torch.bfloat16),
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "type": lambda module: module.type(torch.float16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@every_variant
+def test_parameters_stay_float32_when_the_model_is_cast(name: str, direction: str, options: dict, cast: str) -> None:
+    scheme = make(name, direction, options)
+    before = {key: value.clone() for key, value in scheme.state_dict().items()}
+    model = torch.nn.ModuleDict({"attention": torch.nn.Linear(2, 2), "posenc": scheme})
+    CASTS[cast](model)
+    assert model["attention"].weight.dtype.itemsize == 2
+    after = scheme.state_dict()
+    assert after.keys() == before.keys()
+    for key, value in after.items():
+        assert value.dtype == torch.float32, key
+        assert torch.equal(value, before[key]), key
+
+
+@every_variant
+def test_parameters_can_be_sharded_saved_and_loaded(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options)
+    for key, value in itertools.chain(scheme.named_parameters(), scheme.named_buffers()):
+        assert value.ndim >= 1, f"{key} has no dimension: FSDP refuses it"
+        assert value.dtype == torch.float32, key
+    kept = set(scheme.state_dict())
+    assert {key for key, _ in scheme.named_buffers()} <= kept, "a buffer that checkpoints lack"
+    # All that the scheme is: its options and its state dict.
+    again = build(name, scheme.geometry, **scheme.options())
+    assert again.options() == scheme.options()
+    again.load_state_dict(scheme.state_dict())
+    scenario = rows_differ(torch.float32)
+    inputs = random_inputs(scheme, scenario, torch.float32)
+    want = layer(scheme, inputs, scenario, None)["output"]
+    assert torch.equal(layer(again, inputs, scenario, None)["output"], want)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+LENGTH = 512
+matrix_variants = [variant for variant in variants() if touches_the_matrix(make(*variant))]
+
+
+class Largest(TorchDispatchMode):
+    """Watches the results of all operations, in the forward and in the backward pass."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.numel())
+        return result
+
+
+def saved_and_made(scheme: Scheme, executor: str) -> tuple[int, int]:
+    """The largest tensor kept for the backward pass, and the largest that either pass makes."""
+    sizes = [0]
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    scenario = Scenario(LENGTH, torch.arange(LENGTH)[None], batch=1)
+    inputs = random_inputs(scheme, scenario, torch.float32).requires_grad_()
+    with Largest() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = layer(scheme, inputs, scenario, executor)["output"]
+        output.sum().backward()
+    return max(sizes), largest.size
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), matrix_variants, ids=identify)
+def test_blocks_keep_nothing_of_the_size_of_the_matrix(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options)
+    saved, _ = saved_and_made(scheme, "dense")
+    assert saved >= LENGTH * LENGTH  # so the measurement sees what it should
+    saved, _ = saved_and_made(scheme, "blocks")
+    assert saved <= LENGTH * HEADS * HEAD_DIM
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), matrix_variants, ids=identify)
+def test_blocks_make_nothing_of_the_size_of_the_matrix(name: str, direction: str, options: dict) -> None:
+    scheme = make(name, direction, options)
+    with rows_per_block(8):
+        _, made = saved_and_made(scheme, "blocks")
+    # FIRE holds 32 numbers for each logit of a block.
+    assert made <= 8 * LENGTH * 32
+    assert made < LENGTH * LENGTH
+
+
+@every_scheme
+def test_the_executor_is_chosen_by_size(name: str) -> None:
+    scheme = make(name)
+
+    def chosen(queries: int, keys: int, *, need_weights: bool = False) -> str:
+        q = torch.empty(1, HEADS, queries, HEAD_DIM, device="meta")
+        kv = torch.empty(1, KV_HEADS, keys, HEAD_DIM, device="meta")
+        places = Positions(torch.arange(keys - queries, keys)[None], torch.arange(keys)[None])
+        return choose(scheme, Task(q, kv, kv, places, keys - 1, 1.0), need_weights=need_weights)
+
+    assert chosen(4096, 4096, need_weights=True) == "dense"
+    if touches_the_matrix(scheme):
+        assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["dense", "dense", "blocks"]
+    else:
+        assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["sdpa", "sdpa", "sdpa"]
+
+
+def test_blocks_are_of_bounded_size() -> None:
+    for batch, heads, keys in itertools.product((1, 8), (4, 32), (512, 8192, 131072)):
+        rows = blocks_module.rows_per_block(batch, heads, keys)
+        assert 16 <= rows <= 128
+        assert rows == 16 or rows * batch * heads * keys <= 2**22
+
+
+def test_every_scheme_has_a_slow_reference() -> None:
+    assert set(schemes()) == set(REFERENCES)

@@ -1,0 +1,505 @@
+"""Every wrong option, geometry, name and operand is refused at the door, in words that say what to do."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from hf_posenc import (
+    Geometry,
+    OptionError,
+    PosencError,
+    PositionError,
+    Scheme,
+    ShapeError,
+    UnknownSchemeError,
+    attend,
+    build,
+    register_scheme,
+    registry,
+    schemes,
+)
+from hf_posenc.scheme import NativeTable
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
+
+
+def geometry(**changes) -> Geometry:
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN, "max_positions": 64}
+    return Geometry(**{**shape, **changes})
+
+
+def refused(error: type[PosencError], *parts: str):
+    """Expect an error whose message has these parts, in this order."""
+    assert issubclass(error, ValueError)
+    return pytest.raises(error, match="(?s)" + ".*".join(re.escape(part) for part in parts))
+
+
+every_scheme = pytest.mark.parametrize("name", list(schemes()))
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("got", "meant"),
+    [("alibbi", "alibi"), ("Fire", "fire"), ("sinusiodal", "sinusoidal"), ("t5_cliped", "t5_clipped"), ("xyz", None)],
+)
+def test_unknown_scheme(got: str, meant: str | None) -> None:
+    hint = "" if meant is None else f"Did you mean {meant!r}? "
+    with refused(UnknownSchemeError, f"There is no scheme {got!r}. {hint}Known: {', '.join(schemes())}."):
+        build(got, geometry())
+
+
+@pytest.mark.parametrize("got", [None, 3, ["fire"]])
+def test_a_scheme_is_named_by_a_string(got: object) -> None:
+    with refused(UnknownSchemeError, f"Expected the name of a scheme, got {got!r}.", "Known: alibi, "):
+        build(got, geometry())
+
+
+def test_known_names_are_sorted_and_described() -> None:
+    known = schemes()
+    assert list(known) == sorted(known)
+    for name, info in known.items():
+        assert info.name == name
+        assert issubclass(info.cls, Scheme)
+        assert info.summary.endswith(".")
+        assert info.paper
+        assert set(info.directions) <= {"causal", "bidirectional"}
+        assert info.directions
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@every_scheme
+def test_unknown_option(name: str) -> None:
+    known = ", ".join(sorted(schemes()[name].option_defaults())) or "none"
+    with refused(OptionError, f"{name} has no option 'nonsense'. ", f"Known: {known}."):
+        build(name, geometry(), nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "got", "meant"),
+    [
+        ("alibi", "learn_slopes", "learned_slopes"),
+        ("fire", "treshold", "threshold"),
+        ("fire_s", "normaliser", "normalizer"),
+        ("kerple", "kernal", "kernel"),
+        ("learned", "n_positions", "num_positions"),
+        ("rope", "rotary_dims", "rotary_dim"),
+        ("sandwich", "start", "freq_start"),
+        ("sinusoidal", "lay_out", "layout"),
+        ("t5", "buckets", "num_buckets"),
+        ("t5_clipped", "max_dist", "max_distance"),
+    ],
+)
+def test_unknown_option_suggests_the_nearest(name: str, got: str, meant: str) -> None:
+    with refused(OptionError, f"{name} has no option {got!r}. ", f"Did you mean {meant!r}? ", "Known: "):
+        build(name, geometry(), **{got: 1})
+
+
+# A value that no annotation of its kind takes. True is no number, 1 is no bool.
+WRONG_TYPES = {
+    bool: [1, "yes", None],
+    int: [True, 2.0, "2"],
+    float: [True, "2", None, float("nan"), float("inf")],
+    str: ["nonsense", 1, True],
+}
+TYPED = [
+    ("alibi", "learned_slopes", bool, "expected bool."),
+    ("alibi", "gate", bool, "expected bool."),
+    ("alibi", "shared", bool, "expected bool."),
+    ("fire", "init_c", float, "expected a finite number."),
+    ("fire", "threshold", float, "expected a finite number."),
+    ("fire", "width", int, "expected int."),
+    ("fire", "init", str, "expected 'paper' or 'zero'."),
+    ("fire", "normalizer", str, "expected 'both' or 'query'."),
+    ("fire_s", "shared", bool, "expected bool."),
+    ("kerple", "kernel", str, "expected 'log' or 'power'."),
+    ("kerple", "weighted", bool, "expected bool."),
+    ("learned", "num_positions", int, "expected int or None."),
+    ("learned", "init", str, "expected 'auto' or 'native' or 'normal' or 'zero'."),
+    ("rope", "theta", float, "expected a finite number or None."),
+    ("rope", "layout", str, "expected 'half' or 'interleaved'."),
+    ("rope", "rotary_dim", int, "expected int or None."),
+    ("sandwich", "dim", int, "expected int."),
+    ("sandwich", "base", float, "expected a finite number."),
+    ("sandwich", "freq_start", str, "expected 0 or 1."),
+    ("sinusoidal", "layout", str, "expected 'interleaved' or 'concat'."),
+    ("sinusoidal", "freq", str, "expected 'paper' or 't2t'."),
+    ("sinusoidal", "scale", float, "expected a finite number or None."),
+    ("t5", "num_buckets", int, "expected int or None."),
+    ("t5", "max_distance", int, "expected int or None."),
+    ("t5", "init", str, "expected 'auto' or 'native' or 'normal' or 'zero'."),
+    ("t5_clipped", "max_distance", int, "expected int or None."),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "kind", "expected"), TYPED)
+def test_option_of_a_wrong_type(name: str, option: str, kind: type, expected: str) -> None:
+    tried = [got for got in WRONG_TYPES[kind] if not (got is None and "None" in expected)]
+    if option == "freq_start":
+        tried = [True, 2, 1.0, "0"]
+    for got in tried:
+        with refused(OptionError, f"{name}: option {option}={got!r}: ", expected):
+            build(name, geometry(), **{option: got})
+
+
+def test_an_integer_is_a_number() -> None:
+    assert build("fire", geometry(), threshold=64).threshold == 64
+    assert build("rope", geometry(), theta=500).theta == 500
+
+
+CAUSAL, BOTH_WAYS = geometry(), geometry(causal=False)
+OUT_OF_RANGE = [
+    ("fire", CAUSAL, "threshold", 0, {}, "a positive number"),
+    ("fire", CAUSAL, "threshold", -1.5, {}, "a positive number"),
+    ("fire_s", CAUSAL, "threshold", 0.0, {}, "a positive number"),
+    ("fire", CAUSAL, "width", 0, {}, "at least 1"),
+    ("learned", CAUSAL, "num_positions", 0, {}, "at least 1"),
+    ("learned", geometry(max_positions=None), "num_positions", None, {}, "a number of rows, at least 1"),
+    ("learned", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no learned table of 64 positions"),
+    ("rope", CAUSAL, "theta", 1.0, {}, "a number above 1"),
+    ("rope", CAUSAL, "theta", -10000.0, {}, "a number above 1"),
+    ("rope", CAUSAL, "rotary_dim", 0, {}, "an even number from 2 to head_dim = 6"),
+    ("rope", CAUSAL, "rotary_dim", 3, {}, "an even number from 2 to head_dim = 6"),
+    ("rope", CAUSAL, "rotary_dim", 8, {}, "an even number from 2 to head_dim = 6"),
+    ("sandwich", CAUSAL, "dim", 0, {}, "an even number, at least 2"),
+    ("sandwich", CAUSAL, "dim", 7, {}, "an even number, at least 2"),
+    ("sandwich", CAUSAL, "base", 1, {}, "a number above 1"),
+    ("sinusoidal", CAUSAL, "base", 1.0, {}, "a number above 1"),
+    ("t5", CAUSAL, "num_buckets", 0, {}, "an even number, at least 2 in this direction"),
+    ("t5", CAUSAL, "num_buckets", 7, {}, "an even number, at least 2 in this direction"),
+    ("t5", BOTH_WAYS, "num_buckets", 2, {}, "an even number, at least 4 in this direction"),
+    ("t5", CAUSAL, "max_distance", 16, {}, "more than 16"),
+    ("t5", BOTH_WAYS, "max_distance", 8, {}, "more than 8"),
+    ("t5", CAUSAL, "max_distance", 5, {"num_buckets": 10}, "more than 5"),
+    ("t5", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no such table"),
+    ("t5_clipped", CAUSAL, "max_distance", 0, {}, "at least 1"),
+    ("t5_clipped", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no T5 table"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "option", "got", "others", "expected"), OUT_OF_RANGE)
+def test_option_out_of_range(name: str, shape: Geometry, option: str, got: object, others: dict, expected: str) -> None:
+    with refused(OptionError, f"{name}: option {option}={got!r}: expected ", expected):
+        build(name, shape, **{option: got}, **others)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("t5", CAUSAL, {"num_buckets": 2, "max_distance": 2}),
+        ("t5", BOTH_WAYS, {"num_buckets": 4, "max_distance": 2}),
+        ("t5", CAUSAL, {"max_distance": 17}),
+        ("t5_clipped", BOTH_WAYS, {"max_distance": 1}),
+        ("rope", CAUSAL, {"rotary_dim": 2}),
+        ("rope", CAUSAL, {"rotary_dim": 6}),
+        ("sandwich", CAUSAL, {"dim": 2}),
+        ("fire", CAUSAL, {"width": 1, "threshold": 1e-3}),
+        ("learned", CAUSAL, {"num_positions": 1}),
+    ],
+)
+def test_the_edge_of_a_range_works(name: str, shape: Geometry, options: dict) -> None:
+    scheme = build(name, shape, **options)
+    for option, value in options.items():
+        assert scheme.options()[option] == value
+    places = torch.zeros(1, 3, dtype=torch.int64) if name == "learned" else torch.tensor([[0, 1, 40]])
+    hidden = scheme.embed(torch.zeros(1, 3, HIDDEN), places)
+    q, kv = torch.ones(1, HEADS, 3, HEAD_DIM), torch.ones(1, KV_HEADS, 3, HEAD_DIM)
+    output = attend(scheme, q, kv, kv, query_positions=places, key_positions=places, hidden=hidden)
+    assert output.isfinite().all()
+    assert hidden.isfinite().all()
+
+
+def test_a_native_table_must_fit() -> None:
+    table = NativeTable("t5", torch.randn(32, HEADS), 128)
+    with refused(OptionError, "t5: option init='native': expected ", "the model has no such table"):
+        build("t5", geometry(native=table), init="native", num_buckets=16)
+    with refused(OptionError, "t5_clipped: option init='native': expected ", "reaches further than max_distance"):
+        build("t5_clipped", geometry(native=table), init="native", max_distance=112)
+    learned = NativeTable("learned", torch.randn(32, HIDDEN))
+    with refused(OptionError, "learned: option init='native': expected ", "no learned table of 31 positions"):
+        build("learned", geometry(native=learned), init="native", num_positions=31)
+    # A table of another kind is none.
+    with refused(OptionError, "learned: option init='native'"):
+        build("learned", geometry(native=table), init="native")
+    with refused(OptionError, "t5: option init='native'"):
+        build("t5", geometry(native=learned), init="native")
+
+
+@pytest.mark.parametrize("init", ["auto", "native"])
+def test_a_native_table_is_the_start(init: str) -> None:
+    table = torch.randn(32, HIDDEN)
+    scheme = build("learned", geometry(native=NativeTable("learned", table)), init=init)
+    assert scheme.options() == {"num_positions": 32, "init": "native"}
+    assert torch.equal(scheme.wpe.weight, table)
+    table = torch.randn(16, HEADS)
+    scheme = build("t5", geometry(native=NativeTable("t5", table, 40)), init=init)
+    assert scheme.options() | {"num_buckets": 16, "max_distance": 40, "init": "native"} == scheme.options()
+    assert torch.equal(scheme.weight, table)
+
+
+NEUTRAL = [name for name, info in schemes().items() if info.cls.neutral_options is not None]
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> None:
+    shape = geometry(causal=direction == "causal")
+    scheme = build(name, shape, **schemes()[name].cls.neutral_options)
+    assert scheme.starts_exact(native_kept=True)
+    places = torch.tensor([[0, 1, 2, 9, 40]])
+    inputs = torch.randn(1, 5, HIDDEN)
+    hidden = scheme.embed(inputs, places)
+    assert torch.equal(hidden, inputs)
+    q, kv = torch.randn(1, HEADS, 5, HEAD_DIM), torch.randn(1, KV_HEADS, 5, HEAD_DIM)
+    at = {"query_positions": places, "key_positions": places, "executor": "dense"}
+    got = attend(scheme, q, kv, kv, hidden=hidden, **at)
+    assert torch.equal(got, attend(build("nope", shape), q, kv, kv, **at))
+    parameters = list(scheme.parameters())
+    if parameters:
+        loss = (got * torch.randn(got.shape)).sum() + (hidden * torch.randn(hidden.shape)).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "hidden_size"])
+@pytest.mark.parametrize("got", [0, -2, 2.0, "4", None])
+def test_geometry_sizes(field: str, got: object) -> None:
+    with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer."):
+        geometry(**{field: got})
+
+
+def test_geometry_heads_in_groups() -> None:
+    with refused(OptionError, "Geometry(heads=4, kv_heads=3): heads must be a multiple of kv_heads."):
+        geometry(kv_heads=3)
+    with refused(OptionError, "Geometry(heads=2, kv_heads=4): heads must be a multiple of kv_heads."):
+        geometry(heads=2, kv_heads=4)
+
+
+def test_geometry_is_given_by_name_and_knows_its_scale() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Geometry(4, 2, 16, 64)
+    assert geometry(head_dim=16).scale == 0.25
+    assert geometry(head_dim=16, scale=1.0).scale == 1.0
+
+
+@pytest.mark.parametrize("got", [None, "fire", {"heads": 4}])
+def test_build_takes_a_geometry(got: object) -> None:
+    with refused(OptionError, f"build('alibi'): expected a Geometry as second argument, got {got!r}."):
+        build("alibi", got)
+
+
+def test_build_without_geometry() -> None:
+    with pytest.raises(TypeError, match="geometry"):
+        build("alibi")
+
+
+# -- registering -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    schemes()
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_register_a_scheme_of_ones_own() -> None:
+    @register_scheme("constant", paper="none", family="additive", directions=("causal",))
+    class Constant(Scheme):
+        """A constant."""
+
+        def __init__(self, geometry: Geometry, *, value: float = 1.0) -> None:
+            super().__init__(geometry)
+            self.value = value
+
+        def score(self, logits, q, k, block):
+            return logits + self.value
+
+    info = schemes()["constant"]
+    assert (info.cls, info.directions, info.summary) == (Constant, ("causal",), "A constant.")
+    assert info.option_defaults() == {"value": 1.0}
+    scheme = build("constant", geometry(), value=2)
+    assert scheme.options() == {"value": 2}
+    assert scheme.overrides("score")
+    assert not scheme.overrides("embed")
+    assert repr(scheme) == "Constant(value=2)"
+    with refused(OptionError, "constant: option value='2': expected a finite number."):
+        build("constant", geometry(), value="2")
+    with refused(UnknownSchemeError, "Did you mean 'constant'?"):
+        build("constnat", geometry())
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_name_is_registered_once() -> None:
+    class Second(Scheme):
+        """Another."""
+
+    taken = "register_scheme('fire'): the name is taken by hf_posenc.schemes.fire.FIRE."
+    with refused(OptionError, taken, "Choose another name."):
+        register_scheme("fire", paper="none", family="additive")(Second)
+    register_scheme("second", paper="none", family="additive")(Second)
+    with refused(OptionError, "register_scheme('second'): the name is taken by ", "Second. Choose another name."):
+        register_scheme("second", paper="none", family="additive")(Second)
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("got", [nn.Linear, Scheme(geometry()), lambda geometry: None, None])
+def test_only_schemes_are_registered(got: object) -> None:
+    with refused(OptionError, "register_scheme('odd'): expected a subclass of hf_posenc.Scheme, got "):
+        register_scheme("odd", paper="none", family="additive")(got)
+    assert "odd" not in schemes()
+
+
+# -- operands ----------------------------------------------------------------------------------------------------------
+
+QUERIES, KEYS = 3, 5
+
+
+def call(name: str = "alibi", **changes):
+    scheme = build(name, geometry())
+    generator = torch.Generator().manual_seed(0)
+    operands = {
+        "q": torch.randn(2, HEADS, QUERIES, HEAD_DIM, generator=generator),
+        "k": torch.randn(2, KV_HEADS, KEYS, HEAD_DIM, generator=generator),
+        "v": torch.randn(2, KV_HEADS, KEYS, HEAD_DIM, generator=generator),
+        "query_positions": torch.arange(KEYS - QUERIES, KEYS)[None],
+        "key_positions": torch.arange(KEYS)[None],
+    }
+    return attend(scheme, **{**operands, **changes})
+
+
+def test_the_operands_that_the_errors_start_from() -> None:
+    assert call().shape == (2, HEADS, QUERIES, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("operand", "shape", "expected"),
+    [
+        ("q", (HEADS, QUERIES, HEAD_DIM), "expected [batch, heads, length, head_dim]"),
+        ("k", (2, KV_HEADS, KEYS * HEAD_DIM), "expected [batch, heads, length, head_dim]"),
+        ("v", (2, KV_HEADS, KEYS, HEAD_DIM, 1), "expected [batch, heads, length, head_dim]"),
+        ("q", (2, KV_HEADS, QUERIES, HEAD_DIM), "the scheme's geometry expects [2, 4, 3, 6]"),
+        ("q", (2, HEADS, QUERIES, HEAD_DIM + 2), "the scheme's geometry expects [2, 4, 3, 6]"),
+        ("k", (2, HEADS, KEYS, HEAD_DIM), "the scheme's geometry expects [2, 2, 5, 6]"),
+        ("k", (1, KV_HEADS, KEYS, HEAD_DIM), "the scheme's geometry expects [2, 2, 5, 6]"),
+        ("v", (2, KV_HEADS, KEYS - 1, HEAD_DIM), "the scheme's geometry expects [2, 2, 5, 6]"),
+        ("v", (2, KV_HEADS, KEYS, HEAD_DIM - 1), "the scheme's geometry expects [2, 2, 5, 6]"),
+    ],
+)
+def test_operands_of_a_wrong_shape(operand: str, shape: tuple[int, ...], expected: str) -> None:
+    with refused(ShapeError, f"Got {operand} of shape {list(shape)}; ", expected):
+        call(**{operand: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("operand", "shape", "expected"),
+    [
+        ("query_positions", (QUERIES,), "expected [2 or 1, 3]"),
+        ("query_positions", (1, KEYS), "expected [2 or 1, 3]"),
+        ("query_positions", (3, QUERIES), "expected [2 or 1, 3]"),
+        ("key_positions", (KEYS,), "expected [2 or 1, 5]"),
+        ("key_positions", (1, QUERIES), "expected [2 or 1, 5]"),
+        ("key_positions", (2, 1, KEYS), "expected [2 or 1, 5]"),
+    ],
+)
+def test_positions_of_a_wrong_shape(operand: str, shape: tuple[int, ...], expected: str) -> None:
+    with refused(ShapeError, f"Got {operand} of shape {list(shape)}; ", expected):
+        call(**{operand: torch.zeros(shape, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize(("operand", "length"), [("query_positions", QUERIES), ("key_positions", KEYS)])
+def test_positions_are_integers(operand: str, length: int, dtype: torch.dtype) -> None:
+    with refused(ShapeError, f"Got {operand} of dtype {dtype}; expected int64."):
+        call(**{operand: torch.zeros(1, length, dtype=dtype)})
+
+
+def test_a_padding_mask_of_floats_is_ambiguous() -> None:
+    # Is 0 a hidden key (padding mask), or is nothing added to its logit (additive mask)?
+    with refused(
+        ShapeError, "Got a 2-D attention mask of dtype torch.float32; expected a bool or integer padding mask"
+    ):
+        call(mask=torch.zeros(2, KEYS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize(
+    ("given", "seen_as"),
+    [
+        ((KEYS,), (KEYS,)),
+        ((2, QUERIES), (2, 1, 1, QUERIES)),
+        ((3, KEYS), (3, 1, 1, KEYS)),
+        ((2, KEYS, QUERIES), (2, 1, KEYS, QUERIES)),
+        ((2, KV_HEADS, QUERIES, KEYS), (2, KV_HEADS, QUERIES, KEYS)),
+        ((2, HEADS, QUERIES, KEYS + 1), (2, HEADS, QUERIES, KEYS + 1)),
+        ((1, 2, HEADS, QUERIES, KEYS), (1, 2, HEADS, QUERIES, KEYS)),
+    ],
+)
+def test_mask_of_a_wrong_shape(given: tuple[int, ...], seen_as: tuple[int, ...], dtype: torch.dtype) -> None:
+    got = f"Got an attention mask of shape {seen_as}; expected "
+    with refused(ShapeError, got, "[batch, heads, queries, keys] = [2, 4, 3, 5]. Pass a 2-D padding mask, or a 4-D"):
+        call(mask=torch.ones(given, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, KEYS), (1, KEYS), (2, QUERIES, KEYS), (2, 1, QUERIES, KEYS), (1, HEADS, 1, KEYS), (2, 1, QUERIES, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_mask_of_a_right_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and len(shape) == 2:
+        shape = (shape[0], 1, 1, shape[1])
+    everything = torch.full(shape, 0 if dtype.is_floating_point else 1, dtype=dtype)
+    assert torch.equal(call(mask=everything), call())
+    but_the_first = everything.clone()
+    but_the_first[..., 0] = float("-inf") if dtype.is_floating_point else 0
+    assert not torch.equal(call(mask=but_the_first), call())
+
+
+@pytest.mark.parametrize("name", ["alibi", "fire", "kerple", "sandwich", "t5", "t5_clipped"])
+@pytest.mark.parametrize("executor", ["sdpa", "flash", ""])
+def test_an_executor_that_cannot_run_the_scheme(executor: str, name: str) -> None:
+    which = type(build(name, geometry())).__name__
+    with refused(OptionError, f"Executor {executor!r} cannot run {which}. Available: dense, blocks."):
+        call(name, executor=executor)
+
+
+def test_an_executor_that_does_not_exist() -> None:
+    with refused(OptionError, "Executor 'flash' cannot run NoPE. Available: dense, blocks, sdpa."):
+        call("nope", executor="flash")
+
+
+@pytest.mark.parametrize(("name", "executor"), [("alibi", "blocks"), ("nope", "blocks"), ("nope", "sdpa")])
+def test_weights_take_the_dense_executor(name: str, executor: str) -> None:
+    with refused(OptionError, f"need_weights=True takes the dense executor, got executor={executor!r}."):
+        call(name, executor=executor, need_weights=True)
+    assert call(name, executor="dense", need_weights=True)[1].shape == (2, HEADS, QUERIES, KEYS)
+
+
+@pytest.mark.parametrize("last", [64, 1000])
+def test_a_position_beyond_a_learned_table(last: int) -> None:
+    scheme = build("learned", geometry())
+    inputs = torch.zeros(1, 2, HIDDEN)
+    expected = f"Position {last} is beyond the learned table of 64 positions."
+    with refused(PositionError, expected, "Use shorter inputs, or patch with a larger num_positions."):
+        scheme.embed(inputs, torch.tensor([[0, last]]))
+    got = scheme.embed(inputs, torch.tensor([[0, 63]]))
+    assert torch.equal(got[0], scheme.wpe.weight[[0, 63]])
+
+
+def test_attend_refuses_negative_positions_no_queries_and_foreign_hidden_states() -> None:
+    scheme = build("alibi", Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8))
+    q = torch.zeros(1, 2, 3, 4)
+    places = torch.arange(3)[None]
+    with pytest.raises(PositionError, match="Got -1 in query_positions; positions count from 0"):
+        attend(scheme, q, q, q, query_positions=places - 1, key_positions=places)
+    with pytest.raises(ShapeError, match="at least one query"):
+        attend(scheme, q[:, :, :0], q, q, query_positions=places[:, :0], key_positions=places)
+    with pytest.raises(ShapeError, match=r"Got hidden of shape \[1, 2, 8\]; expected \[1, 3, 8\]"):
+        attend(scheme, q, q, q, query_positions=places, key_positions=places, hidden=torch.zeros(1, 2, 8))
