@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 HEADS, HEAD_DIM = 8, 64
+LIMIT_GIB = 16
 
 
 def peak(scheme: str, executor: str, length: int) -> float:
@@ -24,6 +25,8 @@ def peak(scheme: str, executor: str, length: int) -> float:
     import hf_posenc
 
     torch.set_num_threads(1)
+    # The dense form would take the machine down with it.
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_GIB * 2**30, LIMIT_GIB * 2**30))
     geometry = hf_posenc.Geometry(
         heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, hidden_size=HEADS * HEAD_DIM, max_positions=length
     )
@@ -66,7 +69,7 @@ def main() -> None:
             for length in arguments.lengths:
                 command = [sys.executable, __file__, "--case", scheme, executor, str(length)]
                 result = subprocess.run(command, capture_output=True, text=True, check=False)
-                cells.append(f"{json.loads(result.stdout):.0f}" if result.returncode == 0 else "out of memory")
+                cells.append(f"{json.loads(result.stdout):.0f}" if result.returncode == 0 else f"over {LIMIT_GIB} GiB")
                 sys.stderr.write(f"{scheme} {executor} {length}: {cells[-1]}\n")
             lines.append(f"| {scheme} | {executor} | " + " | ".join(cells) + " |")
     lines += ["", machine(), "", f"Command: `python {' '.join(sys.argv)}`"]

@@ -21,6 +21,7 @@ class Context:
         reach: The largest position, a bound on every distance.
         shared: Holds the schemes that are shared by layers, by group.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
+        native_parameters: The trained tensors that it reads.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
     """
 
@@ -28,6 +29,7 @@ class Context:
     reach: int = 0
     shared: nn.Module | None = None
     native_score: Callable[[Tensor, Block], Tensor] | None = None
+    native_parameters: tuple[Tensor, ...] = ()
     passes_native_bias: bool = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:

@@ -127,6 +127,7 @@ class PosencAttention:
                 hidden=hidden,
                 state=state,
                 native_score=context.native_score if self.posenc_keeps_native else None,
+                parameters=context.native_parameters if self.posenc_keeps_native else (),
                 dropout=dropout,
                 upcast=upcast,
             )

@@ -114,7 +114,11 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
         native_score = functools.partial(_native_score, table, buckets)
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(owner) and any(not is_patched(block.layer[0].SelfAttention) for block in self.block)
-        return call | {CONTEXT: replace(context, native_score=native_score, passes_native_bias=passes)}
+        return call | {
+            CONTEXT: replace(
+                context, native_score=native_score, native_parameters=(table.weight,), passes_native_bias=passes
+            )
+        }
 
     def _same_sequence(self, queries: Tensor, keys: Tensor, *, causal: bool) -> Tensor:
         """Return a 4-D mask that lets tokens see those of their own sequence only, in the form the backend takes."""

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build, schemes
 from hf_posenc.attention import choose, executors
+from hf_posenc.attention.blocks import blocks
+from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.sdpa import touches_the_matrix
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Block, Projection
@@ -868,3 +870,21 @@ def test_blocks_are_of_bounded_size() -> None:
 
 def test_every_scheme_has_a_slow_reference() -> None:
     assert set(schemes()) == set(REFERENCES)
+
+
+def test_blocks_replay_dropout_in_the_backward_pass() -> None:
+    scheme = build("kerple", Geometry(heads=2, kv_heads=1, head_dim=3, hidden_size=6)).double()
+    places = torch.arange(7)[None]
+    q, k, v = (torch.randn(1, heads, 7, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+
+    def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        task = Task(q=q, k=k, v=v, positions=Positions(places, places), reach=6, scale=0.5, dropout=0.4)
+        return blocks(scheme, task, Mask("slots"), block_rows=3)
+
+    assert torch.equal(dropped(q, k, v, scheme.bias_p), dropped(q, k, v, scheme.bias_p))
+    state = torch.get_rng_state()
+    dropped(q, k, v, scheme.bias_p).sum().backward()
+    # The numerical derivative draws the same numbers only if the backward pass left the generator alone and replayed it.
+    assert torch.autograd.gradcheck(dropped, (q, k, v, scheme.bias_p))
+    assert state.shape == torch.get_rng_state().shape

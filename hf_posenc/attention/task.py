@@ -24,6 +24,7 @@ class Task:
         hidden: Hidden states of the queries' tokens `[B, Q, E]`, if known.
         state: Per-token state of the keys.
         native_score: Adds the model's own additive encoding to the logits of a block, where that is kept.
+        parameters: Trained tensors that `native_score` reads.
         dropout: Probability with which weights are dropped; 0 outside training.
         upcast: Multiply queries and keys in float32 whatever their dtype.
     """
@@ -37,5 +38,6 @@ class Task:
     hidden: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     native_score: Callable[[Tensor, Block], Tensor] | None = None
+    parameters: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     upcast: bool = False
