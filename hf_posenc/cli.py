@@ -25,7 +25,7 @@ from hf_posenc.errors import ArchitectureError, CheckpointError, LayerSelectionE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from hf_posenc.patching import Layers
+    from hf_posenc.selection import Layers
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -86,17 +86,25 @@ def main(
 @app.command()
 def schemes() -> None:
     """List the positional schemes."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from hf_posenc import registry
 
-    table = Table("name", "family", "directions", "start", "paper", "what it is", show_lines=True)
+    table = Table("name", "family", "directions", "start", "paper", "what it is", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = column.header in ("name", "family", "paper")
     for info in registry.schemes().values():
-        sentence = re.split(r"(?<=[.])\s", info.summary, maxsplit=1)[0]
-        row = (info.name, info.family, ", ".join(info.directions), info.start, info.paper, sentence)
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
-    Console().print(table)
+        # The full stop of "et al. 2024" ends no sentence.
+        sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", info.summary, maxsplit=1)[0]
+        directions = "both" if len(info.directions) == 2 else info.directions[0]
+        row = (info.name, info.family, directions, info.start, info.paper, sentence)
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console()
+    # Nothing is gained by wrapping what goes into a file or another program.
+    Console(width=None if console.is_terminal else 200).print(table)
 
 
 @app.command()
@@ -173,7 +181,8 @@ def verify(
     config = _load_config(str(directory))
     if not record.from_config(config):
         raise CheckpointError(
-            f"{directory} is not a converted checkpoint: its config.json names no scheme. Convert it first: hf-posenc convert."
+            f"{directory} is not a converted checkpoint: its config.json names no scheme. "
+            "Convert it first: hf-posenc convert."
         )
     typer.echo(str(planning.verify(_load_model(str(directory), config, "auto"))))
 
@@ -184,9 +193,12 @@ def demo(
         "posenc-demo"
     ),
     scheme: Annotated[str, typer.Option(help="The scheme to convert to.")] = "fire",
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; fewer are faster and worse.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
 ) -> None:
     """Convert and adapt a tiny model that comes with the package, in about two minutes and without any network."""
+    # Threads that wait by spinning make so small a model ten times slower wherever something else runs beside it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
     from rich.console import Console
 
     from hf_posenc import registry
@@ -195,7 +207,7 @@ def demo(
     _quiet()
     registry.get(scheme)
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
-        recipe.run(folder, Console(), scheme=scheme, **({} if steps is None else {"steps": steps}))
+        recipe.run(folder, Console(), scheme=scheme, steps=steps)
     typer.echo(f"wrote {out}: {_listing(out)}")
 
 
@@ -292,7 +304,8 @@ def _model_class(config: PreTrainedConfig) -> Any:
     named = [known[name] for name in config.architectures or [] if name in known]
     if config.architectures and not named:
         raise ArchitectureError(
-            f"The checkpoint holds a {config.architectures[0]}, which cannot be patched. Known: {', '.join(sorted(known))}."
+            f"The checkpoint holds a {config.architectures[0]}, which cannot be patched. "
+            f"Known: {', '.join(sorted(known))}."
         )
     fallback = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
     return named[0] if named else fallback
@@ -327,7 +340,8 @@ def _how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
     from hf_posenc.patches import auto
 
     names = [name for name, kind in auto.classes_for(type(model.config)).items() if kind is type(model)]
-    name = names[0] if names else "AutoModel"
+    # Models that generate are listed under AutoModelForPreTraining as well, which says less.
+    name = names[-1] if names else "AutoModel"
     lines = [
         "    import hf_posenc",
         f"    from transformers import {name}{', AutoTokenizer' if has_tokenizer else ''}",
@@ -342,7 +356,7 @@ def _how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
 
 @contextlib.contextmanager
 def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
-    """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails or is interrupted.
+    """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails or is stopped.
 
     Args:
         out: The directory that is to be there whole, or not at all.
@@ -385,10 +399,11 @@ def _stoppable() -> Iterator[None]:
 
 
 def _make_readable(folder: Path) -> None:
-    # mkdtemp makes directories private; a checkpoint is as readable as the user's other files.
+    # mkdtemp makes directories private, and safetensors files; a checkpoint is as readable as the user's other files.
     umask = os.umask(0)
     os.umask(umask)
-    folder.chmod(0o777 & ~umask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def _listing(folder: Path) -> str:

@@ -73,7 +73,7 @@ class ContextCurve:
         """
         if other.windows != self.windows:
             raise ShapeError(
-                f"Got curves of {self.windows} and {other.windows} windows; a paired comparison takes the same windows. "
+                f"Got curves of {self.windows} and {other.windows} windows; a paired comparison takes the same. "
                 "Measure both models with the same ids and number of windows."
             )
         return Estimate.of(self._at(context) - other._at(context))
@@ -144,7 +144,7 @@ def _losses(model: Any, rows: Tensor, targets: int, batch_size: int) -> Tensor:
             logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=targets).logits
         except IndexError as error:
             raise PositionError(
-                f"The {type(model).__name__} cannot read {batch.shape[1] - 1} tokens: its table of positions is shorter. "
+                f"The {type(model).__name__} cannot read {batch.shape[1] - 1} tokens: its position table is shorter. "
                 "Leave out the longer contexts."
             ) from error
         # The vocabulary goes where cross_entropy wants it: [windows, vocabulary, targets].

@@ -17,7 +17,7 @@ SCHEMES = ["fire", "kerple", "learned", "rope", "sinusoidal", "t5"]
 def _offloaded(model: Any, architecture: str, source: Path, folder: Path) -> Any:
     """Load with some layers on disk, which puts accelerate's hooks on every module that has weights."""
     names = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Layer", "Block"))]
-    blocks = [name for name in names if name.split(".")[-1].isdigit() and not name.split(".")[-2] == "layer"]
+    blocks = [name for name in names if name.split(".")[-1].isdigit() and name.split(".")[-2] != "layer"]
     covered = {name: "disk" if index % 2 else "cpu" for index, name in enumerate(blocks)}
     rest = {
         name.rsplit(".", 1)[0]: "cpu"

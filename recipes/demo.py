@@ -1,0 +1,343 @@
+"""The demo: give a real, tiny, trained model another positional encoding and see what it is worth.
+
+It needs no network: the model comes with the package, its text with Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import __version__
+from hf_posenc.errors import CheckpointError
+from hf_posenc.patching import patch
+from hf_posenc.planning import plan
+from hf_posenc.recipes.adapt import Settings, adapt
+from hf_posenc.recipes.evaluation import TARGETS, ContextCurve, context_curve
+from hf_posenc.recipes.plots import plot_curves
+from hf_posenc.recipes.text import builtin_text
+
+TABLE, PICTURE, MODEL, MARKER = "table.md", "perplexity.png", "model", ".posenc-demo"
+CONTEXTS = (64, 128, 256, 512, 1024)
+SEED = 0
+
+# FIRE normalises distances by the position of the query, or by a threshold where that is larger. Its default suits
+# models trained on thousands of tokens; in windows of 128 the network would see only the beginning of its range.
+_OPTIONS: dict[str, dict[str, Any]] = {"fire": {"threshold": 64.0}, "fire_s": {"threshold": 64.0}}
+
+# Longer than the window of training, so that the continuation takes positions never seen.
+_PROMPT, _CONTINUATION = 256, 48
+# Sentences of the language reference; other parts of the text are lists and sessions.
+_PROSE = 2000
+
+_FRESH_PROCESS = """
+import sys
+import torch
+import hf_posenc
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+model, ids, logits, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+model = AutoModelForCausalLM.from_pretrained(model)
+with torch.no_grad():
+    save_file({"logits": model(**load_file(ids)).logits}, logits)
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One of the models that the demo compares.
+
+    Attributes:
+        name: What it is called in table and picture.
+        model: The model.
+        curve: What was measured.
+    """
+
+    name: str
+    model: Any
+    curve: ContextCurve
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the demo found.
+
+    Attributes:
+        subjects: The models: original, the original with the same training, converted, converted and adapted.
+        difference: Largest difference between the logits here and those of a fresh process that loaded the saved model.
+    """
+
+    subjects: tuple[Subject, ...]
+    difference: float
+
+
+def is_demo(folder: Path) -> bool:
+    """Whether a folder holds the output of a demo and nothing else."""
+    return (folder / MARKER).is_file() and {path.name for path in folder.iterdir()} <= {TABLE, PICTURE, MODEL, MARKER}
+
+
+def run(
+    folder: Path,
+    console: Console,
+    *,
+    scheme: str,
+    steps: int,
+    contexts: Sequence[int] = CONTEXTS,
+    windows: int = 32,
+) -> Outcome:
+    """Run the demo and write its table, picture and model.
+
+    Args:
+        folder: Where to write; must be there.
+        console: Where to print.
+        scheme: The scheme to convert to.
+        steps: Training steps.
+        contexts: Context lengths to measure.
+        windows: Held-out windows to measure on.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        CheckpointError: The saved model computes something else in a fresh process.
+    """
+    torch.manual_seed(SEED)
+    with console.status("reading the model and Python's documentation"):
+        original, tokenizer = load_tiny_llama()
+        train_ids, heldout_ids = (_token_ids(tokenizer, builtin_text(split)) for split in ("train", "heldout"))
+    length = original.config.max_position_embeddings
+    settings = Settings(steps=steps, length=length, seed=SEED, use_cpu=True)
+    console.print(
+        f"A Llama of {original.num_parameters():,} parameters, trained on windows of {length} tokens with rotary "
+        "positions."
+    )
+
+    converted = copy.deepcopy(original)
+    options = _OPTIONS.get(scheme, {})
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    console.print(f"\n[bold]hf_posenc.patch(model, {scheme!r}{given})[/bold]")
+    console.print(f"{escape(str(plan(original, scheme, **options)))}\n", soft_wrap=True)
+    patch(converted, scheme, **options)
+    adapted, control = copy.deepcopy(converted), copy.deepcopy(original)
+
+    def measure(name: str, model: Any) -> Subject:
+        with console.status(f"measuring {name}"):
+            return Subject(name, model, context_curve(model, heldout_ids, contexts, windows=windows))
+
+    # Before the training, so that a scheme that cannot reach the longest context says so at once.
+    before = [measure("original", original), measure(f"{scheme}, untrained", converted)]
+    for name, model in (("the original", control), (scheme, adapted)):
+        with _progress(console, f"training {name}", steps) as report:
+            adapt(model, train_ids, settings, teacher=original, progress=report)
+    after = [measure("original + training", control), measure(f"{scheme} + training", adapted)]
+    subjects = [before[0], after[0], before[1], after[1]]
+
+    note = _what_was_measured(settings, windows)
+    title = f"Tiny Llama, RoPE replaced by {scheme}: perplexity on held-out text"
+    plot_curves(folder / PICTURE, {s.name: s.curve for s in subjects}, trained_length=length, title=title)
+    (folder / TABLE).write_text(_markdown(title, subjects, note), encoding="utf-8")
+    for part in (_table(subjects), note, f"{_verdict(subjects[-1], subjects[0], length)}\n"):
+        console.print(part)
+    prompt = heldout_ids[_PROSE : _PROSE + _PROMPT]
+    _print_samples(console, subjects, tokenizer, prompt)
+
+    adapted.save_pretrained(folder / MODEL)
+    tokenizer.save_pretrained(folder / MODEL)
+    with console.status("loading the saved model in a fresh process"):
+        difference = difference_in_fresh_process(adapted, folder / MODEL, prompt[None])
+    if difference != 0.0:
+        raise CheckpointError(
+            f"The saved model computes other logits in a fresh process; they differ by {difference:.3g}."
+        )
+    console.print(
+        f"Saved, and loaded in a fresh process with AutoModelForCausalLM.from_pretrained: logits bit-equal, largest "
+        f"difference {difference:g}."
+    )
+    (folder / MARKER).write_text(
+        f"Written by hf-posenc {__version__} demo; the next demo may replace it.\n", encoding="utf-8"
+    )
+    return Outcome(tuple(subjects), difference)
+
+
+def load_tiny_llama() -> tuple[Any, Any]:
+    """Return the model that comes with the package, and its tokenizer."""
+    with importlib.resources.as_file(importlib.resources.files("hf_posenc") / "tiny_llama") as folder:
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
+    """Return the largest difference between a model's logits and those of its saved copy, loaded by a new Python.
+
+    Args:
+        model: The model that was saved, on the CPU.
+        folder: Where it was saved.
+        ids: Token ids, int64 `[B, S]`.
+
+    Raises:
+        CheckpointError: The new process failed.
+    """
+    with torch.no_grad():
+        here = model(input_ids=ids).logits
+    with tempfile.TemporaryDirectory() as exchange:
+        given, taken = Path(exchange, "ids.safetensors"), Path(exchange, "logits.safetensors")
+        save_file({"input_ids": ids.contiguous()}, given)
+        # Sums are split among threads, so equal bits take as many of them.
+        command = [
+            sys.executable,
+            "-c",
+            _FRESH_PROCESS,
+            str(folder),
+            str(given),
+            str(taken),
+            str(torch.get_num_threads()),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise CheckpointError(f"A fresh process could not run the saved model: {last}")
+        there = load_file(taken)["logits"]
+    return 0.0 if torch.equal(here, there) else float((here - there).abs().max())
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _what_was_measured(settings: Settings, windows: int) -> str:
+    return (
+        f"Perplexity of the same {TARGETS} tokens in each of {windows} held-out windows (mean and standard error), "
+        "after reading as many tokens as the column says. Both trained models (also the original, as a control) saw the same "
+        f"{settings.steps} batches of {settings.batch_size} windows of {settings.length} tokens, never longer, at the "
+        "same learning rates, staying close to the original model by distillation. One seed."
+    )
+
+
+def _cells(subject: Subject) -> list[str]:
+    points = [subject.curve.perplexity(context) for context in subject.curve.contexts]
+    # Decimals beyond the second digit of the error say nothing.
+    return [
+        f"{point.mean:.0f} ± {point.error:.0f}" if point.error >= 10 else f"{point.mean:.1f} ± {point.error:.1f}"
+        for point in points
+    ]
+
+
+def _table(subjects: Sequence[Subject]) -> Table:
+    contexts = map(str, subjects[0].curve.contexts)
+    table = Table("tokens read", *contexts, title="Perplexity by context length", box=box.SIMPLE_HEAD, padding=0)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for subject in subjects:
+        table.add_row(subject.name, *_cells(subject))
+    return table
+
+
+def _verdict(subject: Subject, reference: Subject, length: int) -> str:
+    """Compare two models window by window, at the trained length and at the longest that was measured."""
+    found = [
+        f"{_difference(subject, reference, context)} nats per token at {context} tokens"
+        for context in (length, subject.curve.contexts[-1])
+        if context in subject.curve.contexts
+    ]
+    return f"{subject.name} against {reference.name}, window by window: {'; '.join(dict.fromkeys(found))}."
+
+
+def _markdown(title: str, subjects: Sequence[Subject], note: str) -> str:
+    contexts = subjects[0].curve.contexts
+    header = [
+        "|".join(["", "tokens read", *map(str, contexts), ""]),
+        "|".join(["", "---", *("---:" for _ in contexts), ""]),
+    ]
+    rows = ["|".join(["", subject.name, *_cells(subject), ""]) for subject in subjects]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            *header,
+            *rows,
+            "",
+            note,
+            "",
+            "Difference from the original in nats per token, window by window (mean and standard error):",
+            "",
+            *header,
+            *("|".join(["", subject.name, *_differences(subject, subjects[0]), ""]) for subject in subjects[1:]),
+            "",
+            f"![perplexity by context length]({PICTURE})",
+            "",
+        ]
+    )
+
+
+def _differences(subject: Subject, reference: Subject) -> list[str]:
+    return [_difference(subject, reference, context) for context in subject.curve.contexts]
+
+
+def _difference(subject: Subject, reference: Subject, context: int) -> str:
+    difference = subject.curve.minus(reference.curve, context)
+    return f"{difference.mean:+.3f} ± {difference.error:.3f}"
+
+
+def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any, prompt: Tensor) -> None:
+    """Print how each model continues a held-out text, all with the same random numbers."""
+    end = " ".join(tokenizer.decode(prompt[-_CONTINUATION:]).split())
+    console.print(f"{len(prompt)} held-out tokens that end [italic]... {escape(end)}[/italic] are continued with")
+    for subject in subjects:
+        torch.manual_seed(SEED)
+        output = subject.model.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt)[None],
+            max_new_tokens=_CONTINUATION,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
+        )
+        text = " ".join(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).split())
+        console.print(f"  [bold]{subject.name}:[/bold] {escape(text)}")
+    console.print()
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
+    """Show a bar with the time that is left, and give the function that moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(what, total=total, loss="")
+
+        def report(step: int, loss: float) -> None:
+            progress.update(task, completed=step, loss="" if math.isnan(loss) else f"loss {loss:.3f}")
+
+        yield report
+
+
+def _token_ids(tokenizer: Any, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
