@@ -107,10 +107,12 @@ class PosencAttention:
                 fresh = {"positions": here.expand(batch, -1), **state}
                 keys, values, state = token_cache.update(cache, layer, keys, values, fresh)
                 places = state.pop("positions")
+                if places.stride(0) == 0:
+                    places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
             if mask is None and causal and length > 1:
                 # What transformers means by no mask: causal from the first key on (behind the queries, a static cache has
-                # slots not filled yet).
-                keys, values, places = keys[:, :, :length], values[:, :, :length], places[:, :length]
+                # slots not filled yet). The keys are then the queries' own tokens.
+                keys, values, places = keys[:, :, :length], values[:, :, :length], here
                 state = {name: tensor[:, :length] for name, tensor in state.items()}
                 visible = Mask("slots")
             elif mask is None:

@@ -169,7 +169,7 @@ def is_scheme_parameter(name: str) -> bool:
     return not {OWN, SHARED}.isdisjoint(name.split("."))
 
 
-class AdaptationTrainer(Trainer):  # type: ignore[misc]
+class AdaptationTrainer(Trainer):
     """A trainer that knows the scheme's weights from the model's, and may listen to a teacher."""
 
     def __init__(self, *, teacher: nn.Module | None, settings: Settings, **kwargs: Any) -> None:
@@ -206,7 +206,7 @@ def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
     return F.kl_div(got, target, reduction="batchmean", log_target=True)
 
 
-class _Report(TrainerCallback):  # type: ignore[misc]
+class _Report(TrainerCallback):
     """Tells a function how far the training is."""
 
     def __init__(self, progress: Progress) -> None:

@@ -216,3 +216,26 @@ def test_signatures_stay_those_of_the_stock_classes() -> None:
         for stock, twin in architecture.twins.items():
             if issubclass(stock, PreTrainedModel):
                 assert inspect.signature(twin.forward) == inspect.signature(stock.forward)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a cache, whose layers hold positions for every row: a bias per row would cost a batch times as much."""
+    from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+
+    from hf_posenc.patches import seams
+
+    seen: list[int] = []
+
+    def spy(scheme: Any, task: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(task.positions.query.shape[0] * task.positions.key.shape[0])
+        return run(scheme, task, *args, **kwargs)
+
+    run = seams.run
+    monkeypatch.setattr(seams, "run", spy)
+    model = hf_posenc.patch(make(LlamaForCausalLM, small("llama")), "fire")
+    dynamic = kind == "dynamic"
+    cache = DynamicCache(config=model.config) if dynamic else StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad():
+        model(input_ids=ids(), attention_mask=torch.ones_like(ids()), past_key_values=cache)
+    assert seen == [1] * model.config.num_hidden_layers
