@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,22 @@ def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pyte
     def both() -> list[Tensor]:
         return [logits(model, architecture, ids), logits(model, architecture, ids, mask)[mask.bool()]]
 
-    chosen = both()
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss(model, architecture, ids).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    chosen, wanted = both(), gradients()
     monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 16)
     for blocked, other in zip(both(), chosen, strict=True):
         torch.testing.assert_close(blocked, other, **SAME)
+    got = gradients()
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        # Some gradients are zero but for rounding: a constant added to all logits changes nothing.
+        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+    model.zero_grad()
     model.set_attn_implementation("eager")
     for eager, other in zip(both(), chosen, strict=True):
         torch.testing.assert_close(eager, other, **SAME)
