@@ -85,6 +85,7 @@ def prepare(
                 )
             )
     kept, replaced = divide(record.from_config(model.config), chosen)
+    check_native(architecture, native, kept)
     if native == "keep" and info.cls.neutral_options:
         options = {**info.cls.neutral_options, **options} if not exclusive(info, options) else options
     draft = Group(free_id(kept), scheme, _native(native), {n: Part(c, options) for n, c in chosen.items()})
@@ -102,7 +103,7 @@ def prepare(
         draft.native,
         {name: Part(chosen[name], next(iter(schemes.values())).options()) for name, schemes in built.items()},
     )
-    warnings = advise(architecture, model, info, group, kept)
+    warnings = advise(architecture, bodies, group, kept, built)
     return Preparation(architecture, group, built, kept, replaced, warnings)
 
 
@@ -112,15 +113,17 @@ def exclusive(info: registry.SchemeInfo, options: dict[str, Any]) -> bool:
 
 
 def advise(
-    architecture: Architecture, model: nn.Module, info: registry.SchemeInfo, group: Group, kept: list[Group]
+    architecture: Architecture,
+    bodies: dict[str, nn.Module],
+    group: Group,
+    kept: list[Group],
+    built: dict[str, dict[int, Scheme]],
 ) -> list[str]:
     """Return what a user should know before patching."""
     found = []
-    bodies = architecture.stacks(model)
     for name, part in group.stacks.items():
-        geometry = architecture.geometry(bodies[name], 0)
-        if info.name == "nope" and not geometry.causal and group.native == "remove":
-            found.append(f"Without any encoding the {name} is a bag of words: it cannot tell orders of tokens apart.")
+        scheme = next(iter(built[name].values()))
+        found += [f"{name}: {caution}" for caution in scheme.cautions(native_kept=group.native == "keep")]
         covered = set(part.layers).union(*(g.stacks[name].layers for g in kept if name in g.stacks))
         missing = len(architecture.attentions(bodies[name])) - len(covered)
         if missing and group.native == "remove" and not architecture.native_per_layer:
@@ -128,13 +131,17 @@ def advise(
                 f"The {architecture.native} of {architecture.name} enters before the first layer: removing it leaves the "
                 f"{missing} layers that are not patched without positions of their own. Patch them too, or use native='keep'."
             )
-    if any(g.native != group.native for g in kept) and not architecture.native_per_layer:
+    return found
+
+
+def check_native(architecture: Architecture, native: str, kept: list[Group]) -> None:
+    """Raise if an encoding that is there for all layers or for none would be both kept and removed."""
+    if any(group.native != native for group in kept) and not architecture.native_per_layer:
         raise LayerSelectionError(
             f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all layers "
-            f"or for none: earlier layers were patched with native={kept[0].native!r}, got native={group.native!r}. "
+            f"or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
             "Use the same, or unpatch first."
         )
-    return found
 
 
 def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chosen: dict[str, tuple[int, ...]]) -> None:

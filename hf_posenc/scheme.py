@@ -78,6 +78,10 @@ class Geometry:
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
 
+    def native_table(self, kind: str) -> NativeTable | None:
+        """Return the model's own table if it is of this kind."""
+        return self.native if self.native is not None and self.native.kind == kind else None
+
 
 @dataclass(frozen=True, eq=False)
 class Positions:
@@ -192,6 +196,10 @@ class Scheme(nn.Module):
     def starts_exact(self, *, native_kept: bool) -> bool:
         """Whether a freshly patched model computes the same function as before."""
         return False
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        """Return what a user should know before giving a model this scheme."""
+        return []
 
     def state_bytes_per_token(self) -> int:
         """Bytes that `project` hands to the cache per token and layer, beside keys, values and positions."""

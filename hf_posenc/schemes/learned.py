@@ -33,7 +33,7 @@ class Learned(Scheme):
         init: Literal["auto", "native", "normal", "zero"] = "auto",
     ) -> None:
         super().__init__(geometry)
-        native = geometry.native if geometry.native is not None and geometry.native.kind == "learned" else None
+        native = geometry.native_table("learned")
         if num_positions is None:
             num_positions = native.weight.shape[0] if native is not None else geometry.max_positions
         require(

@@ -13,5 +13,12 @@ class NoPE(Scheme):
 
     neutral_options = {}
 
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        if native_kept or self.geometry.causal:
+            return []
+        return [
+            "Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
+        ]
+
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept

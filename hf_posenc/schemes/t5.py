@@ -42,7 +42,7 @@ class T5Bias(DistanceBias):
         shared: bool = True,
     ) -> None:
         super().__init__(geometry, gate=gate, shared=shared)
-        native = geometry.native if geometry.native is not None and geometry.native.kind == "t5" else None
+        native = geometry.native_table("t5")
         if num_buckets is None:
             num_buckets = 32 if native is None else native.weight.shape[0]
         if max_distance is None:

@@ -40,7 +40,7 @@ class T5Clipped(DistanceBias):
         shared: bool = True,
     ) -> None:
         super().__init__(geometry, gate=gate, shared=shared)
-        native = geometry.native if geometry.native is not None and geometry.native.kind == "t5" else None
+        native = geometry.native_table("t5")
         needed = None if native is None else _reach(native, causal=geometry.causal)
         if max_distance is None:
             max_distance = 128 if needed is None else needed
