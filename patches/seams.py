@@ -192,8 +192,8 @@ class PosencBody:
             inputs.device,
         )
         shared = self._modules.get(SHARED)
-        for scheme in () if shared is None else shared.children():
-            if isinstance(scheme, Scheme) and embeds(scheme):
+        for scheme in () if shared is None else shared.schemes():
+            if embeds(scheme):
                 if call.get("inputs_embeds") is None:
                     call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
                 call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions)

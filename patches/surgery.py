@@ -27,6 +27,10 @@ SHARED = "hf_posenc_shared"
 class SharedSchemes(nn.Module):
     """Holds the schemes of a body that serve several layers, named by group."""
 
+    def schemes(self) -> list[Scheme]:
+        """Return them in order. (PEFT's wrapper passes a method on to its active copy, but not the children.)"""
+        return [scheme for scheme in self.children() if isinstance(scheme, Scheme)]
+
 
 class Undo:
     """Remembers how to take changes back, so that a failure leaves the model as it was."""
