@@ -374,7 +374,7 @@ def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda fold
     # On the same file system, so that it can be renamed.
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        with _stoppable():
+        with _removed_when_terminated(folder):
             yield folder
         _make_readable(folder)
         if out.is_dir():
@@ -385,11 +385,13 @@ def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda fold
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let a termination signal, as job schedulers send it, unwind the program as Ctrl-C does."""
+def _removed_when_terminated(folder: Path) -> Iterator[None]:
+    """Remove a folder when a termination signal comes, as job schedulers send it, and end the process."""
 
     def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        # Not by an exception: Python swallows one that is raised while an object is being deleted, and goes on.
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
