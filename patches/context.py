@@ -39,6 +39,35 @@ class Context:
         return replace(self, positions=self.positions.to(device, non_blocking=non_blocking))
 
 
+def sequences(positions: Tensor) -> Tensor | None:
+    """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
+
+    A sequence begins where positions do not grow. (A jump ahead, as position skipping makes it, begins none; transformers
+    would take it for a boundary.)
+    """
+    number = (positions[:, 1:] <= positions[:, :-1]).long().cumsum(-1)
+    if number.numel() == 0 or not bool(number[:, -1].any()):
+        return None
+    return torch.nn.functional.pad(number, (1, 0))
+
+
+def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:
+    """Return a mask `[B|1, 1, Q, K]` that lets tokens see those of their own sequence only.
+
+    Args:
+        queries: Sequence numbers of the queries, `[B|1, Q]`.
+        keys: Sequence numbers of the keys, `[B|1, K]`.
+        causal: Hide keys in later slots too.
+        float_dtype: Make a mask to be added, of this dtype; `None` makes a bool one.
+    """
+    keep = queries[:, :, None] == keys[:, None, :]
+    keep = (keep.tril() if causal else keep)[:, None]
+    if float_dtype is None:
+        return keep
+    hidden = torch.finfo(float_dtype).min
+    return torch.zeros(keep.shape, dtype=float_dtype, device=keep.device).masked_fill(~keep, hidden)
+
+
 def resolve_positions(
     given: Tensor | None, mask: Tensor | None, past: int | Tensor, batch: int, length: int, device: torch.device
 ) -> Tensor:

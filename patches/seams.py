@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from hf_posenc import cache as token_cache
 from hf_posenc.attention import Mask, Task, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, NotPatchedError
-from hf_posenc.patches.context import Context, resolve_positions
+from hf_posenc.patches.context import Context, resolve_positions, same_sequence, sequences
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Positions, Scheme
 
@@ -183,14 +183,14 @@ class PosencBody:
             return call  # The stock forward says what is wrong.
         token_cache.check(call.get("past_key_values"))
         batch, length = inputs.shape[:2]
-        positions = resolve_positions(
+        given, mask, past = (
             self.given_positions(call),
             call.get("attention_mask"),
             tokens_in(call.get("past_key_values")),
-            batch,
-            length,
-            inputs.device,
         )
+        positions = resolve_positions(given, mask, past, batch, length, inputs.device)
+        if given is not None and mask is None and not int(past):
+            call["attention_mask"] = self.mask_of(positions, batch)
         shared = self._modules.get(SHARED)
         for scheme in () if shared is None else shared.schemes():
             if embeds(scheme):
@@ -199,6 +199,27 @@ class PosencBody:
                 call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions)
         context = Context(positions, int(positions.max()) if positions.numel() else 0, shared)
         return self.hand_down(call, context)
+
+    def mask_of(self, positions: Tensor, batch: int) -> Tensor | None:
+        """Return the mask that explicit positions of the first tokens ask for.
+
+        transformers finds packed sequences only where no cache is made, and takes any jump for the start of one.
+        """
+        packed = sequences(positions)
+        if packed is not None:
+            return same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
+        if bool((positions.diff(dim=-1) != 1).any()):
+            return torch.ones(batch, positions.shape[1], dtype=torch.long, device=positions.device)
+        return None
+
+    def mask_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the masks that the attention implementation adds; `None` if it takes booleans."""
+        dtype: torch.dtype = self.get_input_embeddings().weight.dtype
+        return dtype if self.config._attn_implementation == "eager" else None
+
+    def is_causal_stack(self) -> bool:
+        """Whether tokens see earlier ones only."""
+        return True
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         """Return the positions that the caller passed, if any."""

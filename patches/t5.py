@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import (
     T5Attention,
@@ -24,7 +22,7 @@ from transformers.models.t5.modeling_t5 import (
 
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.context import Context
+from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
@@ -96,14 +94,15 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         # Both stacks get the keywords of the model's forward: position_ids are those of the encoder's tokens.
         encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)
-        own = decoder if self.is_decoder else encoder
-        if own is not None and call.get("attention_mask") is None and call.get("past_key_values") is None:
-            rows = find_packed_sequence_indices(own)
-            if rows is not None:
-                call["attention_mask"] = self._same_sequence(rows, rows, causal=self.is_decoder)
-                others = None if encoder is None else find_packed_sequence_indices(encoder)
-                if self.is_decoder and others is not None and call.get("encoder_attention_mask") is None:
-                    call["encoder_attention_mask"] = self._same_sequence(rows, others, causal=False)
+        if (
+            self.is_decoder
+            and encoder is not None
+            and decoder is not None
+            and call.get("encoder_attention_mask") is None
+        ):
+            own, others = sequences(decoder), sequences(encoder)
+            if own is not None and others is not None:
+                call["encoder_attention_mask"] = same_sequence(own, others, causal=False, float_dtype=self.mask_dtype())
         owner = self.block[0].layer[0].SelfAttention
         table = owner.relative_attention_bias
         buckets = Buckets(
@@ -120,17 +119,8 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
             )
         }
 
-    def _same_sequence(self, queries: Tensor, keys: Tensor, *, causal: bool) -> Tensor:
-        """Return a 4-D mask that lets tokens see those of their own sequence only, in the form the backend takes."""
-        keep = queries[:, :, None] == keys[:, None, :]
-        if causal:
-            keep = keep.tril()
-        if self.config._attn_implementation != "eager":
-            return keep[:, None]
-        dtype = self.embed_tokens.weight.dtype
-        return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, torch.finfo(dtype).min)[
-            :, None
-        ]
+    def is_causal_stack(self) -> bool:
+        return bool(self.is_decoder)
 
 
 def _native_score(table: nn.Embedding, buckets: Buckets, logits: Tensor, block: Block) -> Tensor:
