@@ -49,6 +49,7 @@ class Geometry:
         inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one.
         max_positions: The length the model was trained for, if it says so.
         rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
+        rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
         native: The model's own table of positions or distances, if it has one.
         embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
     """
@@ -63,6 +64,7 @@ class Geometry:
     inv_freq: Tensor | None = None
     max_positions: int | None = None
     rotary_scaling: float = 1.0
+    rotary_limit: int | None = None
     native: NativeTable | None = None
     embedding_rms: float | None = None
 

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.rotary import native_frequencies
+from hf_posenc.patches.rotary import frequency_limit, native_frequencies
 from hf_posenc.patches.seams import PosencAttention, PosencBody
 from hf_posenc.scheme import Geometry
 
@@ -140,6 +140,7 @@ class Llama(Architecture):
             inv_freq=inv_freq,
             max_positions=config.max_position_embeddings,
             rotary_scaling=scaling,
+            rotary_limit=frequency_limit(config),
             embedding_rms=embedding_rms(weight_of(body.embed_tokens)),
         )
 

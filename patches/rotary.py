@@ -28,3 +28,13 @@ def native_frequencies(config: Any, rotary: Any) -> tuple[Tensor, float]:
     with torch.device("cpu"):
         frequencies, scaling = compute(config)
     return frequencies.float(), float(scaling)
+
+
+def frequency_limit(config: Any) -> int | None:
+    """Return the length beyond which a model changes its rotary frequencies; `None` if it never does."""
+    parameters = config.rope_parameters
+    limits = {
+        "dynamic": config.max_position_embeddings,
+        "longrope": parameters.get("original_max_position_embeddings", config.max_position_embeddings),
+    }
+    return limits.get(parameters["rope_type"])

@@ -185,6 +185,10 @@ def test_rope_reproduces_every_rope_type(rope: dict[str, Any]) -> None:
 
     model = make(LlamaForCausalLM, small("llama", rope_parameters=rope))
     before = first_output(model, ids())
+    limit = {"dynamic": 64, "longrope": 32}.get(rope["rope_type"])
+    cautions = [text for text in hf_posenc.plan(model, "rope").warnings if "rotary frequencies" in text]
+    assert len(cautions) == (limit is not None)
+    assert limit is None or f"up to {limit} tokens only" in cautions[0]
     torch.testing.assert_close(first_output(hf_posenc.patch(model, "rope"), ids()), before, atol=2e-5, rtol=1e-5)
     assert (first_output(hf_posenc.patch(model, "nope"), ids()) - before).abs().max() > 1e-3
 

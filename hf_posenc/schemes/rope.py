@@ -101,6 +101,15 @@ class RoPE(Scheme):
             turned = turned.to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
 
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        limit = self.geometry.rotary_limit
+        if limit is None or not self._native:
+            return []
+        return [
+            f"The model changes its rotary frequencies beyond {limit} tokens; rope keeps those used up to there, so that keys in "
+            f"a cache stay right. The two are equal up to {limit} tokens only."
+        ]
+
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:
             return self.gate
