@@ -9,9 +9,9 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -372,16 +372,18 @@ def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda fold
     if out.is_dir() and any(out.iterdir()) and not replaceable(out):
         raise OutputError(f"{out} exists and is not empty. Choose another name, or remove it first.")
     # On the same file system, so that it can be renamed.
-    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        with _removed_when_terminated(folder):
+    folder = out.parent / f".{out.name}.{secrets.token_hex(4)}"
+    # A signal must find its handler from the moment the folder is there.
+    with _removed_when_terminated(folder):
+        try:
+            folder.mkdir()
             yield folder
-        _make_readable(folder)
-        if out.is_dir():
-            shutil.rmtree(out)
-        os.replace(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            _make_readable(folder)
+            if out.is_dir():
+                shutil.rmtree(out)
+            os.replace(folder, out)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -401,7 +403,7 @@ def _removed_when_terminated(folder: Path) -> Iterator[None]:
 
 
 def _make_readable(folder: Path) -> None:
-    # mkdtemp makes directories private, and safetensors files; a checkpoint is as readable as the user's other files.
+    # safetensors makes its files private; a checkpoint is as readable as the user's other files.
     umask = os.umask(0)
     os.umask(umask)
     for path in (folder, *folder.rglob("*")):
