@@ -1,6 +1,7 @@
 """Convert a checkpoint to several schemes without any training; save, reload and generate; perplexity by context length.
 
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes alibi fire kerple nope t5 --output TABLE.md
+    python benchmarks/conversions.py CHECKPOINT TEXT --schemes fire kerple t5 --per-layer --fit --output TABLE.md
 
 The same 64 target tokens are scored at every context length.
 """
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.recipes.evaluation import context_curve
+from hf_posenc.recipes.fitting import additive, fit
 
 
 def main() -> None:
@@ -28,22 +30,34 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--held-out", type=float, default=0.15, help="use this last part of the text")
+    parser.add_argument("--fit", action="store_true", help="also fit each scheme to the model's own bias")
+    parser.add_argument("--per-layer", action="store_true", help="give schemes that layers can share one per layer")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     text = arguments.text.read_text(encoding="utf-8")
-    text = text[int(len(text) * (1 - arguments.held_out)) :]
+    cut = int(len(text) * (1 - arguments.held_out))
+    train = torch.tensor(tokenizer(text[: min(cut, 50_000)], add_special_tokens=False)["input_ids"])
+    text = text[cut:]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     prompt = ids[:32][None]
     rows = []
-    for scheme in ("native", *arguments.schemes):
+    fixed = {"alibi", "sandwich"}  # nothing to fit
+    fitted = [f"{name}, fitted" for name in arguments.schemes if arguments.fit and name in set(additive()) - fixed]
+    for row in ("native", *arguments.schemes, *fitted):
+        scheme = row.partition(",")[0]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint).eval()
         note = "-"
         if scheme != "native":
-            before = hf_posenc.patch(model, scheme)
+            shareable = "shared" in hf_posenc.schemes()[scheme].option_defaults()
+            options = {"shared": False} if arguments.per_layer and shareable else {}
+            before = hf_posenc.patch(model, scheme, **options)
+            if row in fitted:
+                # The text before the part that is scored.
+                fit(before, ids=train[: 8 * 512].view(8, 512))
             with tempfile.TemporaryDirectory() as directory:
                 before.save_pretrained(directory)
                 model = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -57,7 +71,7 @@ def main() -> None:
         same = "yes" if torch.equal(new, plain) else "NO"
         curve = context_curve(model, ids, arguments.contexts, windows=arguments.windows, batch_size=2)
         cells = [f"{curve.perplexity(context).mean:.2f}" for context in arguments.contexts]
-        rows.append(f"| {scheme} | " + " | ".join(cells) + f" | {note} | {same} |")
+        rows.append(f"| {row} | " + " | ".join(cells) + f" | {note} | {same} |")
         sys.stderr.write(rows[-1] + "\n")
     lines = [
         f"Perplexity of the same 64 tokens by context length, before any training; {arguments.windows} windows.",

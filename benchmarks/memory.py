@@ -28,14 +28,21 @@ def peak(scheme: str, executor: str, length: int) -> float:
     # The dense form would take the machine down with it.
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_GIB * 2**30, LIMIT_GIB * 2**30))
     geometry = hf_posenc.Geometry(
-        heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, hidden_size=HEADS * HEAD_DIM, max_positions=length
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        hidden_size=HEADS * HEAD_DIM,
+        max_positions=length,
+        last=False,
     )
     module = hf_posenc.build(scheme, geometry)
 
     def step(size: int) -> None:
         q, k, v = (torch.randn(1, HEADS, size, HEAD_DIM, requires_grad=True) for _ in range(3))
+        hidden = torch.randn(1, size, HEADS * HEAD_DIM, requires_grad=True)
         places = torch.arange(size)[None]
-        output = hf_posenc.attend(module, q, k, v, query_positions=places, key_positions=places, executor=executor)
+        at = {"query_positions": places, "key_positions": places, "hidden": hidden}
+        output = hf_posenc.attend(module, q, k, v, executor=executor, **at)
         output.sum().backward()
 
     step(64)  # loads what torch loads on first use

@@ -29,6 +29,7 @@ from hf_posenc.errors import (
 )
 
 if TYPE_CHECKING:
+    from hf_posenc.adapters import PosencLoraConfig
     from hf_posenc.attention import attend
     from hf_posenc.describing import describe
     from hf_posenc.patches.architecture import register_architecture
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hf_posenc.planning import plan, verify
     from hf_posenc.registry import SchemeInfo, build, register_scheme, schemes
     from hf_posenc.scheme import Geometry, Positions, Scheme
+    from hf_posenc.strength import drop_native, set_strength
 
 __version__ = "0.1.0"
 
@@ -50,6 +52,7 @@ __all__ = [
     "NotPatchedError",
     "OptionError",
     "PosencError",
+    "PosencLoraConfig",
     "PositionError",
     "Positions",
     "Scheme",
@@ -61,11 +64,13 @@ __all__ = [
     "build",
     "describe",
     "disabled",
+    "drop_native",
     "patch",
     "plan",
     "register_architecture",
     "register_scheme",
     "schemes",
+    "set_strength",
     "unpatch",
     "verify",
 ]
@@ -73,6 +78,7 @@ __all__ = [
 # Where each public name lives that needs torch; loaded on first use.
 _HOMES = {
     "Geometry": "hf_posenc.scheme",
+    "PosencLoraConfig": "hf_posenc.adapters",
     "Positions": "hf_posenc.scheme",
     "Scheme": "hf_posenc.scheme",
     "SchemeInfo": "hf_posenc.registry",
@@ -80,10 +86,12 @@ _HOMES = {
     "build": "hf_posenc.registry",
     "describe": "hf_posenc.describing",
     "disabled": "hf_posenc.patching",
+    "drop_native": "hf_posenc.strength",
     "patch": "hf_posenc.patching",
     "plan": "hf_posenc.planning",
     "register_architecture": "hf_posenc.patches.architecture",
     "register_scheme": "hf_posenc.registry",
+    "set_strength": "hf_posenc.strength",
     "unpatch": "hf_posenc.patching",
     "verify": "hf_posenc.planning",
 }

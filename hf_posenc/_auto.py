@@ -1,6 +1,6 @@
-"""Make converted checkpoints known to transformers' `Auto` classes, without importing either of them.
+"""Make converted checkpoints known to transformers' `Auto` classes and adapters to PEFT, without importing any of them.
 
-The `Auto` modules bring in torch, which takes seconds, and the models import them in turn. So registration waits until the
+Both bring in torch, which takes seconds, and the models import the `Auto` modules in turn. So registration waits until the
 first import that needs one of them has run to its end.
 """
 
@@ -14,8 +14,32 @@ import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NamedTuple
 
-_AUTO_MODULES = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto")
+
+class _Watch(NamedTuple):
+    """What to wait for, and what to do then.
+
+    Attributes:
+        packages: Whose imports are watched: registering imports from them, so it must not happen while a module of one is
+            half done.
+        modules: Any of these must be there.
+        module: Holds the function `register_all`, which is then called.
+    """
+
+    packages: tuple[str, ...]
+    modules: tuple[str, ...]
+    module: str
+
+
+_WATCHES = (
+    _Watch(
+        ("transformers", "hf_posenc"),
+        ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"),
+        "hf_posenc.patches.auto",
+    ),
+    _Watch(("peft",), ("peft",), "hf_posenc.adapters"),
+)
 
 
 class _Depth(threading.local):
@@ -48,18 +72,16 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of both packages through the other finders, and watches them load.
+    """Finds modules of the watched packages through the other finders, and watches them load."""
 
-    Registering imports from both, so it must not happen while a module of either is half done.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, watch: _Watch) -> None:
+        self.watch = watch
         self.depth = _Depth()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in ("transformers", "hf_posenc"):
+        if fullname.partition(".")[0] not in self.watch.packages:
             return None
         for finder in sys.meta_path:
             if finder is self:
@@ -72,15 +94,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
     def settle(self) -> None:
-        """Register and stop watching, once one of the `Auto` modules is there."""
-        if self in sys.meta_path and any(module in sys.modules for module in _AUTO_MODULES):
+        """Register and stop watching, once one of the modules is there."""
+        if self in sys.meta_path and any(module in sys.modules for module in self.watch.modules):
             sys.meta_path.remove(self)
-            importlib.import_module("hf_posenc.patches.auto").register_all()
+            module = importlib.import_module(self.watch.module)
+            # Without the function it is being imported right now, for its own sake, and registers at its end.
+            getattr(module, "register_all", lambda: None)()
 
 
 def register_on_import() -> None:
-    """Register now if the `Auto` modules are loaded, otherwise as soon as they are."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        finder = _Finder()
+    """Register now what is loaded, the rest as soon as it is."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    for watch in _WATCHES:
+        finder = _Finder(watch)
         sys.meta_path.insert(0, finder)
         finder.settle()

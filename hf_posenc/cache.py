@@ -1,8 +1,9 @@
 """Per-token state beside keys and values in a transformers cache: positions, and what a scheme hands out.
 
 A cache layer is given the state by swapping its class for one with the same behaviour plus `token_state`, a dict of tensors
-that grows, is reordered, cropped, repeated, selected and offloaded together with the keys. Both layer kinds that grow by
-tokens are covered; any other (quantised, sliding) raises before it is touched.
+that grows, is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`, of which only
+the last tokens are kept. Both layer kinds that grow by tokens are covered; any other (quantised, sliding) raises before it is
+touched.
 """
 
 from __future__ import annotations
@@ -24,9 +25,28 @@ class _TokenState(CacheLayerMixin):
     """State that follows the keys of a cache layer."""
 
     token_state: dict[str, Tensor]
+    recent_state: dict[str, Tensor]
+    # Of each layer of the cache that has recent state: how many tokens it holds, and of how many it has that state. One
+    # object for all layers, so that the first one to be cropped can refuse for all.
+    memories: dict[int, tuple[int, int]]
+    index: int
 
     def _map_state(self, function: Callable[[Tensor], Tensor]) -> None:
         self.token_state = {name: function(tensor) for name, tensor in self.token_state.items()}
+        self.recent_state = {name: function(tensor) for name, tensor in self.recent_state.items()}
+
+    def append_recent(self, fresh: Mapping[str, Tensor], history: int) -> None:
+        """Append state of which the last `history` tokens are kept."""
+        for name, new in fresh.items():
+            old = self.recent_state.get(name)
+            if old is not None:
+                new = torch.cat([old.to(new.device), new], dim=_TOKENS)
+            # A copy, or the view would keep all of a long prompt's tokens alive.
+            self.recent_state[name] = new[:, max(0, new.shape[_TOKENS] - history) :].clone().to(self.keys.device)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note how far the layer can be cropped; a static layer cannot be at all."""
 
     def offload(self) -> None:
         super().offload()
@@ -57,14 +77,37 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         self.token_state = {name: tensor.to(self.keys.device) for name, tensor in full.items()}
         return full
 
+    def _remember(self) -> None:
+        for tensor in self.recent_state.values():
+            self.memories[self.index] = self.get_seq_length(), tensor.shape[_TOKENS]
+
+    def last_state(self) -> dict[str, Tensor]:
+        """Return the state of the last token, each `[B, 1, ...]`; empty if there is none."""
+        full = {**self.token_state, **self.recent_state}
+        return {name: tensor[:, -1:] for name, tensor in full.items() if tensor.shape[_TOKENS]}
+
     def reset(self) -> None:
         super().reset()
-        self.token_state = {}
+        self.token_state, self.recent_state = {}, {}
+        self.memories.pop(self.index, None)
 
     def crop(self, tokens_to_remove: int) -> None:
+        removed = abs(tokens_to_remove)
+        left = self.get_seq_length() - removed
+        for held, known in self.memories.values():
+            # Layers that were cropped in the same call hold no more than is left.
+            if left > 0 and held - left >= max(1, known):
+                raise CacheError(
+                    f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last {known} "
+                    "only. Give the scheme a longer shift_history, or start again with an empty cache."
+                )
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
-        self._map_state(lambda tensor: tensor[:, :length])
+        self.token_state = {name: tensor[:, :length] for name, tensor in self.token_state.items()}
+        self.recent_state = {
+            name: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)] for name, tensor in self.recent_state.items()
+        }
+        self._remember()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -93,6 +136,14 @@ class PosencStaticLayer(_TokenState, StaticLayer):
         self.token_state = {name: tensor.to(self.keys.device) for name, tensor in full.items()}
         return full
 
+    def last_state(self) -> dict[str, Tensor]:
+        """Return the state of the last token, each `[B, 1, ...]`; zeros if there is none."""
+        last = (self.cumulative_length - 1).clamp_min(0).reshape(1)
+        state = {
+            name: tensor.index_select(_TOKENS, last.to(tensor.device)) for name, tensor in self.token_state.items()
+        }
+        return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
+
     def reset(self) -> None:
         super().reset()
         self._map_state(torch.zeros_like)
@@ -101,8 +152,25 @@ class PosencStaticLayer(_TokenState, StaticLayer):
 _WITH_STATE: dict[type, type] = {DynamicLayer: PosencDynamicLayer, StaticLayer: PosencStaticLayer}
 
 
+def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the state of the last token in one layer of a cache, each `[B, 1, ...]`; empty or zeros if there is none."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if cache is None or layer >= len(cache.layers):
+        return {}
+    slot: Any = cache.layers[layer]
+    state: dict[str, Tensor] = slot.last_state() if isinstance(slot, _TokenState) else {}
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
 def update(
-    cache: Cache, layer: int, k: Tensor, v: Tensor, state: Mapping[str, Tensor]
+    cache: Cache,
+    layer: int,
+    k: Tensor,
+    v: Tensor,
+    state: Mapping[str, Tensor],
+    recent: Mapping[str, Tensor] | None = None,
+    history: int = 0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add fresh tokens to one layer of a cache.
 
@@ -112,6 +180,8 @@ def update(
         k: Fresh keys `[B, G, new, D]`.
         v: Fresh values `[B, G, new, D]`.
         state: Fresh per-token state, each `[B, new, ...]`.
+        recent: Fresh per-token state of which only the last tokens are kept, each `[B, new, ...]`.
+        history: How many those are.
 
     Returns:
         Keys, values and state of all tokens in the layer (of all slots, in a static cache).
@@ -127,12 +197,14 @@ def update(
     elif cache.layer_class_to_replicate is not None:
         _check_kind(cache.layer_class_to_replicate())
     keys, values = cache.update(k, v, layer)
-    slot = cache.layers[layer]
-    if not isinstance(slot, _TokenState):
-        slot.__class__ = _WITH_STATE[type(slot)]
-        slot.token_state = {}
-    filled: Any = slot
+    _give_state(cache, layer)
+    filled: Any = cache.layers[layer]
+    if recent:
+        # Layers before this one will be cropped before it.
+        for index in range(layer):
+            _give_state(cache, index)
     complete = filled.append_state(state)
+    filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:
             raise CacheError(
@@ -140,6 +212,16 @@ def update(
                 "changed past its methods. Use crop, reorder_cache, batch_repeat_interleave and batch_select_indices."
             )
     return keys, values, complete
+
+
+def _give_state(cache: Cache, layer: int) -> None:
+    """Swap the class of a cache layer for the one with state, if that was not done yet."""
+    slot: Any = cache.layers[layer]
+    if not isinstance(slot, _TokenState) and type(slot) in _WITH_STATE:
+        known = (other.memories for other in cache.layers if isinstance(other, _TokenState))
+        slot.memories, slot.index = next(known, {}), layer
+        slot.token_state, slot.recent_state = {}, {}
+        slot.__class__ = _WITH_STATE[type(slot)]
 
 
 def check(cache: Cache | None) -> None:

@@ -60,6 +60,7 @@ def patch(
         for name, body in architecture.stacks(model).items():
             surgery.drop_shared(undo, body, {g.id for g in prepared.kept if name in g.stacks})
         surgery.attach(undo, architecture, model, group, prepared.built)
+        surgery.set_strengths(undo, architecture, model, record.FULL)
         groups = [*prepared.kept, group]
         for body in architecture.stacks(model).values():
             surgery.settle_native(undo, architecture, body)
@@ -94,6 +95,7 @@ def unpatch(model: Model) -> Model:
             surgery.release(undo, architecture, body, patched)
             surgery.drop_shared(undo, body, set())
             surgery.settle_native(undo, architecture, body)
+            surgery.settle_layers(undo, architecture, model, body)
             undo.unset(body, "posenc_frozen")
         for module in model.modules():
             if surgery.is_patched(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.models import describe_start, schemes_of
 from hf_posenc.patching import disabled
-from hf_posenc.preparing import prepare
+from hf_posenc.preparing import Preparation, prepare
 from hf_posenc.scheme import Scheme
 from hf_posenc.selection import Layers
 
@@ -36,9 +37,12 @@ class Plan:
         layers: Layer indices by stack.
         parameters: How many parameters are added.
         parameter_bytes: Their size.
-        start: `"exact"`, `"exact with native kept"` or `"break"` (the model must be adapted).
+        start: `"exact"`, `"exact with native kept"`, `"near with native kept"` (within `start_tolerance`) or `"break"` (the
+            model must be adapted).
+        start_tolerance: How far logits of attention move at most, over the model's whole context; `None` for a break.
         executors: The ways the scheme's attention can be run, the reference first.
         cache_bytes_per_token: Added to the key/value cache per token, over all layers, beside keys and values.
+        cache_bytes_per_sequence: Added once per sequence, over all layers.
         warnings: What to know before going on.
     """
 
@@ -50,8 +54,10 @@ class Plan:
     parameters: int
     parameter_bytes: int
     start: str
+    start_tolerance: float | None
     executors: tuple[str, ...]
     cache_bytes_per_token: int
+    cache_bytes_per_sequence: int
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -64,9 +70,18 @@ class Plan:
                 for name, options in self.options.items()
             ),
             ("parameters added", f"{self.parameters:,} ({self.parameter_bytes:,} bytes)"),
-            ("start", self.start),
+            (
+                "start",
+                f"{self.start} (logits of attention within {self.start_tolerance:g})"
+                if self.start_tolerance
+                else self.start,
+            ),
             ("executors", ", ".join(self.executors)),
-            ("cache", f"{self.cache_bytes_per_token} bytes more per token"),
+            (
+                "cache",
+                f"{self.cache_bytes_per_token:,} bytes more per token"
+                + (f", {self.cache_bytes_per_sequence:,} per sequence" if self.cache_bytes_per_sequence else ""),
+            ),
             *(("warning", warning) for warning in self.warnings),
         ]
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
@@ -114,11 +129,13 @@ def plan(
         PosencError: Whatever `patch` would raise.
     """
     model = model_or_config
+    skeleton = isinstance(model, PreTrainedConfig)
     if isinstance(model, PreTrainedConfig):
         model = _skeleton(model)
-    prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
+    with torch.device("meta") if skeleton else contextlib.nullcontext():
+        prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
-    per_site = max(module.state_bytes_per_token() for module in prepared.schemes) + _POSITION_BYTES
+    per_token, per_sequence = _cache_bytes(prepared, model)
     start = describe_start(prepared.schemes, native)
     return Plan(
         architecture=prepared.architecture.name,
@@ -129,8 +146,10 @@ def plan(
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         start=start,
+        start_tolerance=_tolerance(prepared.schemes, native),
         executors=attention.executors(prepared.schemes[0]),
-        cache_bytes_per_token=_cached_sites(prepared.architecture, model, prepared.group) * per_site,
+        cache_bytes_per_token=per_token,
+        cache_bytes_per_sequence=per_sequence,
         warnings=(*prepared.warnings, *_start_warnings(start, prepared.schemes[0], native)),
     )
 
@@ -163,6 +182,8 @@ def verify(model: nn.Module) -> Verification:
         for scheme in schemes_of(architecture, model, group):
             expected[id(scheme)] = 1
             calls[id(scheme)] = 0
+            if scheme.overrides("carry") and not scheme.geometry.last:
+                expected[id(scheme)] += 1  # and once behind the feed-forward
             if scheme.shared:
                 # Once for each layer, and once where the embeddings are made.
                 body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
@@ -206,13 +227,30 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     )
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
-    return model
+    # The dtype that loading would give it: what is cached has it too.
+    return model if config.dtype is None else model.to(config.dtype)
 
 
-def _cached_sites(architecture: Architecture, model: nn.Module, group: record.Group) -> int:
-    # Encoders keep no cache.
-    bodies = architecture.stacks(model)
-    return sum(len(part.layers) for name, part in group.stacks.items() if architecture.geometry(bodies[name], 0).causal)
+def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
+    """Return what is cached per token and per sequence, beside keys and values, over all layers that keep a cache."""
+    dtype = next(model.parameters()).dtype
+    per_token = per_sequence = 0
+    for schemes in prepared.built.values():
+        for scheme in schemes.values():
+            geometry = scheme.geometry
+            if not geometry.causal:
+                continue  # Encoders keep no cache.
+            growing, fixed = scheme.state_bytes(dtype.itemsize)
+            if scheme.reads_keys and prepared.group.native == "keep" and geometry.inv_freq is not None:
+                growing += geometry.kv_heads * geometry.head_dim * dtype.itemsize  # keys without the model's rotation
+            per_token += growing + _POSITION_BYTES
+            per_sequence += fixed
+    return per_token, per_sequence
+
+
+def _tolerance(schemes: list[Scheme], native: str) -> float | None:
+    bounds = [scheme.start_tolerance(native_kept=native == "keep") for scheme in schemes]
+    return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 
 def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:

@@ -55,15 +55,54 @@ class Group:
         }
 
 
-def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Strengths:
+    """How far a model is on the way from its own encoding to its schemes.
+
+    Attributes:
+        native: Of the model's own encoding, where it is kept: 1 is all of it, 0 is none.
+        scheme: Of the schemes: 0 is a model without them.
+    """
+
+    native: float = 1.0
+    scheme: float = 1.0
+
+
+FULL = Strengths()
+
+
+def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, Any]:
     """Return what a config keeps under `posenc`."""
     from hf_posenc import __version__
 
-    return {
+    found = {
         "format_version": FORMAT_VERSION,
         "plugin_version": __version__,
         "groups": [group.to_dict() for group in groups],
     }
+    if strengths != FULL:
+        found["strengths"] = {"native": strengths.native, "scheme": strengths.scheme}
+    return found
+
+
+def strengths_from_config(config: Any) -> Strengths:
+    """Read the strengths from a config; full where it names none.
+
+    Raises:
+        CheckpointError: They are no numbers from 0 to 1.
+    """
+    record = getattr(config, "posenc", None) or {}
+    given = record.get("strengths", {})
+    try:
+        found = Strengths(**{name: float(value) for name, value in given.items()})
+        if not (0 <= found.native <= 1 and 0 <= found.scheme <= 1):
+            raise ValueError(f"{found}")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"The strengths in the entry 'posenc' of config.json are damaged ({error!r}). Restore config.json from the "
+            "original checkpoint, or convert the model again."
+        ) from error
+    return found
 
 
 def from_config(config: Any) -> list[Group]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from hf_posenc.errors import OptionError, UnknownSchemeError, suggest
+from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
 from hf_posenc.scheme import Geometry, Scheme, option_names
 
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
@@ -55,7 +55,8 @@ class SchemeInfo:
             parts.append(reproduced[self.cls.reproduces])
         if self.cls.neutral_options is not None:
             given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
-            parts.append(f"exact with native='keep'{f' and {given}' if given else ''}")
+            near = self.cls.start_tolerance is not Scheme.start_tolerance
+            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
         return "; ".join([*parts, "otherwise a break"]) if parts else "break"
 
     def option_defaults(self) -> dict[str, Any]:
@@ -142,12 +143,20 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
     Raises:
         UnknownSchemeError: No scheme has that name.
         OptionError: An option is unknown, or its value has a wrong type or range.
+        DirectionError: The scheme is not defined for the geometry's direction.
     """
     info = get(name)
     if not isinstance(geometry, Geometry):
         raise OptionError(f"build({name!r}): expected a Geometry as second argument, got {geometry!r}.")
     check_options(info, options)
-    return info.cls(geometry, **options)
+    direction: Direction = "causal" if geometry.causal else "bidirectional"
+    if direction not in info.directions:
+        raise DirectionError(
+            f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
+        )
+    scheme = info.cls(geometry, **options)
+    scheme.common = scheme.make_common()
+    return scheme
 
 
 def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, ShapeError
 
 Result = TypeVar("Result")
 
@@ -52,6 +52,8 @@ class Geometry:
         rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
         native: The model's own table of positions or distances, if it has one.
         embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
+        first: Whether no earlier layer has the same scheme, so that nothing is carried to this one.
+        last: Whether no later layer has the same scheme, so that nothing reads what this one would carry on.
     """
 
     heads: int
@@ -67,6 +69,8 @@ class Geometry:
     rotary_limit: int | None = None
     native: NativeTable | None = None
     embedding_rms: float | None = None
+    first: bool = True
+    last: bool = True
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "hidden_size"):
@@ -100,6 +104,77 @@ class Positions:
     coords: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """The fresh tokens of one call, whose queries, keys and values a layer has just projected.
+
+    S is the number of fresh keys. Inside a model every fresh token is a query too; in `attend` the queries may be the last
+    Q of them.
+
+    Attributes:
+        positions: Of the queries and of the fresh keys.
+        hidden: The hidden states that were projected, `[B, S, E]`, where the caller has them.
+        real: Which tokens are no padding, bool `[B|1, S]`; `None` means all.
+        past: What the cache holds of the token before the first fresh one: `positions` and the scheme's own state, each
+            `[B, 1, ...]`, all zero if there is none; empty without a cache.
+        carried: What the layer before handed on with `carry` and `feed`; `None` at the first.
+        common: The part of the scheme that all layers share, see `Scheme.make_common`.
+        host: The layer's own projection of `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`.
+    """
+
+    positions: Positions
+    hidden: Tensor | None = None
+    real: Tensor | None = None
+    past: Mapping[str, Tensor] = field(default_factory=dict)
+    carried: Tensor | None = None
+    common: Scheme | None = None
+    host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def hidden_states(self, scheme: str) -> Tensor:
+        """Return the hidden states of the keys' tokens `[B, S, E]`.
+
+        Raises:
+            ShapeError: The caller of `attend` gave none, or those of the queries only.
+        """
+        if self.hidden is None:
+            raise ShapeError(
+                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape [batch, keys, "
+                "hidden_size]."
+            )
+        return self.hidden
+
+    def previous(self, x: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Shift per-token values by one token, within each sequence, over padding and over the end of the cache.
+
+        A sequence begins where positions do not grow. Padding inside of one is stepped over, so that it changes nothing.
+
+        Args:
+            x: Values of the fresh tokens, `[B, S, ...]`.
+            name: Of the values, among what the cache keeps.
+
+        Returns:
+            The value of the real token before each token, zero at the first of a sequence, `[B, S, ...]`; and what the
+            next call needs, to be handed out in `Projection.recent`: value and position of the last real token up to each.
+        """
+        batch, length = x.shape[:2]
+        position = self.positions.key.expand(batch, -1)
+        # Not the position of the last slot in the cache: padding there may have been given any.
+        place = f"{name}_position"
+        before, before_position = self.past.get(name), self.past.get(place)
+        if before is None or before_position is None:
+            before, before_position = x.new_zeros(x[:, :1].shape), position[:, :1]
+        values = torch.cat([before.to(x), x], dim=1)  # slot 0 is the past
+        positions = torch.cat([before_position.to(position), position], dim=1)
+        latest = torch.arange(1, length + 1, device=x.device).expand(batch, -1)
+        if self.real is not None:
+            latest = latest.where(self.real.to(x.device), latest.new_zeros(())).cummax(dim=1).values
+        earlier = torch.nn.functional.pad(latest[:, :-1], (1, 0))
+        begins = positions.gather(1, earlier) >= position
+        row = torch.arange(batch, device=x.device)[:, None]
+        shifted = values[row, earlier].masked_fill(begins.view(*begins.shape, *(1,) * (x.ndim - 2)), 0)
+        return shifted, {name: values[row, latest], place: positions[row, latest]}
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """Some rows of the attention matrix: the unit on which `score`, `weigh` and `mix` are defined.
@@ -108,15 +183,21 @@ class Block:
         positions: Positions of these rows, and of all keys.
         reach: A bound on the distance between any query and any key; lets tables be sized without reading tensors.
         keep: Which keys each row may see, bool `[B|1, H|1, q|1, K]`; `None` means all.
-        hidden: The hidden states that the rows were projected from, `[B, q, E]`, where the caller has them.
-        state: Per-token state of the keys that `project` handed out, each `[B, ..., K, ...]`.
+        values: Values of the keys, `[B, G, K, D]`.
+        native: Whether the logits that `score` gets hold the model's own encoding, beside the product of `q` and `k`.
+        state: Per-token state of the keys that `project` handed out, each `[B, K, ...]`.
+        own: The same of these rows' tokens, each `[B, q, ...]`.
+        tables: What `project` made once for the whole call.
     """
 
     positions: Positions
     reach: int
     keep: Tensor | None = None
-    hidden: Tensor | None = None
+    values: Tensor | None = None
+    native: bool = False
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
 
     def distance(self) -> Tensor:
         """Return query position minus key position, int64 `[B|1, q, K]`; negative for keys ahead of the query."""
@@ -125,19 +206,33 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What `Scheme.project` returns: queries `[B, H, Q, D]`, keys and values `[B, G, K, D]`, state to be cached."""
+    """What `Scheme.project` returns.
+
+    Attributes:
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, S, D]`, as they are cached.
+        v: Values `[B, G, S, D]`, as they are cached.
+        state: Per-token state to be cached with them, each `[B, S, ...]`.
+        recent: Per-token state of which the cache keeps the last `Scheme.history` tokens only, each `[B, S, ...]`; the
+            next call finds it in `Tokens.past`.
+        tables: Tensors of any shape that the block seams read, made once per call: parameters brought into form, products
+            of tables with projections.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    recent: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Scheme(nn.Module):
     """A positional scheme for one attention layer, or shared by all layers of a stack.
 
-    A subclass overrides one or more of the seams `embed`, `project`, `score`, `weigh`, `mix` and `finish`. Options are
-    the keyword-only arguments of its `__init__`; each is stored, resolved, as an attribute of the same name.
+    A subclass overrides one or more of the seams `embed`, `project`, `recall`, `score`, `weigh`, `mix`, `carry`, `finish`
+    and `feed`, which are called in this order. Options are the keyword-only arguments of its `__init__`; each is stored,
+    resolved, as an attribute of the same name.
 
     Parameters are created in float32 and stay so when the model is cast to half precision: distances and tables lose
     their meaning there (the first integer that bfloat16 cannot hold is 257).
@@ -145,14 +240,21 @@ class Scheme(nn.Module):
 
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
-    # Options with which the scheme starts as an exact no-op beside the kept native encoding; None if there are none.
+    # Options with which the scheme starts as a no-op beside the kept native encoding, exactly or within `start_tolerance`;
+    # None if there are none.
     neutral_options: ClassVar[Mapping[str, Any] | None] = None
+    # Whether `score` reads the content of keys: the cache then keeps them without a native rotation too, if there is one.
+    reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.
     shared: bool = False
+    # How many tokens of `Projection.recent` a cache keeps; no crop can take more away.
+    history: int = 0
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
+        # The part that all layers share. `build` makes it; inside a model it lives on the body instead.
+        self.common: Scheme | None = None
 
     def reset_parameters(self) -> None:
         """Set the parameters to their start, with the functions of `torch.nn.init` only.
@@ -161,33 +263,55 @@ class Scheme(nn.Module):
         that loaded values are left alone.
         """
 
+    def make_common(self) -> Scheme | None:
+        """Make the part that all layers of a stack share, in a scheme that has parameters per layer too."""
+        return None
+
     # -- seams ---------------------------------------------------------------------------------------------------------
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first layer, `[B, S, E]`, given token embeddings and int64 positions `[B|1, S]`."""
         return inputs
 
-    def project(self, hidden: Tensor | None, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Projection:
-        """Transform fresh queries, keys and values before they are cached; may hand out per-token state."""
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        """Transform fresh queries, keys and values before they are cached; may hand out per-token state and tables."""
         return Projection(q, k, v)
 
+    def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return all keys as they enter the logits, `[B, G, K, D]` or `[B, H, K, D]`, given those that were cached."""
+        return k
+
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return the logits `[B, H, q, K]` with positions in them; the given ones are scaled, float32 or wider."""
+        """Return the logits `[B, H, q, K]` with positions in them; the given ones are scaled, float32 or wider.
+
+        `q` and `k` are as `project` and `recall` left them: a native rotation that is kept is in the logits only.
+        """
         return logits
 
-    def weigh(self, logits: Tensor, keep: Tensor | None) -> Tensor:
-        """Turn logits into weights `[B, H, q, K]`. Masking replaces: `-inf + bias` could overflow or give NaN."""
-        if keep is not None:
-            logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)
+    def weigh(self, logits: Tensor, block: Block) -> Tensor:
+        """Turn logits into weights `[B, H, q, K]`. Masking replaces: `-inf + bias` could overflow or give NaN.
+
+        Columns beyond K are weights of things that are no keys, for `mix` to use.
+        """
+        if block.keep is not None:
+            logits = logits.masked_fill(~block.keep, torch.finfo(logits.dtype).min)
         return logits.softmax(dim=-1)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
-        """Combine values `[B, G, K, D]` by weights `[B, H, q, K]` into `[B, H, q, D]`."""
+        """Combine values `[B, G, K, D]` by weights `[B, H, q, K]` into `[B, H, q, D]`, or wider for `carry` and `finish`."""
         return grouped_matmul(weights, v)
+
+    def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
+        """Return what the next layer gets as `Tokens.carried`, given all that `mix` made."""
+        return tokens.carried
 
     def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
         """Return the output `[B, H, Q, D]` as the output projection gets it."""
         return output
+
+    def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
+        """Update what `carry` returned, given the output of the layer's feed-forward `[B, S, E]` before its residual."""
+        return carried
 
     # -- what a scheme says of itself ------------------------------------------------------------------------------
 
@@ -199,13 +323,28 @@ class Scheme(nn.Module):
         """Whether a freshly patched model computes the same function as before."""
         return False
 
+    def start_tolerance(self, *, native_kept: bool) -> float | None:
+        """Return how far logits of attention move at the start at most, over the model's whole context.
+
+        0 is exact; `None` is a break, without any bound.
+        """
+        return 0.0 if self.starts_exact(native_kept=native_kept) else None
+
     def cautions(self, *, native_kept: bool) -> list[str]:
         """Return what a user should know before giving a model this scheme."""
         return []
 
-    def state_bytes_per_token(self) -> int:
-        """Bytes that `project` hands to the cache per token and layer, beside keys, values and positions."""
-        return 0
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        """Return the bytes that the cache keeps per token, and once per sequence, for `Projection.state` and `recent`.
+
+        Args:
+            element: Bytes of one number in the model's dtype.
+        """
+        return 0, 0
+
+    def weights_sum_to_one(self) -> bool:
+        """Whether each row of the attention weights sums to 1."""
+        return True
 
     def options(self) -> dict[str, Any]:
         """Return the resolved options: what `build` needs to make the same scheme again."""

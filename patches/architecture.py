@@ -24,11 +24,12 @@ class Architecture(ABC):
 
     Attributes:
         name: Short name; converted models get the model type `hf_posenc_<name>`.
-        twins: Each stock class of the family and its patched subclass: configs, models with any head, bodies, attentions
-            and whatever else changes behaviour.
+        twins: Each stock class of the family and its patched subclass: configs, models with any head, bodies, layers,
+            attentions and whatever else changes behaviour.
         attention: The stock class of the attention modules that can be patched.
         native: What the family's own encoding is, in words.
         native_per_layer: Whether that encoding can be removed from some layers only.
+        native_fades: Whether it can be at part of its strength, see `set_strength`.
     """
 
     name: ClassVar[str]
@@ -36,6 +37,7 @@ class Architecture(ABC):
     attention: ClassVar[type[nn.Module]]
     native: ClassVar[str]
     native_per_layer: ClassVar[bool] = True
+    native_fades: ClassVar[bool] = False
 
     @abstractmethod
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -44,6 +46,10 @@ class Architecture(ABC):
     @abstractmethod
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
         """Return the self-attention module of each layer of a body."""
+
+    @abstractmethod
+    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
+        """Return the layers of a body, each with its attention and its feed-forward."""
 
     @abstractmethod
     def geometry(self, body: nn.Module, layer: int) -> Geometry:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
-from hf_posenc.scheme import Block
+from hf_posenc.scheme import Block, Scheme
+
+
+@dataclass(eq=False)
+class Passage:
+    """What a scheme carries through one layer, see `Scheme.carry` and `Scheme.feed`.
+
+    It lives for one forward of that layer only: what goes from layer to layer are arguments and results, so that
+    recomputing a layer finds the same.
+
+    Attributes:
+        carried: As it is now.
+        scheme: The scheme of the layer, once its attention has run.
+    """
+
+    carried: Tensor | None = None
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,24 +35,42 @@ class Context:
     Attributes:
         positions: int64 `[B|1, S]`; `None` while the patch is disabled, which sends every layer to its stock forward.
         reach: The largest position, a bound on every distance.
+        real: Which new tokens are no padding, bool `[B|1, S]`; `None` means all.
         shared: Holds the schemes that are shared by layers, by group.
+        strength: Of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
         native_parameters: The trained tensors that it reads.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
+        carried: What the layers of each group hand on, by group; filled between layers, never inside one.
+        passage: The present layer's share of it.
     """
 
     positions: Tensor | None = None
     reach: int = 0
     shared: nn.Module | None = None
+    strength: float = 1.0
     native_score: Callable[[Tensor, Block], Tensor] | None = None
     native_parameters: tuple[Tensor, ...] = ()
     passes_native_bias: bool = False
+    real: Tensor | None = None
+    carried: dict[int, Tensor | None] = field(default_factory=dict)
+    passage: Passage | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
-        """Move the positions, as accelerate does with all inputs of a layer on another device."""
+        """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
         if self.positions is None:
             return self
-        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking))
+        real = None if self.real is None else self.real.to(device, non_blocking=non_blocking)
+        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking), real=real)
+
+
+def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+    """Return which of the new tokens a 2-D padding mask calls real, bool `[B, S]`; `None` if all are."""
+    if mask is None or mask.ndim != 2:
+        return None
+    slots = torch.arange(length, device=mask.device) + (past.to(mask.device) if isinstance(past, Tensor) else past)
+    real = mask.index_select(1, slots) != 0
+    return None if bool(real.all()) else real
 
 
 def sequences(positions: Tensor) -> Tensor | None:

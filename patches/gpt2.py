@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import (
     GPT2Attention,
+    GPT2Block,
     GPT2DoubleHeadsModel,
     GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
@@ -21,7 +22,8 @@ from transformers.models.gpt2.modeling_gpt2 import (
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import PosencAttention, PosencBody
+from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
+from hf_posenc.record import FULL, Strengths
 from hf_posenc.scheme import Geometry, NativeTable
 
 
@@ -55,15 +57,10 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
                 **kwargs,
             )
             return stock
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (x.view(shape).transpose(1, 2) for x in self.c_attn(hidden_states).split(self.split_size, dim=2))
         backend = self.config._attn_implementation
         output, weights = self.attend_with_scheme(
             context,
             hidden_states,
-            q,
-            k,
-            v,
             attention_mask,
             past_key_values,
             layer=self.layer_idx,
@@ -76,16 +73,33 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
         )
         return self.resid_dropout(self.c_proj(output)), weights
 
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q, k, v = (x.view(shape).transpose(1, 2) for x in self.c_attn(hidden).split(self.split_size, dim=2))
+        return q, k, v
+
+
+class PosencGPT2Block(PosencLayer, GPT2Block):
+    posenc_stock = GPT2Block
+
+    def feed_forward(self) -> nn.Module:
+        module: nn.Module = self.mlp
+        return module
+
 
 class PosencPositionTable(nn.Embedding):
-    """GPT-2's position table once a patch has removed it: adds nothing, at any position."""
+    """GPT-2's position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
 
     posenc_stock = nn.Embedding
     posenc_switch = True
 
     def forward(self, input: Tensor) -> Tensor:
-        if vars(self).get("posenc_disabled") or not vars(self).get("posenc_removed"):
+        if vars(self).get("posenc_disabled"):
             return super().forward(input)
+        if not vars(self).get("posenc_removed"):
+            strengths: Strengths = vars(self).get("posenc_strengths", FULL)
+            added = super().forward(input)
+            return added if strengths.native == 1 else added * strengths.native
         return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
 
 
@@ -144,9 +158,11 @@ class GPT2(Architecture):
     attention = GPT2Attention
     native = "learned table of positions"
     native_per_layer = False
+    native_fades = True
     twins = {
         GPT2Config: PosencGPT2Config,
         GPT2Attention: PosencGPT2Attention,
+        GPT2Block: PosencGPT2Block,
         GPT2Model: PosencGPT2Model,
         nn.Embedding: PosencPositionTable,
         GPT2LMHeadModel: PosencGPT2LMHeadModel,
@@ -162,6 +178,10 @@ class GPT2(Architecture):
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(body, GPT2Model)
         return [block.attn for block in body.h]
+
+    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, GPT2Model)
+        return list(body.h)
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         return {name: getattr(attention, name, None) for name in ("c_attn", "c_proj")}

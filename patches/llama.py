@@ -10,18 +10,21 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
+    LlamaDecoderLayer,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     LlamaModel,
+    LlamaRotaryEmbedding,
 )
 
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, native_frequencies
-from hf_posenc.patches.seams import PosencAttention, PosencBody
+from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
+from hf_posenc.record import FULL
 from hf_posenc.scheme import Geometry
 
 
@@ -49,19 +52,15 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
                 hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
             return stock
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if self.posenc_keeps_native:
+
+        def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             assert position_embeddings is not None
-            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            turned: tuple[Tensor, Tensor] = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            return turned
+
         output, weights = self.attend_with_scheme(
             context,
             hidden_states,
-            q,
-            k,
-            v,
             attention_mask,
             past_key_values,
             layer=self.layer_idx,
@@ -70,8 +69,41 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             backend=self.config._attn_implementation,
             need_weights=bool(kwargs.get("output_attentions")),
+            rotate=rotate,
         )
         return self.o_proj(output), weights
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden).view(shape).transpose(1, 2)
+        return q, k, v
+
+
+class PosencLlamaDecoderLayer(PosencLayer, LlamaDecoderLayer):
+    posenc_stock = LlamaDecoderLayer
+
+    def feed_forward(self) -> nn.Module:
+        module: nn.Module = self.mlp
+        return module
+
+
+class PosencLlamaRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotation at part of its strength: by smaller angles."""
+
+    posenc_stock = LlamaRotaryEmbedding
+    posenc_switch = True
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        native = vars(self).get("posenc_strengths", FULL).native
+        if native == 1 or vars(self).get("posenc_disabled"):
+            whole: tuple[Tensor, Tensor] = super().forward(x, position_ids)
+            return whole
+        cos, sin = super().forward(x, position_ids * native)
+        # Some types of rotation (YaRN) also make queries and keys longer.
+        length = (1 + native * (self.attention_scaling - 1)) / self.attention_scaling
+        return cos * length, sin * length
 
 
 class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
@@ -105,9 +137,12 @@ class Llama(Architecture):
     name = "llama"
     attention = LlamaAttention
     native = "rotary encoding (RoPE)"
+    native_fades = True
     twins = {
         LlamaConfig: PosencLlamaConfig,
         LlamaAttention: PosencLlamaAttention,
+        LlamaDecoderLayer: PosencLlamaDecoderLayer,
+        LlamaRotaryEmbedding: PosencLlamaRotaryEmbedding,
         LlamaModel: PosencLlamaModel,
         LlamaForCausalLM: PosencLlamaForCausalLM,
         LlamaForSequenceClassification: PosencLlamaForSequenceClassification,
@@ -122,8 +157,16 @@ class Llama(Architecture):
         assert isinstance(body, LlamaModel)
         return [layer.self_attn for layer in body.layers]
 
+    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, LlamaModel)
+        return list(body.layers)
+
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         return {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, LlamaModel)
+        return [body.rotary_emb]
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         assert isinstance(body, LlamaModel)

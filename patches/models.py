@@ -98,8 +98,13 @@ class PosencModel:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
 
 
-def attach_recorded(architecture: Architecture, model: nn.Module) -> None:
-    """Patch a model that was just built from a config with the groups recorded there.
+def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.Undo | None = None) -> None:
+    """Patch a model with the groups recorded in its config.
+
+    Args:
+        architecture: Of the model.
+        model: Just built from that config, or a stock one that was given the record.
+        undo: Remembers the changes, where a failure must take them back.
 
     Raises:
         CheckpointError: The record cannot be followed.
@@ -109,7 +114,7 @@ def attach_recorded(architecture: Architecture, model: nn.Module) -> None:
     bodies = architecture.stacks(model)
     if all(surgery.SHARED in body._modules or _has_schemes(architecture, body) for body in bodies.values()):
         return  # A head builds its body through `AutoModel`, which has done it.
-    undo = surgery.Undo()
+    undo = undo or surgery.Undo()
     layers: dict[str, set[int]] = {name: set() for name in bodies}
     for group in groups:
         for name, part in group.stacks.items():
@@ -136,6 +141,7 @@ def attach_recorded(architecture: Architecture, model: nn.Module) -> None:
                 "hf-posenc, or import the module that registers the scheme before loading."
             ) from error
         surgery.attach(undo, architecture, model, group, built)
+    surgery.set_strengths(undo, architecture, model, record.strengths_from_config(config))
     for body in bodies.values():
         surgery.settle_native(undo, architecture, body)
 
@@ -162,17 +168,19 @@ def schemes_of(architecture: Architecture, model: nn.Module, group: record.Group
         shared = body._modules.get(surgery.SHARED)
         if part is None:
             continue
-        if shared is not None and str(group.id) in shared._modules:
-            found.append(getattr(shared, str(group.id)))
-            continue
         attentions = architecture.attentions(body)
-        found += [getattr(attentions[layer], surgery.OWN) for layer in part.layers]
+        own = [attentions[layer] for layer in part.layers if surgery.OWN in attentions[layer]._modules]
+        if own:
+            found += [getattr(attention, surgery.OWN) for attention in own]
+        else:
+            found.append(getattr(shared, str(group.id)))
     return found
 
 
 def describe_start(schemes: list[Scheme], native: str) -> str:
-    """Return `"exact"`, `"exact with native kept"` or `"break"`."""
+    """Return `"exact"`, `"exact with native kept"`, `"near with native kept"` or `"break"`."""
     kept = native == "keep"
-    if not all(scheme.starts_exact(native_kept=kept) for scheme in schemes):
+    tolerances = [scheme.start_tolerance(native_kept=kept) for scheme in schemes]
+    if None in tolerances:
         return "break"
-    return "exact with native kept" if kept else "exact"
+    return ("near" if any(tolerances) else "exact") + (" with native kept" if kept else "")

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc import cache as token_cache
 from hf_posenc.attention import Mask, Task, from_tensor, run
+from hf_posenc.blending import Blended
 from hf_posenc.errors import AttentionBackendError, NotPatchedError
-from hf_posenc.patches.context import Context, resolve_positions, same_sequence, sequences
+from hf_posenc.patches.context import Context, Passage, real_tokens, resolve_positions, same_sequence, sequences
 from hf_posenc.patches.surgery import OWN, SHARED
-from hf_posenc.scheme import Positions, Scheme
+from hf_posenc.record import FULL, Strengths
+from hf_posenc.scheme import Positions, Scheme, Tokens
 
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs.
 BACKENDS = ("eager", "sdpa")
+
+# The name under which a cache keeps keys without the model's own rotation.
+CONTENT = "content"
 
 # The keyword under which the context travels from a body to its attention layers.
 CONTEXT = "posenc"
@@ -33,8 +40,16 @@ def check_backend(name: str | None) -> None:
         )
 
 
+def without_context(module: object) -> NotPatchedError:
+    """Return the error for a layer that was called past the body of its model."""
+    return NotPatchedError(
+        f"{type(module).__name__} was called without the positions that its patched model hands down. Call the model, not a "
+        "layer of it; or hf_posenc.unpatch(model) first."
+    )
+
+
 class PosencAttention:
-    """Mixin of patched attention modules: runs the seams around whatever the architecture projects."""
+    """Mixin of patched attention modules: runs the seams around what the architecture projects."""
 
     posenc_group: int
     posenc_keeps_native: bool
@@ -46,20 +61,18 @@ class PosencAttention:
         """Return the context that the body sent, which must be there: without it the layer would compute something else."""
         context = kwargs.pop(CONTEXT, None)
         if context is None:
-            raise NotPatchedError(
-                f"{type(self).__name__} was called without the positions that its patched model hands down. Call the model, "
-                "not a layer of it; or hf_posenc.unpatch(model) first."
-            )
+            raise without_context(self)
         assert isinstance(context, Context)
         return context
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden states `[B, S, E]`, without positions."""
+        raise NotImplementedError
 
     def attend_with_scheme(
         self,
         context: Context,
         hidden: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         mask: Tensor | None,
         cache: Cache | None,
         *,
@@ -70,15 +83,13 @@ class PosencAttention:
         backend: str | None,
         need_weights: bool = False,
         upcast: bool = False,
+        rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer's scheme on fresh projections.
+        """Project, and run the layer's scheme.
 
         Args:
             context: From the body.
-            hidden: The hidden states that were projected, `[B, S, E]`.
-            q: `[B, H, S, D]`.
-            k: `[B, G, S, D]`.
-            v: `[B, G, S, D]`.
+            hidden: The hidden states to project, `[B, S, E]`.
             mask: As transformers prepared it: `None`, or 4-D bool or float.
             cache: The model's cache, if it uses one.
             layer: Index of the layer in the cache.
@@ -88,24 +99,49 @@ class PosencAttention:
             backend: The model's attention implementation.
             need_weights: Also return the weights.
             upcast: Multiply queries and keys in float32.
+            rotate: The model's own rotation of queries and keys, where it is kept. It comes after the scheme's projection.
 
         Returns:
             The output `[B, S, H * D]`, and the weights `[B, H, S, K]` or `None`.
         """
-        scheme = self._modules[OWN] if OWN in self._modules else getattr(context.shared, str(self.posenc_group))
-        assert scheme is not None
         eager = backend == "eager"
+        rotate = rotate if self.posenc_keeps_native else None
 
-        def attend(scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+        def attend(scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
+            if context.strength != 1:
+                scheme = Blended(scheme, context.strength)
+            q, k, v = self.project_heads(hidden)
             batch, heads, length, _ = q.shape
             assert context.positions is not None
             here = context.positions
-            projected = scheme.project(hidden, q, k, v, Positions(here, here))
-            keys, values, places, state = projected.k, projected.v, here, dict(projected.state)
+            past: Mapping[str, Tensor] = {}
+            if cache is not None:
+                assert layer is not None
+                past = token_cache.past(cache, layer, q.device)
+            tokens = Tokens(
+                positions=Positions(here, here),
+                hidden=hidden,
+                real=context.real,
+                past=past,
+                carried=None if context.passage is None else context.passage.carried,
+                common=common,
+                host=lambda x: self.project_heads(x)[:2],
+            )
+            projected = scheme.project(tokens, q, k, v)
+            q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
+            own, content_q = projected.state, None
+            if rotate is not None:
+                content_q = q
+                if scheme.reads_keys:
+                    state[CONTENT] = keys.transpose(1, 2)
+                q, keys = rotate(q, keys)
+            places = here
             if cache is not None:
                 assert layer is not None
                 fresh = {"positions": here.expand(batch, -1), **state}
-                keys, values, state = token_cache.update(cache, layer, keys, values, fresh)
+                keys, values, state = token_cache.update(
+                    cache, layer, keys, values, fresh, projected.recent, scheme.history
+                )
                 places = state.pop("positions")
                 if places.stride(0) == 0:
                     places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
@@ -119,15 +155,19 @@ class PosencAttention:
                 visible = Mask("all")
             else:
                 visible = from_tensor(mask, rule="all", batch=batch, heads=heads, q=length, k=keys.shape[2])
+            content_k = state.pop(CONTENT, None)
             task = Task(
-                q=projected.q,
-                k=keys,
+                q=q,
+                k=scheme.recall(keys, state),
                 v=values,
                 positions=Positions(here, places),
                 reach=context.reach,
                 scale=scale,
-                hidden=hidden,
                 state=state,
+                own=own,
+                tables=projected.tables,
+                content_q=content_q,
+                content_k=None if content_k is None else content_k.transpose(1, 2),
                 native_score=context.native_score if self.posenc_keeps_native else None,
                 parameters=context.native_parameters if self.posenc_keeps_native else (),
                 dropout=dropout,
@@ -136,10 +176,64 @@ class PosencAttention:
             output, weights = run(
                 scheme, task, visible, executor="dense" if eager else None, need_weights=eager or need_weights
             )
+            if context.passage is not None:
+                context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
             return scheme.finish(output, hidden), weights
 
-        output, weights = scheme(attend)
+        own: Any = self._modules.get(OWN)
+        shared: Any = getattr(context.shared, str(self.posenc_group), None)
+        if own is None:
+            output, weights = shared(attend)
+        elif shared is None:
+            output, weights = own(attend)
+        else:
+            output, weights = shared(lambda common: own(attend, common))
         return output.transpose(1, 2).reshape(*hidden.shape[:-1], -1), weights
+
+
+class PosencLayer:
+    """Mixin of patched decoder or encoder layers: threads what a scheme carries from layer to layer.
+
+    That goes in as the second positional argument of `forward` and comes out as the last result, so that gradient
+    checkpointing of either kind sees it; between layers it waits in the context.
+    """
+
+    posenc_group: int
+    if TYPE_CHECKING:  # the other base, a layer of transformers, has the rest
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def feed_forward(self) -> nn.Module:
+        """Return the module whose output `Scheme.feed` gets."""
+        raise NotImplementedError
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        context: Context | None = kwargs.get(CONTEXT)
+        if context is None:
+            raise without_context(self)
+        group = self.posenc_group
+        *result, context.carried[group] = super().__call__(  # type: ignore[misc]
+            hidden_states, context.carried.get(group), *args, **kwargs
+        )
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def forward(self, hidden_states: Tensor, carried: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        passage = Passage(None if carried is None else carried.to(hidden_states.device))
+        fed: list[Tensor] = []
+        handle = self.feed_forward().register_forward_hook(lambda module, args, output: fed.append(output))
+        try:
+            kwargs[CONTEXT] = replace(kwargs[CONTEXT], passage=passage)
+            result = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            handle.remove()
+        carried = passage.carried
+        if passage.scheme is not None and carried is not None:
+            carried = passage.scheme(_feed, carried, fed[-1])
+        return (*result, carried) if isinstance(result, tuple) else (result, carried)
+
+
+def _feed(scheme: Scheme, carried: Tensor, fed: Tensor) -> Tensor:
+    return scheme.feed(carried, fed)
 
 
 class PosencBody:
@@ -191,13 +285,14 @@ class PosencBody:
         positions = resolve_positions(given, mask, past, batch, length, inputs.device)
         if given is not None and mask is None and not int(past):
             call["attention_mask"] = self.mask_of(positions, batch)
-        shared = self._modules.get(SHARED)
+        shared, strengths = self._modules.get(SHARED), self.strengths()
         for scheme in () if shared is None else shared.schemes():
             if embeds(scheme):
                 if call.get("inputs_embeds") is None:
                     call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
-                call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions)
-        context = Context(positions, int(positions.max()) if positions.numel() else 0, shared)
+                call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions, strengths.scheme)
+        reach = int(positions.max()) if positions.numel() else 0
+        context = Context(positions, reach, shared, strengths.scheme, real=real_tokens(mask, past, length))
         return self.hand_down(call, context)
 
     def mask_of(self, positions: Tensor, batch: int) -> Tensor | None:
@@ -217,6 +312,11 @@ class PosencBody:
         dtype: torch.dtype = self.get_input_embeddings().weight.dtype
         return dtype if self.config._attn_implementation == "eager" else None
 
+    def strengths(self) -> Strengths:
+        """Return how strong the model's own encoding and the schemes are."""
+        found: Strengths = vars(self).get("posenc_strengths", FULL)
+        return found
+
     def is_causal_stack(self) -> bool:
         """Whether tokens see earlier ones only."""
         return True
@@ -235,8 +335,8 @@ def embeds(scheme: Scheme) -> bool:
     return scheme.overrides("embed")
 
 
-def _embed(scheme: Scheme, inputs: Tensor, positions: Tensor) -> Tensor:
-    return scheme.embed(inputs, positions)
+def _embed(scheme: Scheme, inputs: Tensor, positions: Tensor, strength: float) -> Tensor:
+    return (scheme if strength == 1 else Blended(scheme, strength)).embed(inputs, positions)
 
 
 def tokens_in(cache: Cache | None) -> int | Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from hf_posenc import registry
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.record import Group
+from hf_posenc.record import Group, Strengths
 from hf_posenc.scheme import Scheme
 
 # Where schemes live: on each attention, or, shared by the layers of a stack, once on its body.
@@ -140,7 +141,10 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
 
 
 def build_group(architecture: Architecture, model: nn.Module, group: Group) -> dict[str, dict[int, Scheme]]:
-    """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers."""
+    """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers.
+
+    A part that layers share is left in the first layer's scheme, from where `attach` takes it.
+    """
     built: dict[str, dict[int, Scheme]] = {}
     for name, body in architecture.stacks(model).items():
         part = group.stacks.get(name)
@@ -152,11 +156,24 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
             if shared is not None:
                 built[name][layer] = shared
                 continue
-            scheme = registry.build(group.scheme, architecture.geometry(body, layer), **part.options)
+            geometry = replace(
+                architecture.geometry(body, layer), first=layer == part.layers[0], last=layer == part.layers[-1]
+            )
+            scheme = registry.build(group.scheme, geometry, **part.options)
             if scheme.shared:
                 shared = scheme
+            elif layer != part.layers[0]:
+                take_common(scheme)
             built[name][layer] = scheme
     return built
+
+
+def take_common(scheme: Scheme) -> Scheme | None:
+    """Take the part that layers share out of a scheme."""
+    common = scheme.common
+    del scheme.common
+    scheme.common = None
+    return common
 
 
 def attach(
@@ -170,15 +187,16 @@ def attach(
             device = next(attention.parameters()).device
             undo.set(attention, "posenc_group", group.id)
             undo.set(attention, "posenc_keeps_native", group.native == "keep")
-            if not scheme.shared:
-                undo.add_module(attention, OWN, _placed(scheme, device))
+            common = scheme if scheme.shared else take_common(scheme)
+            undo.add_module(attention, OWN, None if scheme.shared else _placed(scheme, device))
+            if common is None:
                 continue
-            undo.add_module(attention, OWN, None)
             if SHARED not in body._modules:
                 undo.add_module(body, SHARED, SharedSchemes())
             container = body._modules[SHARED]
             assert container is not None
-            undo.add_module(container, str(group.id), _placed(scheme, next(body.parameters()).device))
+            undo.add_module(container, str(group.id), _placed(common, next(body.parameters()).device))
+        settle_layers(undo, architecture, model, body)
 
 
 def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
@@ -195,6 +213,39 @@ def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layer
             swap(undo, architecture, module)
     for config in configs(model):
         swap(undo, architecture, config)
+
+
+def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
+    """Give the layers whose scheme carries something on their patched class, and the others their stock class back.
+
+    The name of a layer's class tells accelerate what must not be split between devices.
+    """
+    layers = architecture.layers(body)
+    for layer, attention in zip(layers, architecture.attentions(body), strict=True):
+        scheme = attention._modules.get(OWN)
+        if isinstance(scheme, Scheme) and scheme.overrides("carry"):
+            swap(undo, architecture, layer)
+            undo.set(layer, "posenc_group", attention.posenc_group)
+        elif is_patched(layer):
+            restore(undo, layer)
+    stock = stock_class(type(layers[0]))
+    names = {stock.__name__, architecture.twins[stock].__name__}
+    present = {
+        type(layer).__name__ for other in architecture.stacks(model).values() for layer in architecture.layers(other)
+    }
+    for module in model.modules():
+        unsplit = set(getattr(module, "_no_split_modules", None) or ())
+        wanted = unsplit - names | present
+        if unsplit & names and wanted != unsplit:
+            undo.set(module, "_no_split_modules", wanted)
+
+
+def set_strengths(undo: Undo, architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
+    """Set how strong the model's own encoding and the schemes are, in everything that reads it."""
+    for body in architecture.stacks(model).values():
+        for module in (body, *architecture.swapped(body)):
+            if is_patched(module):
+                undo.set(module, "posenc_strengths", strengths)
 
 
 def release(undo: Undo, architecture: Architecture, body: nn.Module, layers: set[int]) -> None:

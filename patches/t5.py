@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import (
     T5Attention,
+    T5Block,
     T5EncoderModel,
     T5ForConditionalGeneration,
     T5ForQuestionAnswering,
@@ -24,7 +25,7 @@ from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, tokens_in
+from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.scheme import Block, Geometry, NativeTable
 from hf_posenc.schemes._buckets import Buckets
@@ -56,16 +57,9 @@ class PosencT5Attention(PosencAttention, T5Attention):
             )
             return stock
         length, seen = hidden_states.shape[1], tokens_in(past_key_values)
-        shape = (*hidden_states.shape[:-1], -1, self.key_value_proj_dim)
-        q = self.q(hidden_states).view(shape).transpose(1, 2)
-        k = self.k(hidden_states).view(shape).transpose(1, 2)
-        v = self.v(hidden_states).view(shape).transpose(1, 2)
         output, weights = self.attend_with_scheme(
             context,
             hidden_states,
-            q,
-            k,
-            v,
             mask,
             past_key_values,
             layer=self.layer_idx,
@@ -82,6 +76,19 @@ class PosencT5Attention(PosencAttention, T5Attention):
                 keys = cache.layers[self.layer_idx].keys.shape[-2]
             position_bias = self.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
         return self.o(output), position_bias, weights
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.key_value_proj_dim)
+        q, k, v = (project(hidden).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
+        return q, k, v
+
+
+class PosencT5Block(PosencLayer, T5Block):
+    posenc_stock = T5Block
+
+    def feed_forward(self) -> nn.Module:
+        module: nn.Module = self.layer[-1].DenseReluDense
+        return module
 
 
 class PosencT5Stack(PosencBody, PosencModel, T5Stack):
@@ -110,7 +117,7 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
             max_distance=self.config.relative_attention_max_distance,
             causal=self.is_decoder,
         )
-        native_score = functools.partial(_native_score, table, buckets)
+        native_score = functools.partial(_native_score, table, buckets, self.strengths().native)
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(owner) and any(not is_patched(block.layer[0].SelfAttention) for block in self.block)
         return call | {
@@ -123,10 +130,10 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
         return bool(self.is_decoder)
 
 
-def _native_score(table: nn.Embedding, buckets: Buckets, logits: Tensor, block: Block) -> Tensor:
-    """Add T5's own bias to a block of logits."""
+def _native_score(table: nn.Embedding, buckets: Buckets, strength: float, logits: Tensor, block: Block) -> Tensor:
+    """Add T5's own bias to a block of logits, at part of its strength."""
     bias: Tensor = table(buckets(block.distance()).to(table.weight.device))  # [B|1, q, K, H]
-    return logits + bias.permute(0, 3, 1, 2).to(logits)
+    return logits + strength * bias.permute(0, 3, 1, 2).to(logits)
 
 
 class PosencT5Model(PosencModel, T5Model):
@@ -165,9 +172,11 @@ class T5(Architecture):
     name = "t5"
     attention = T5Attention
     native = "learned bias of distance buckets"
+    native_fades = True
     twins = {
         T5Config: PosencT5Config,
         T5Attention: PosencT5Attention,
+        T5Block: PosencT5Block,
         T5Stack: PosencT5Stack,
         T5Model: PosencT5Model,
         T5ForConditionalGeneration: PosencT5ForConditionalGeneration,
@@ -184,6 +193,10 @@ class T5(Architecture):
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(body, T5Stack)
         return [block.layer[0].SelfAttention for block in body.block]
+
+    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, T5Stack)
+        return list(body.block)
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         return {name: getattr(attention, name, None) for name in ("q", "k", "v", "o")}

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.patches.surgery import OWN, SHARED
+from hf_posenc.recipes.distillation import Distilling, Teacher
+from hf_posenc.recipes.groups import parameter_groups
 
 Progress = Callable[[int, float], None]
 
@@ -146,64 +146,26 @@ def adapt(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: the scheme's weights, the model's matrices, and its vectors.
-
-    Args:
-        model: Converted or not.
-        settings: Learning rates and weight decay.
-    """
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    new = [p for name, p in trained if is_scheme_parameter(name)]
-    own = [p for name, p in trained if not is_scheme_parameter(name)]
-    groups = [
-        {"params": new, "lr": settings.scheme_learning_rate, "weight_decay": 0.0},
-        {"params": [p for p in own if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def is_scheme_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a positional scheme."""
-    return not {OWN, SHARED}.isdisjoint(name.split("."))
-
-
-class AdaptationTrainer(Trainer):
+class AdaptationTrainer(Distilling, Trainer):
     """A trainer that knows the scheme's weights from the model's, and may listen to a teacher."""
 
     def __init__(self, *, teacher: nn.Module | None, settings: Settings, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(teacher=None if teacher is None else Teacher(teacher), share=settings.distillation, **kwargs)
         self.optimizer: torch.optim.Optimizer | None
         self._settings = settings
-        self._teacher = None if teacher is None else teacher.eval().to(self.args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer with the groups of `parameter_groups`."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = kind(parameter_groups(model or self.model, self._settings), **arguments)
+            groups = parameter_groups(
+                model or self.model,
+                scheme_learning_rate=self._settings.scheme_learning_rate,
+                weight_decay=self._settings.weight_decay,
+            )
+            self.optimizer = kind(groups, **arguments)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the loss on the text, mixed with the divergence from the teacher if there is one."""
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        if self._teacher is not None:
-            with torch.no_grad():
-                wanted = self._teacher(input_ids=inputs["input_ids"], use_cache=False).logits
-            share = self._settings.distillation
-            loss = (1 - share) * loss + share * divergence(outputs.logits, wanted)
-        return (loss, outputs) if return_outputs else loss
-
-
-def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the mean KL divergence of the predictions from those wanted, both as logits `[B, S, vocabulary]`."""
-    # In float32: differences of log-probabilities are small against the log-probabilities.
-    got, target = (F.log_softmax(x.float().flatten(0, 1), dim=-1) for x in (logits, wanted))
-    return F.kl_div(got, target, reduction="batchmean", log_target=True)
 
 
 class _Report(TrainerCallback):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+import hf_posenc
+
 HERE = Path(__file__).parent
 DIRECTORIES = {
     "llama": Path(str(files("hf_posenc") / "tiny_llama")),
@@ -77,3 +79,9 @@ def loss(model: PreTrainedModel, architecture: str, ids: Tensor) -> Tensor:
 def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters that the patch added."""
     return {name: p for name, p in model.named_parameters() if "hf_posenc" in name}
+
+
+def stacks_for(architecture: str, scheme: str) -> dict[str, str]:
+    """Return the argument of `patch` that a scheme needs on an architecture: one for decoders only says so on T5."""
+    causal_only = "bidirectional" not in hf_posenc.schemes()[scheme].directions
+    return {"stacks": "decoder"} if architecture == "t5" and causal_only else {}

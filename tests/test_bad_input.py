@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -305,6 +306,12 @@ def wrong_encoder_decoder_cache(model: Any, folder: Path) -> None:
     model(input_ids=IDS, decoder_input_ids=IDS, past_key_values=cache, use_cache=True)
 
 
+def too_much_taken_back(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache)
+    cache.crop(-3)
+
+
 # -- operands for `attend` ---------------------------------------------------------------------------------------------
 
 GEOMETRY = Geometry(heads=4, kv_heads=2, head_dim=8, hidden_size=32)
@@ -489,6 +496,31 @@ def cases() -> list[Case]:
         # Options: ranges, for each scheme that has any.
         patching(llama, "fire", OptionError, "threshold=0", "a positive number", threshold=0),
         patching(llama, "fire", OptionError, "width=0", "at least 1", width=0),
+        patching(llama, "tape", OptionError, "position_size=0", "at least 1", position_size=0),
+        patching(llama, "cope", OptionError, "npos=1", "at least 2", npos=1),
+        patching(llama, "cope", OptionError, "value_gates=True", "separate_keys", value_gates=True, separate_keys=True),
+        patching(llama, "fox", OptionError, "horizon=8.0", "init='horizon'", horizon=8.0),
+        patching(
+            llama,
+            "fox",
+            OptionError,
+            "decay_time_max=2.0",
+            "at least",
+            init="timescale",
+            decay_time_min=4.0,
+            decay_time_max=2.0,
+        ),
+        patching(llama, "fox_pro", OptionError, "gate_activation='silu'", "output_norm", gate_activation="silu"),
+        patching(llama, "fox_pro", OptionError, "shift_history=0", "at least 1", shift_history=0),
+        patching(llama, "stick_breaking", OptionError, "remainder='keep'", "'drop'", "'head_bias'", remainder="keep"),
+        patching(llama, "shaw", OptionError, "max_distance=0", "at least 1", max_distance=0),
+        patching(llama, "disentangled", OptionError, "p2c=False", "at least one", c2p=False, p2c=False),
+        patching(llama, "disentangled", OptionError, "buckets=7", "an even number", buckets=7),
+        patching(llama, "transformer_xl", OptionError, "clamp_len=0", "at least 1", clamp_len=0),
+        patching(llama, "cape", OptionError, "base='t5'", "'kerple'", base="t5"),
+        patching(llama, "cape", OptionError, "mlp_width=0", "at least 1", mlp_width=0),
+        patching(t5, "fox_pro", DirectionError, "causal attention", "stacks='decoder'"),
+        patching(t5, "stick_breaking", DirectionError, "causal attention", "stacks='decoder'"),
         patching(llama, "fire_s", OptionError, "threshold=-1.0", "a positive number", threshold=-1.0),
         patching(llama, "rope", OptionError, "theta=0.5", "above 1", theta=0.5),
         patching(llama, "rope", OptionError, "rotary_dim=7", "even number from 2 to head_dim = 8", rotary_dim=7),
@@ -583,6 +615,46 @@ def cases() -> list[Case]:
             attending(mask=torch.ones(2, 5)),
             ShapeError,
             ("dtype torch.float32", "bool or integer padding mask"),
+        ),
+        Case(
+            "build('fox_pro', <geometry of an encoder>)",
+            None,
+            lambda model, folder: hf_posenc.build("fox_pro", dataclasses.replace(GEOMETRY, causal=False)),
+            DirectionError,
+            ("defined for causal attention", "causal=False"),
+        ),
+        Case(
+            "attend(<fox>, ...) without hidden",
+            None,
+            attending(scheme=hf_posenc.build("fox", GEOMETRY)),
+            ShapeError,
+            ("fox reads the hidden states", "hidden="),
+        ),
+        Case(
+            "attend(<fox>, ...) with the hidden states of the queries alone",
+            None,
+            attending(
+                scheme=hf_posenc.build("fox", GEOMETRY),
+                q=torch.zeros(2, 4, 1, 8),
+                query_positions=torch.tensor([[4]]),
+                hidden=torch.zeros(2, 1, 32),
+            ),
+            ShapeError,
+            ("fox reads the hidden states of the keys' tokens",),
+        ),
+        Case(
+            "attend(..., hidden=<two rows for five keys>)",
+            None,
+            attending(hidden=torch.zeros(2, 2, 32)),
+            ShapeError,
+            ("hidden of shape [2, 2, 32]", "[2, 5, 32]"),
+        ),
+        Case(
+            "attend(<disentangled, share_att_key>, ...) without host",
+            None,
+            attending(scheme=hf_posenc.build("disentangled", GEOMETRY, share_att_key=True)),
+            ShapeError,
+            ("share_att_key=True", "host="),
         ),
         Case(
             "attend(..., executor='flash')",
@@ -783,6 +855,46 @@ def cases() -> list[Case]:
             PositionError,
             "attention_mask of shape [2, 5]",
             "expected [2, 7]",
+        ),
+        calling(
+            "<fox_pro llama, shift_history=2>, then cache.crop(-3)",
+            patched(llama, "fox_pro", shift_history=2),
+            too_much_taken_back,
+            CacheError,
+            "Cannot take 3 tokens back",
+            "shift_history",
+        ),
+        # Strengths and adapters.
+        calling(
+            "set_strength(<alibi llama, native kept>, native=2)",
+            patched(llama, "alibi", native="keep"),
+            lambda m: hf_posenc.set_strength(m, native=2),
+            OptionError,
+            "native=2",
+            "from 0 to 1",
+        ),
+        calling(
+            "set_strength(<alibi llama>, scheme=0.5)",
+            alibi,
+            lambda m: hf_posenc.set_strength(m, scheme=0.5),
+            OptionError,
+            "nothing to hand over from",
+            "native='keep'",
+        ),
+        calling(
+            "drop_native(<llama>)",
+            llama,
+            hf_posenc.drop_native,
+            NotPatchedError,
+            "drop_native: the LlamaForCausalLM is not patched",
+        ),
+        calling(
+            "get_peft_model(<llama>, PosencLoraConfig())",
+            llama,
+            lambda m: get_peft_model(m, hf_posenc.PosencLoraConfig(target_modules=["q_proj"])),
+            NotPatchedError,
+            "no scheme to carry",
+            "hf_posenc.patch(model, ...) first",
         ),
         # Positions.
         calling(

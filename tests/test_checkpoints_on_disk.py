@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models import stacks_for
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -88,7 +89,7 @@ def stock(name: str, kind: Any = None) -> Any:
 
 def converted(name: str, scheme: str = "fire", **options: Any) -> Any:
     torch.manual_seed(1)
-    return hf_posenc.patch(stock(name), scheme, **options)
+    return hf_posenc.patch(stock(name), scheme, **{**stacks_for(name, scheme), **options})
 
 
 def outputs(model: Any) -> list[torch.Tensor]:

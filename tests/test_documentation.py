@@ -15,6 +15,7 @@ import hf_posenc
 from hf_posenc import registry
 from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import auto
+from hf_posenc.recipes.text import builtin_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,6 +42,18 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(code, "README.md", "exec"), namespace)
     assert type(namespace["model"]).__name__ == "PosencLlamaForCausalLM"
     assert namespace["output"].shape == (2, 8, 32, 16)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adaptation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "\n".join(_blocks("docs/adaptation.md", "python"))
+    code = code.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(DIRECTORIES["llama"])))
+    code = code.replace('save_strategy="no"', 'save_strategy="no", use_cpu=True, dataloader_pin_memory=False')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")
+    namespace: dict[str, object] = {}
+    exec(compile(code, "adaptation.md", "exec"), namespace)
+    assert type(namespace["merged"]).__name__ == "PosencLlamaForCausalLM"
 
 
 def test_readme_names_every_scheme() -> None:
@@ -118,6 +131,10 @@ def test_add_an_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             first = model(ids[:, :9], use_cache=True)
             rest = model(ids[:, 9:], past_key_values=first.past_key_values).logits
             torch.testing.assert_close(torch.cat([first.logits, rest], 1), full, atol=1e-5, rtol=1e-5)
+        hf_posenc.patch(model, "kerple", native="keep")
+        hf_posenc.set_strength(model, scheme=0.5)
+        with pytest.raises(hf_posenc.OptionError, match="of mistral cannot be at part of its strength"):
+            hf_posenc.set_strength(model, native=0.5)
         model.save_pretrained(tmp_path / "saved")
         loaded = auto.modeling_auto.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert torch.equal(loaded(ids).logits, model(ids).logits)

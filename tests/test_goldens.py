@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.scheme import Block, NativeTable
+from hf_posenc.scheme import Block, NativeTable, Tokens
 from hf_posenc.schemes._buckets import Buckets
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -405,7 +405,7 @@ def test_rope(place: str, layout: str, frequencies: str, dtype: torch.dtype) -> 
     scheme = build("rope", geometry(4, "bidir", **shape), **LAYOUTS[layout])
     q, k = values["q"].to(dtype), values["k"].to(dtype)
     positions = values[f"{place}.positions"][None]
-    projected = scheme.project(None, q, k, k, Positions(positions, positions))
+    projected = scheme.project(Tokens(positions=Positions(positions, positions)), q, k, k)
     for got, name in ((projected.q, "q"), (projected.k, "k")):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), values[f"{place}.{layout}.{name}"], rtol=0, atol=atol)
@@ -443,7 +443,7 @@ def unit_rotation(scheme: Scheme, positions: Tensor, dtype: torch.dtype = torch.
     width = scheme.geometry.head_dim
     first = torch.zeros(1, 1, positions.shape[1], width, dtype=dtype)
     first[..., : width // 2] = 1
-    turned = scheme.project(None, first, first, first, Positions(positions, positions)).q[0, 0]
+    turned = scheme.project(Tokens(positions=Positions(positions, positions)), first, first, first).q[0, 0]
     cos, sin = turned.chunk(2, dim=-1)
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 

@@ -204,7 +204,7 @@ def test_torch_compile_gives_the_same_logits() -> None:
     from transformers import LlamaForCausalLM
 
     # Tracing is what can go wrong; generating machine code takes a minute and adds nothing.
-    for scheme in ("fire", "rope", "t5"):
+    for scheme in ("fire", "rope", "t5", "tape"):
         model = hf_posenc.patch(make(LlamaForCausalLM, small("llama")), scheme)
         before = first_output(model, ids())
         compiled = torch.compile(model, backend="eager", fullgraph=False)

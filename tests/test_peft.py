@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ARCHITECTURES, logits, loss, new_parameters, stock, tokens
+from models import ARCHITECTURES, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_posenc
@@ -14,11 +14,13 @@ import hf_posenc
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
+GEOMETRY = hf_posenc.Geometry(heads=4, kv_heads=2, head_dim=4, hidden_size=16, max_positions=64, last=False)
+TRAINED = [name for name in hf_posenc.schemes() if list(hf_posenc.build(name, GEOMETRY).parameters())]
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("scheme", ["fire", "kerple", "learned", "t5"])
+@pytest.mark.parametrize("scheme", TRAINED)
 def test_lora_and_scheme_in_one_adapter(architecture: str, scheme: str, tmp_path: Path) -> None:
     ids = tokens(architecture, 2, 19)
 
@@ -26,7 +28,7 @@ def test_lora_and_scheme_in_one_adapter(architecture: str, scheme: str, tmp_path
         torch.manual_seed(4)
         start = stock(architecture)
         torch.manual_seed(4)
-        return hf_posenc.patch(start, scheme)
+        return hf_posenc.patch(start, scheme, **stacks_for(architecture, scheme))
 
     plain = logits(base(), architecture, ids)
     config = LoraConfig(

@@ -25,6 +25,7 @@ PUBLIC = [
     "NotPatchedError",
     "OptionError",
     "PosencError",
+    "PosencLoraConfig",
     "PositionError",
     "Positions",
     "Scheme",
@@ -36,11 +37,13 @@ PUBLIC = [
     "build",
     "describe",
     "disabled",
+    "drop_native",
     "patch",
     "plan",
     "register_architecture",
     "register_scheme",
     "schemes",
+    "set_strength",
     "unpatch",
     "verify",
 ]
@@ -69,7 +72,7 @@ def test_public_names_are_pinned() -> None:
         (
             "attend",
             "(scheme, q, k, v, *, query_positions, key_positions, hidden=None, mask=None, need_weights=False, "
-            "executor=None)",
+            "executor=None, host=None)",
         ),
     ],
 )
@@ -100,7 +103,7 @@ def test_every_scheme_documents_itself() -> None:
 ROOMS = [
     ("hf_posenc.errors",),
     ("hf_posenc.scheme",),
-    ("hf_posenc.registry",),
+    ("hf_posenc.registry", "hf_posenc.blending"),
     ("hf_posenc.schemes",),
     ("hf_posenc.attention",),
     ("hf_posenc.record",),
@@ -109,7 +112,7 @@ ROOMS = [
     ("hf_posenc.patches",),
     ("hf_posenc.selection",),
     ("hf_posenc.preparing",),
-    ("hf_posenc.patching", "hf_posenc.describing"),
+    ("hf_posenc.patching", "hf_posenc.describing", "hf_posenc.strength", "hf_posenc.adapters"),
     ("hf_posenc.planning",),
     ("hf_posenc.recipes",),
     ("hf_posenc.cli",),

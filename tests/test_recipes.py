@@ -19,8 +19,10 @@ import hf_posenc
 from hf_posenc import PositionError, ShapeError
 from hf_posenc.cli import app
 from hf_posenc.recipes import demo
-from hf_posenc.recipes.adapt import AdaptationTrainer, Settings, Windows, adapt, divergence, parameter_groups
+from hf_posenc.recipes.adapt import AdaptationTrainer, Settings, Windows, adapt
+from hf_posenc.recipes.distillation import divergence
 from hf_posenc.recipes.evaluation import ContextCurve, context_curve, spread_windows
+from hf_posenc.recipes.groups import parameter_groups
 
 VOCABULARY = 50
 
@@ -131,13 +133,13 @@ def test_adapt_lowers_the_loss_and_trains_the_scheme() -> None:
 @pytest.mark.parametrize("scheme", ["fire", "fire_s"])
 def test_new_parameters_have_a_group_of_their_own(scheme: str) -> None:
     model = hf_posenc.patch(small("llama"), scheme)
-    groups = parameter_groups(model, Settings(learning_rate=1e-3, scheme_learning_rate=7e-3, weight_decay=0.2))
+    groups = parameter_groups(model, scheme_learning_rate=7e-3, weight_decay=0.2)
     new = {id(p) for module in model.modules() if isinstance(module, hf_posenc.Scheme) for p in module.parameters()}
     assert {id(p) for p in groups[0]["params"]} == new
     assert (groups[0]["lr"], groups[0]["weight_decay"]) == (7e-3, 0.0)
     assert [group["weight_decay"] for group in groups[1:]] == [0.2, 0.0]
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    assert len(parameter_groups(small("llama"), Settings())) == 2
+    assert len(parameter_groups(small("llama"), scheme_learning_rate=1e-3)) == 2
 
 
 def test_the_trainer_uses_the_groups(tmp_path: Path) -> None:

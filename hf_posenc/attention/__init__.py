@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from hf_posenc.attention.mask import Mask, from_tensor
 from hf_posenc.attention.sdpa import applies, sdpa, touches_the_matrix
 from hf_posenc.attention.task import Task
 from hf_posenc.errors import OptionError, PositionError, ShapeError
-from hf_posenc.scheme import Positions, Scheme
+from hf_posenc.scheme import Positions, Scheme, Tokens
 
 __all__ = ["Executor", "Mask", "Task", "attend", "choose", "executors", "from_tensor", "reach", "run"]
 
@@ -74,6 +75,7 @@ def attend(
     mask: Tensor | None = None,
     need_weights: bool = False,
     executor: Executor | None = None,
+    host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with a scheme, outside any transformers model.
 
@@ -87,11 +89,14 @@ def attend(
         v: Values `[B, G, K, D]`.
         query_positions: int64 `[B|1, Q]`.
         key_positions: int64 `[B|1, K]`.
-        hidden: Hidden states `[B, Q, E]` for schemes that read them.
+        hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes that
+            read those of the queries only.
         mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
             be added, broadcastable to `[B, H, Q, K]`.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
         executor: Force `"dense"`, `"blocks"` or `"sdpa"`.
+        host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
+            projections.
 
     Returns:
         The output `[B, H, Q, D]`, or a pair with the weights.
@@ -112,7 +117,15 @@ def attend(
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
     positions = Positions(query_positions, key_positions)
-    projected = scheme.project(hidden, q, k, v, positions)
+    length, keys = q.shape[2], k.shape[2]
+    real = None
+    if mask is not None and mask.ndim == 2 and not mask.is_floating_point():
+        real = mask = mask if mask.dtype == torch.bool else mask != 0
+    complete = hidden is not None and hidden.shape[1] == keys
+    tokens = Tokens(
+        positions=positions, hidden=hidden if complete else None, real=real, common=scheme.common, host=host
+    )
+    projected = scheme.project(tokens, q, k, v)
     rule: Literal["all", "positions"] = "positions" if geometry.causal else "all"
     if mask is None:
         visible = Mask(rule)
@@ -123,23 +136,24 @@ def attend(
                     f"Got a 2-D attention mask of dtype {mask.dtype}; expected a bool or integer padding mask [batch, "
                     "keys]. Pass a float mask that is added to the logits as [batch, heads or 1, queries, keys]."
                 )
-            mask = (mask if mask.dtype == torch.bool else mask != 0)[:, None, None, :]
+            mask = mask[:, None, None, :]
         elif mask.ndim == 3:
             mask = mask[:, None]
         visible = from_tensor(mask, rule=rule, batch=q.shape[0], heads=q.shape[1], q=q.shape[2], k=k.shape[2])
     assert geometry.scale is not None
     task = Task(
         q=projected.q,
-        k=projected.k,
+        k=scheme.recall(projected.k, projected.state),
         v=projected.v,
         positions=positions,
         reach=reach(positions),
         scale=geometry.scale,
-        hidden=hidden,
         state=projected.state,
+        own={name: tensor[:, keys - length :] for name, tensor in projected.state.items()},
+        tables=projected.tables,
     )
     output, weights = run(scheme, task, visible, executor=executor, need_weights=need_weights)
-    output = scheme.finish(output, hidden)
+    output = scheme.finish(output, None if hidden is None else hidden[:, hidden.shape[1] - length :])
     return output if weights is None else (output, weights)
 
 
@@ -179,6 +193,11 @@ def _check_shapes(
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
         if int(tensor.min()) < 0:
             raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
-    if hidden is not None and list(hidden.shape) != [batch, q.shape[2], geometry.hidden_size]:
-        expected = [batch, q.shape[2], geometry.hidden_size]
-        raise ShapeError(f"Got hidden of shape {list(hidden.shape)}; expected {expected}, one row per query.")
+    if hidden is not None and list(hidden.shape) not in (
+        [batch, keys, geometry.hidden_size],
+        [batch, q.shape[2], geometry.hidden_size],
+    ):
+        raise ShapeError(
+            f"Got hidden of shape {list(hidden.shape)}; expected {[batch, keys, geometry.hidden_size]}, one row per key (or "
+            f"per query: {[batch, q.shape[2], geometry.hidden_size]})."
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,16 +32,10 @@ def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None
     """
     batch, heads, _, _ = task.q.shape
     step = block_rows or rows_per_block(batch, heads, task.k.shape[2])
-    names = tuple(task.state)
-    operands = (task.q, task.k, task.v, task.hidden, *(task.state[name] for name in names))
+    operands = task.operands()
 
-    def compute(operands: Sequence[Tensor | None], start: int, stop: int) -> Tensor:
-        q, k, v, hidden, *state = operands
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        given = {name: tensor for name, tensor in zip(names, state, strict=True) if tensor is not None}
-        return rows(scheme, replace(task, q=q, k=k, v=v, hidden=hidden, state=given), mask, start, stop)[0]
+    def compute(operands: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        return rows(scheme, task.with_operands(operands), mask, start, stop)[0]
 
     leaves = (*scheme.parameters(), *task.parameters)
     output: Tensor = _Blocks.apply(compute, step, len(operands), task.dropout > 0, *operands, *leaves)  # type: ignore[no-untyped-call]
@@ -60,15 +53,14 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        compute: Callable[[Sequence[Tensor | None], int, int], Tensor],
+        compute: Callable[[Sequence[Tensor], int, int], Tensor],
         step: int,
         count: int,
         random: bool,
-        *tensors: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
         operands, leaves = tensors[:count], tensors[count:]
         q = operands[0]
-        assert q is not None
         ctx.compute, ctx.step, ctx.leaves = compute, step, leaves
         ctx.device = q.device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
@@ -91,12 +83,11 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
         operands = [
-            None if tensor is None else tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, needed, strict=False)
+            tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(ctx.saved_tensors, needed, strict=False)
         ]
         targets = [t for t, wanted in zip((*operands, *ctx.leaves), needed, strict=True) if wanted]
         totals: list[Tensor | None] = [None] * len(targets)
-        length = operands[0].shape[2] if operands[0] is not None else 0
+        length = operands[0].shape[2]
         enabled, dtype = ctx.autocast
         with (
             _generator_set(ctx.generator, grad.device),

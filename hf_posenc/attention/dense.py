@@ -26,8 +26,11 @@ def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple
         positions=Positions(task.positions.query[:, start:stop], task.positions.key[:, :keys]),
         reach=task.reach,
         keep=keep,
-        hidden=None if task.hidden is None else task.hidden[:, start:stop],
-        state=task.state,
+        values=v,
+        native=task.native_score is not None or task.content_q is not None,
+        state={name: tensor[:, :keys] for name, tensor in task.state.items()},
+        own={name: tensor[:, start:stop] for name, tensor in task.own.items()},
+        tables=task.tables,
     )
     precise = torch.promote_types(q.dtype, torch.float32)
     if task.upcast:
@@ -35,11 +38,15 @@ def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple
     logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale  # [B, H, q, K]
     if task.native_score is not None:
         logits = task.native_score(logits, block)
+    if task.content_q is not None:
+        q = task.content_q[:, :, start:stop]
+    if task.content_k is not None:
+        k = task.content_k[:, :, :keys]
     logits = scheme.score(logits, q, k, block)
     if bias is not None:
         # After the scheme, which may do more with logits than add to them.
         logits = logits + bias
-    weights = scheme.weigh(logits, keep).to(v.dtype)
+    weights = scheme.weigh(logits, block).to(v.dtype)
     if task.dropout:
         weights = F.dropout(weights, task.dropout)
-    return scheme.mix(weights, v, block), weights
+    return scheme.mix(weights, v, block), weights[..., :keys]

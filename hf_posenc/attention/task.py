@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,13 +16,16 @@ class Task:
 
     Attributes:
         q: `[B, H, Q, D]`.
-        k: `[B, G, K, D]`.
+        k: `[B, G, K, D]`, or `[B, H, K, D]` from a scheme whose keys differ by query head.
         v: `[B, G, K, D]`.
         positions: Of the queries and of the keys.
         reach: A bound on every distance, see `Block`.
         scale: Factor on `q @ k.T`.
-        hidden: Hidden states of the queries' tokens `[B, Q, E]`, if known.
         state: Per-token state of the keys.
+        own: The same of the queries' tokens.
+        tables: What the scheme made once for this call.
+        content_q: Queries without the native rotation, if there is one.
+        content_k: Keys without the native rotation, if the scheme reads them.
         native_score: Adds the model's own additive encoding to the logits of a block, where that is kept.
         parameters: Trained tensors that `native_score` reads.
         dropout: Probability with which weights are dropped; 0 outside training.
@@ -35,9 +38,36 @@ class Task:
     positions: Positions
     reach: int
     scale: float
-    hidden: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    content_q: Tensor | None = None
+    content_k: Tensor | None = None
     native_score: Callable[[Tensor, Block], Tensor] | None = None
     parameters: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     upcast: bool = False
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """Return all tensors that gradients may flow into."""
+        loose = (tensor for tensor in (self.content_q, self.content_k) if tensor is not None)
+        return (self.q, self.k, self.v, *loose, *self.state.values(), *self.own.values(), *self.tables.values())
+
+    def with_operands(self, operands: Sequence[Tensor]) -> Task:
+        """Return the same task on other tensors, in the order of `operands`."""
+        given = iter(operands)
+
+        def loose(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else next(given)
+
+        return replace(
+            self,
+            q=next(given),
+            k=next(given),
+            v=next(given),
+            content_q=loose(self.content_q),
+            content_k=loose(self.content_k),
+            state={name: next(given) for name in self.state},
+            own={name: next(given) for name in self.own},
+            tables={name: next(given) for name in self.tables},
+        )

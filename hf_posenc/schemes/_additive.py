@@ -34,11 +34,13 @@ class AdditiveBias(Scheme):
         """Return the bias `[B|1, H, q, K]` in `dtype`, which is float32 or float64."""
         raise NotImplementedError
 
+    def gated_bias(self, block: Block, like: Tensor) -> Tensor:
+        """Return the bias as it is added, `[B|1, H, q, K]`, in dtype and on the device of the logits `like`."""
+        bias = self.bias(block, like.dtype).to(like.device)
+        return bias if self.gate_weight is None else bias * self.gate_weight.to(like)[:, None, None]
+
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        bias = self.bias(block, logits.dtype).to(logits.device)
-        if self.gate_weight is not None:
-            bias = bias * self.gate_weight.to(logits)[:, None, None]
-        return logits + bias
+        return logits + self.gated_bias(block, logits)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.gate

@@ -38,6 +38,7 @@ class FIRE(AdditiveBias):
     neutral_options = {"init": "zero"}
     init_L: Tensor
     _name = "fire"
+    _activation: type[nn.Module] = nn.ReLU
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class FIRE(AdditiveBias):
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
-        self.mlp = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, geometry.heads))
+        self.mlp = nn.Sequential(nn.Linear(1, width), self._activation(), nn.Linear(width, geometry.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Scheme
+from hf_posenc.schemes._additive import AdditiveBias, require
+from hf_posenc.schemes.alibi import ALiBi
+from hf_posenc.schemes.fire import FIRE
+from hf_posenc.schemes.kerple import KERPLE
+from hf_posenc.schemes.nope import NoPE
+
+
+class LeakyFIRE(FIRE):
+    """FIRE as the official code has it inside of CAPE: with LeakyReLU in its network."""
+
+    _activation = nn.LeakyReLU
+
+
+_BASES: dict[str, type[AdditiveBias]] = {"alibi": ALiBi, "kerple": KERPLE, "fire": LeakyFIRE}
+
+
+class AcrossHeads(nn.Linear):
+    """A linear layer along the second dimension, of inputs `[B|1, C, N]` whose C add up to its width."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        weight, total = self.weight.to(inputs[0]), self.bias.to(inputs[0])[:, None]
+        stop = weight.shape[1]
+        # From the last one on: a bias of the distance, the same for all rows of the batch, is multiplied once for them.
+        for x in reversed(inputs):
+            start = stop - x.shape[1]
+            total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
+            stop = start
+        return total
+
+
+@register_scheme("cape", paper="2405.14722", family="additive")
+class CAPE(Scheme):
+    """A bias of the distance, adapted to the content by a network across heads (Zheng et al. 2024; also called DAPE).
+
+    With the scaled logits A and a base bias B, at each query and key, over all heads:
+
+        logit = A + B + f([A; B])        f = Linear(2H, width), LeakyReLU(0.01), Linear(width, H)
+
+    In decoders the base gives keys ahead of the query the bias of distance 0; all masking comes after f, since one hidden
+    logit would reach all heads. A kept native encoding is in A. Computed in float32 at least: distances are inputs of f.
+
+    Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), all of them of the layer.
+
+    Args:
+        geometry: Shape of the layer.
+        base: Where B comes from, with the options that the scheme of this name has by default: `"kerple"` (a logarithm of
+            the distance, of the size of the logits that f sees beside it), `"alibi"`, `"fire"` (with LeakyReLU, as in the
+            official code), or `"nope"`: no B, `logit = A + f(A)`.
+        form: `"concat_residual"` is the formula above; the paper's ablations are `"add"`, `A + f(A + B)`, and
+            `"add_residual"`, `A + B + f(A + B)`.
+        mlp_width: Hidden width of f.
+        init: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero and gives the base its own
+            neutral start where B is added to the logits, which makes the start a no-op beside a kept native encoding.
+    """
+
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        base: Literal["alibi", "kerple", "fire", "nope"] = "kerple",
+        form: Literal["concat_residual", "add", "add_residual"] = "concat_residual",
+        mlp_width: int = 32,
+        init: Literal["paper", "zero"] = "paper",
+    ) -> None:
+        super().__init__(geometry)
+        require(mlp_width >= 1, "cape", "mlp_width", mlp_width, "at least 1")
+        require(
+            base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' beside base='nope'"
+        )
+        self.base, self.form, self.mlp_width, self.init = base, form, mlp_width, init
+        self.base_bias = self._make_base()
+        heads = geometry.heads
+        width = 2 * heads if form == "concat_residual" and base != "nope" else heads
+        self.mlp2 = nn.ModuleList([AcrossHeads(width, mlp_width), nn.LeakyReLU(0.01), AcrossHeads(mlp_width, heads)])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self.mlp2:
+            if isinstance(layer, AcrossHeads):
+                bound = layer.in_features**-0.5
+                nn.init.uniform_(layer.weight, -bound, bound)
+                nn.init.uniform_(layer.bias, -bound, bound)
+        if self.init == "zero":
+            last = self.mlp2[-1]
+            assert isinstance(last, AcrossHeads)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def _make_base(self) -> AdditiveBias | None:
+        kind = _BASES.get(self.base)
+        if kind is None:
+            return None
+        # Where B reaches the logits through f only, a neutral f will do, and a neutral base would not learn beside it.
+        neutral = self.init == "zero" and self.form != "add"
+        return kind(self.geometry, shared=False, **(kind.neutral_options or {} if neutral else {}))
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        with torch.autocast(logits.device.type, enabled=False):
+            if self.base_bias is None:
+                return logits + self._f(logits)
+            bias: Tensor = self.base_bias(type(self.base_bias).gated_bias, block, logits)  # [B|1, H, q, K]
+            if self.form == "concat_residual":
+                return logits + bias + self._f(logits, bias)
+            biased = logits + bias
+            return self._f(biased) + (logits if self.form == "add" else biased)
+
+    def _f(self, *inputs: Tensor) -> Tensor:
+        """Return f of all inputs `[B|1, H, q, K]`, `[B, H, q, K]`."""
+        first, activation, second = self.mlp2
+        mixed: Tensor = second(activation(first(*(x.flatten(2) for x in inputs))))
+        return mixed.view(inputs[0].shape)
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        return NoPE(self.geometry).cautions(native_kept=native_kept) if self.base == "nope" else []
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.init == "zero"

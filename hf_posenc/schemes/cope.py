@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
+from hf_posenc.schemes._additive import require
+
+# The name under which the keys of `separate_keys` are cached.
+_GATE_KEYS = "gate_keys"
+
+
+@register_scheme("cope", paper="2405.18719", family="contextual")
+class CoPE(Scheme):
+    """Positions that count the tokens which a query picks, in place of all tokens (Golovneva et al. 2024).
+
+    With `z_ij = s q_i . k_j` (s the softmax scale), key j opens a gate for query i by `g_ij = sigmoid(z_ij)`. Its position is
+    what the gates from j up to i let through, both ends included: `p_ij = min(g_ij + ... + g_ii, npos - 1)`, no integer. The
+    logit is `z_ij + s q_i . e[p_ij]`, where `e[p]` lies between the embeddings of the two nearest integers. Hidden keys are
+    not counted: padding, other sequences, keys outside of a window. Keys count in the order in which they are stored.
+
+    Gates, positions and their logits are computed in float32 at least, from queries and keys without the model's rotation:
+    where that is kept, rotated gates would bring the distance back in.
+
+    Parameter: `pos_emb` [1, D, npos], shared by the heads, zero at the start, which makes the model one without positions
+    (NoPE), or with native='keep' the same as before.
+
+    In encoders the official code runs without a mask, so that positions count to the end of the sequence, not to the query.
+    Here they count to the query from both sides: keys ahead of it have the position `g_i,i+1 + ... + g_ij` in a table of
+    their own, `pos_emb_right`.
+
+    Args:
+        geometry: Shape of the layer.
+        npos: Number of embeddings; keys at position npos - 1 or further share the last. The official code has one more than
+            the training length; few suffice, as a query counts only what it picks.
+        scale_position_logits: Multiply `q . e[p]` by the softmax scale, as the official code does; the paper's listing does
+            not. The same but for the size of `pos_emb`.
+        separate_keys: Compute gates from keys of their own, one per kv head: `gate_proj`, a linear layer of the hidden states; they
+            are cached as well.
+        value_gates: Compute gates from the values in place of the keys.
+        shared: One table for the whole stack. Not with `separate_keys`, whose projections belong to their layers.
+    """
+
+    neutral_options = {}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        npos: int = 64,
+        scale_position_logits: bool = True,
+        separate_keys: bool = False,
+        value_gates: bool = False,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(geometry)
+        require(npos >= 2, "cope", "npos", npos, "at least 2 (with one embedding all positions are the same)")
+        require(
+            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False beside separate_keys=True"
+        )
+        require(
+            not (separate_keys and shared),
+            "cope",
+            "shared",
+            shared,
+            "False beside separate_keys=True (the projections of these keys belong to their layers)",
+        )
+        self.npos, self.scale_position_logits = npos, scale_position_logits
+        self.separate_keys, self.value_gates, self.shared = separate_keys, value_gates, shared
+        self.reads_keys = not (separate_keys or value_gates)
+        self.pos_emb = nn.Parameter(torch.empty(1, geometry.head_dim, npos))
+        self.pos_emb_right = None if geometry.causal else nn.Parameter(torch.empty(1, geometry.head_dim, npos))
+        width = geometry.kv_heads * geometry.head_dim
+        self.gate_proj = nn.Linear(geometry.hidden_size, width) if separate_keys else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.pos_emb)
+        if self.pos_emb_right is not None:
+            nn.init.zeros_(self.pos_emb_right)
+        if self.gate_proj is not None:
+            bound = self.geometry.hidden_size**-0.5
+            nn.init.uniform_(self.gate_proj.weight, -bound, bound)
+            nn.init.uniform_(self.gate_proj.bias, -bound, bound)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        if self.gate_proj is None:
+            return Projection(q, k, v)
+        hidden = tokens.hidden_states("cope")
+        keys = F.linear(hidden, self.gate_proj.weight.to(hidden), self.gate_proj.bias.to(hidden)).to(k)
+        return Projection(q, k, v, {_GATE_KEYS: keys.view(*keys.shape[:2], self.geometry.kv_heads, -1)})
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        # Autocast would count in half precision: bfloat16 has no fractions from 128 on.
+        with torch.autocast(logits.device.type, enabled=False):
+            position = self.count(logits, q, k, block)
+            table = self.pos_emb if self.pos_emb_right is None else torch.cat([self.pos_emb, self.pos_emb_right])
+            whole = torch.einsum("bhqd,sdn->bhqsn", q.to(logits), table.to(logits))  # at whole positions, of each side
+            steps = F.pad(whole.diff(dim=-1), (0, 1))
+            below = position.detach().floor()
+            index = below.long()
+            if self.pos_emb_right is not None:
+                index = index + self.npos * _ahead(block)
+            # One index for both tables: those of int64 are the largest tensors here.
+            found = whole.flatten(-2).gather(-1, index) + (position - below) * steps.flatten(-2).gather(-1, index)
+            return logits + (self._scale() * found if self.scale_position_logits else found)
+
+    def count(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return the position of each key as each query counts it, `[B, H, q, K]`; of what `score` gets."""
+        gates = self._gate_logits(logits, q, k, block).sigmoid()
+        if block.keep is not None:
+            gates = torch.where(block.keep, gates, 0)
+        if self.geometry.causal:
+            position = _to_the_end(gates)
+        else:
+            ahead = _ahead(block)
+            position = torch.where(
+                ahead, torch.where(ahead, gates, 0).cumsum(-1), _to_the_end(torch.where(ahead, 0, gates))
+            )
+        return position.clamp_max(self.npos - 1)
+
+    def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        if self.separate_keys:
+            k = block.state[_GATE_KEYS].transpose(1, 2)  # [B, G, K, D]
+        elif self.value_gates:
+            assert block.values is not None
+            k = block.values
+        elif not block.native:
+            return logits  # already the product
+        return grouped_matmul(q, k.to(q).transpose(-1, -2)).to(logits) * self._scale()
+
+    def _scale(self) -> float:
+        assert self.geometry.scale is not None
+        return self.geometry.scale
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        return (self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0), 0
+
+
+def _to_the_end(gates: Tensor) -> Tensor:
+    """Return the sum from each key to the last."""
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+def _ahead(block: Block) -> Tensor:
+    """Return which keys are ahead of the query, bool `[B|1, 1, q, K]`."""
+    return (block.distance() < 0)[:, None]

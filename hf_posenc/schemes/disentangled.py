@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import ShapeError
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens
+from hf_posenc.schemes._additive import require
+
+# Names of the tables that `project` makes.
+_KEYS, _QUERIES = "position_keys", "position_queries"
+
+# Of DeBERTa.
+_STD = 0.02
+_LAYER_NORM_EPSILON = 1e-7
+
+
+class RelativeEmbeddings(Scheme):
+    """The embeddings of relative positions that all layers of a stack project, `rel_embeddings` `[2 * span, E]`.
+
+    Args:
+        geometry: Shape of the first layer.
+        span: Half the number of embeddings.
+        normalize: Apply layer normalisation (`LayerNorm`).
+        zero: Start at zero: the table, or, where it is normalised, the factor behind the normalisation (which would blow
+            the first step of a zero table up to full size).
+    """
+
+    def __init__(self, geometry: Geometry, *, span: int, normalize: bool, zero: bool) -> None:
+        super().__init__(geometry)
+        self.span, self.normalize, self.zero = span, normalize, zero
+        self.rel_embeddings = nn.Parameter(torch.empty(2 * span, geometry.hidden_size))
+        self.LayerNorm = nn.LayerNorm(geometry.hidden_size, eps=_LAYER_NORM_EPSILON) if normalize else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.zero and not self.normalize:
+            nn.init.zeros_(self.rel_embeddings)
+        else:
+            nn.init.normal_(self.rel_embeddings, std=_STD)
+        if self.LayerNorm is not None:
+            nn.init.constant_(self.LayerNorm.weight, 0.0 if self.zero else 1.0)
+            nn.init.zeros_(self.LayerNorm.bias)
+
+    def table(self, first: int) -> Tensor:
+        """Return the embeddings from row `first` on, in the parameters' dtype."""
+        rows = self.rel_embeddings[first:]
+        normalized: Tensor = rows if self.LayerNorm is None else self.LayerNorm(rows)
+        return normalized
+
+
+@register_scheme("disentangled", paper="2006.03654", family="content-relative")
+class Disentangled(Scheme):
+    """Content and relative position attend to each other by projections of their own, as in DeBERTa (He et al. 2021).
+
+    With embeddings P `[2 * span, E]` of relative positions that all layers share, the layer's projections of them
+    `Kr = pos_key_proj(P)` and `Qr = pos_query_proj(P)`, `d(i, j) = clamp(bucket(i - j) + span, 0, 2 * span - 1)` and the
+    softmax scale s:
+
+        logit = s (q_i . k_j + q_i . Kr[d(i, j)] + k_j . Qr[d(i, j)])
+
+    The second term is "content to position" (c2p), the third "position to content" (p2c). The paper prints `d(j, i)` in the
+    third (equation 4); both official codes, and so all trained weights, use `d(i, j)`, as here. Computed in float32 at
+    least, from queries and keys without the model's rotation.
+
+    Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each layer,
+    from E to H * D with bias. In decoders the half of the embeddings for keys ahead of the query is there, so that the
+    table has the official shape, but nothing reads it.
+
+    Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
+    leave out their biases (`share_bias`), both of which an exact start needs; grouped queries, where each head has
+    projected positions of its own and `share_att_key` gives those of the layer's key projection to all query heads of a kv
+    head; queries that are not all keys (a cache).
+
+    Args:
+        geometry: Shape of the layer.
+        max_distance: Distance from which all keys share one embedding.
+        buckets: Half the number of embeddings where far distances share them in logarithmic buckets (DeBERTa v2 and v3:
+            256 beside a distance of 512), even; `None` gives every distance its own.
+        c2p: Use the second term.
+        p2c: Use the third term.
+        share_att_key: Project P with the layer's own query and key projections in place of `pos_key_proj` and
+            `pos_query_proj` (DeBERTa v2 and v3).
+        share_bias: With `share_att_key`, add the biases of these projections too, as DeBERTa does. They hold no position,
+            and on models that have such biases the start would not be exact.
+        normalize: Apply layer normalisation to P (DeBERTa v2 and v3).
+        scale: `"host"` multiplies all terms by s; `"deberta"` divides their sum by sqrt(2), or by sqrt(3) if both terms are
+            used.
+        init: `"normal"` draws P and the projections from N(0, 0.02); `"zero"` sets P to zero (if normalised, the factor
+            behind), a no-op at the start beside a kept native encoding.
+    """
+
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_distance: int = 512,
+        buckets: int | None = None,
+        c2p: bool = True,
+        p2c: bool = True,
+        share_att_key: bool = False,
+        share_bias: bool = False,
+        normalize: bool = False,
+        scale: Literal["host", "deberta"] = "host",
+        init: Literal["normal", "zero"] = "normal",
+    ) -> None:
+        super().__init__(geometry)
+        name = "disentangled"
+        require(max_distance >= 1, name, "max_distance", max_distance, "at least 1")
+        require(
+            buckets is None or (buckets >= 2 and buckets % 2 == 0), name, "buckets", buckets, "None or an even number"
+        )
+        require(
+            buckets is None or max_distance > buckets // 2 + 1,
+            name,
+            "max_distance",
+            max_distance,
+            f"more than buckets / 2 + 1 = {(buckets or 0) // 2 + 1} (half of the buckets hold one distance each)",
+        )
+        require(c2p or p2c, name, "p2c", p2c, "True beside c2p=False: at least one of both terms")
+        require(share_att_key or not share_bias, name, "share_bias", share_bias, "False unless share_att_key=True")
+        self.max_distance, self.buckets, self.c2p, self.p2c = max_distance, buckets, c2p, p2c
+        self.share_att_key, self.share_bias, self.normalize = share_att_key, share_bias, normalize
+        self.scale, self.init = scale, init
+        self.reads_keys = p2c
+        self.span = max_distance if buckets is None else buckets
+        # Looked up, not computed anew: a GPU's logarithm may round a boundary to the other side.
+        self._rows = self._row_of_distance()
+        width = geometry.heads * geometry.head_dim
+        self.pos_key_proj = nn.Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
+        self.pos_query_proj = nn.Linear(geometry.hidden_size, width) if p2c and not share_att_key else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for projection in (self.pos_key_proj, self.pos_query_proj):
+            if projection is not None:
+                nn.init.normal_(projection.weight, std=_STD)
+                nn.init.zeros_(projection.bias)
+
+    def make_common(self) -> Scheme:
+        return RelativeEmbeddings(self.geometry, span=self.span, normalize=self.normalize, zero=self.init == "zero")
+
+    def _row_of_distance(self) -> Tensor:
+        """Return d of each distance from `-max_distance` to `max_distance`, beyond which it does not change."""
+        distance = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
+        if self.buckets is not None:
+            distance = log_buckets(distance, self.buckets, self.max_distance)
+        return (distance + self.span).clamp(0, 2 * self.span - 1)
+
+    def rows(self, distance: Tensor) -> Tensor:
+        """Return the row d(i, j) of P for each distance (query minus key), int64 of the same shape."""
+        far = self.max_distance
+        return self._rows.to(distance.device)[distance.clamp(-far, far) + far]
+
+    def _row(self, distance: int) -> int:
+        far = self.max_distance
+        return int(self._rows[max(-far, min(distance, far)) + far])
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        precise = torch.promote_types(q.dtype, torch.float32)
+        common = tokens.common
+        assert isinstance(common, RelativeEmbeddings)
+        with torch.autocast(q.device.type, enabled=False):
+            table = common.table(self._first_row()).to(q.device)
+            tables = {} if self.share_att_key else self._projected(table)
+        if self.share_att_key:
+            tables = self._shared(tokens, table.to(q.dtype))
+        return Projection(q, k, v, tables={name: part.to(precise) for name, part in tables.items()})
+
+    def _projected(self, table: Tensor) -> dict[str, Tensor]:
+        """Return P `[N, E]` as position keys and queries, each `[H, N, D]`, those of them that are used."""
+        shape = (len(table), self.geometry.heads, self.geometry.head_dim)
+        parts = ((_KEYS, self.pos_key_proj), (_QUERIES, self.pos_query_proj))
+        return {name: part(table).view(shape).transpose(0, 1) for name, part in parts if part is not None}
+
+    def _shared(self, tokens: Tokens, table: Tensor) -> dict[str, Tensor]:
+        """Return the same as the layer itself projects P: queries `[H, N, D]`, keys `[G, N, D]`."""
+        if tokens.host is None:
+            raise ShapeError(
+                "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a function "
+                "from [batch, length, hidden_size] to queries and keys."
+            )
+        # A row of zeros more becomes the bias.
+        table = nn.functional.pad(table, (0, 0, 0, 1))
+        tables = {}
+        for name, part, used in zip((_QUERIES, _KEYS), tokens.host(table[None]), (self.p2c, self.c2p), strict=True):
+            rows, bias = part[0, :, :-1], part[0, :, -1:]
+            if used:
+                tables[name] = rows if self.share_bias else rows - bias
+        return tables
+
+    def _first_row(self) -> int:
+        # Decoders see distances from 0 on.
+        return self.span if self.geometry.causal else 0
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        distance = block.distance().to(logits.device)
+        # The rows that distances in reach have, among those that `project` made tables of.
+        first, stop = self._row(-block.reach), self._row(block.reach) + 1
+        if self.geometry.causal:
+            distance, first = distance.clamp_min(0), self._first_row()
+        used = slice(first - self._first_row(), stop - self._first_row())
+        index = (self.rows(distance) - first)[:, None]  # [B|1, 1, q, K]
+        scale, terms = self.geometry.scale, self.c2p + self.p2c
+        assert scale is not None
+        with torch.autocast(logits.device.type, enabled=False):
+            if self.c2p:
+                products = _times_positions(q.to(logits), block.tables[_KEYS][:, used])  # [B, H, q, N]
+                logits = logits + scale * products.gather(-1, index.expand(logits.shape))
+            if self.p2c:
+                logits = logits + scale * _meet_keys(k.to(logits), block.tables[_QUERIES][:, used], index)
+        return logits / math.sqrt(1 + terms) if self.scale == "deberta" else logits
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        # A bias in the place of position queries changes logits, one in the place of position keys does not.
+        biased = self.share_bias and self.p2c
+        return native_kept and self.init == "zero" and self.scale == "host" and not biased
+
+
+def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Return the signed bucket of each distance: half of `buckets` per side hold one distance, the others grow.
+
+    float64 and a hair less than each value to be rounded up: at the last distance before `max_distance` the value is a whole
+    number, which a rounded logarithm may exceed.
+    """
+    half, size = buckets // 2, distance.abs()
+    grown = torch.log(size.clamp_min(half).double() / half) / math.log((max_distance - 1) / half) * (half - 1)
+    far = (grown - 1e-9).ceil().long() + half
+    return torch.where(size <= half, distance, distance.sign() * far)
+
+
+def _times_positions(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the products of queries `[B, H, q, D]` and position keys `[H | G, N, D]`: `[B, H, q, N]`."""
+    batch, heads, length, width = q.shape
+    groups, count, _ = keys.shape
+    rows = q.reshape(batch, groups, heads // groups * length, width)
+    return torch.einsum("bgqd,gnd->bgqn", rows, keys).reshape(batch, heads, length, count)
+
+
+def _meet_keys(k: Tensor, queries: Tensor, index: Tensor) -> Tensor:
+    """Return the products of keys `[B, G, K, D]` and the rows of position queries `[H, N, D]` at an index `[B|1, 1, q, K]`.
+
+    For few queries (a step of decoding), these rows are fewer numbers than the products of every key with every row.
+    """
+    batch, groups, length, width = k.shape
+    heads, count, _ = queries.shape
+    if index.shape[2] * width > count:
+        rows = queries.reshape(groups, heads // groups * count, width)
+        products = torch.einsum("gnd,bgkd->bgnk", rows, k).reshape(batch, heads, count, length)
+        return products.gather(2, index.expand(batch, heads, -1, -1))
+    met = queries[:, index[:, 0]].view(groups, heads // groups, *index[:, 0].shape, width)  # [G, H / G, B|1, q, K, D]
+    return torch.einsum("grbqkd,bgkd->bgrqk", met, k).flatten(1, 2)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, set_start
+from hf_posenc.schemes._additive import require
+
+# The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
+_SUMS = "log_forget_sums"
+
+# The context that is assumed of a model that names none.
+_CONTEXT = 2048
+
+
+class AnyDtypeLinear(nn.Linear):
+    """A linear layer with float32 weights that computes in the dtype of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+
+
+@register_scheme("fox", paper="2503.02130", family="contextual")
+class FoX(Scheme):
+    """A gate per head and token that says how much of everything before is kept (Lin et al. 2025, Forgetting Transformer).
+
+    With `log f_t = logsigmoid(w . x_t + b)` of the hidden state x that the projections read, and `c_t` the sum of `log f` up
+    to and with token t, the logit of query i and key j gets `c_i - c_j`: the gates after the key up to and with the query's
+    own. It is 0 for a token itself, never positive, and not multiplied by the softmax scale. Gates are of query heads, also
+    where these share keys. All of it is computed in float32 or wider, `c_i - c_j` before the logit is added; the cache
+    keeps c, in float32, one number per head and token.
+
+    In encoders there are two gates per head: keys behind a query get the difference above, keys ahead of it
+    `cr_j - cr_i` with the sums cr of the second gate (as in x-transformers' DataDependentAlibi).
+
+    Parameters: `fgate_proj.weight` `[H, E]` (rows of the second gate last, in encoders) and `fgate_proj.bias` `[H]`; or
+    `fgate_bias` `[H]`, which is stored but not trained if the gate is fixed.
+
+    Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and `log f = -1/T`
+    whatever the content, T being the tokens after which 1/e is left: `"timescale"` spreads T over the heads, `"horizon"`
+    sets it beyond the context, which with the native encoding kept moves logits by at most context / T. That is chosen
+    there. Where the native encoding is removed the official start is the default: on a small trained Llama it left most of
+    the model before training and after it, time scales less, and the horizon, which is hardly a position, the least.
+
+    Deviations from the official code: grouped queries, encoders; time scales also for gates that see content, where they
+    make the start a fixed decay that is learned from there; a token of padding has f = 1 wherever it is, and the sums go on
+    over it and from chunk to chunk.
+
+    Args:
+        geometry: Shape of the layer.
+        forget_gate: What gates depend on: `"full"` on the hidden state, `"bias_only"` on the head, learned; `"fixed"` on the
+            head, not trained.
+        init: The start, see above. `None` is `"official"` for full gates and `"timescale"` for the others, as in the official
+            code; fixed gates have no official start of their own.
+        horizon: T of `init="horizon"`; `None` is 10 times the model's context (2,048 tokens if it names none).
+        decay_time_min: The shortest T of `init="timescale"`; `None` is 2 tokens.
+        decay_time_max: The longest T of `init="timescale"`; `None` is the model's context. Between, heads are spaced
+            geometrically.
+    """
+
+    neutral_options: ClassVar[Mapping[str, Any] | None] = {"init": "horizon"}
+    fgate_bias: Tensor | None
+    _name = "fox"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        forget_gate: Literal["full", "bias_only", "fixed"] = "full",
+        init: Literal["official", "horizon", "timescale"] | None = None,
+        horizon: float | None = None,
+        decay_time_min: float | None = None,
+        decay_time_max: float | None = None,
+    ) -> None:
+        super().__init__(geometry)
+        self._context = geometry.max_positions or _CONTEXT
+        if init is None:
+            init = "official" if forget_gate == "full" else "timescale"
+        require(
+            forget_gate != "fixed" or init != "official",
+            self._name,
+            "init",
+            init,
+            "'horizon' or 'timescale' for fixed gates",
+        )
+        if init == "horizon":
+            horizon = 10.0 * self._context if horizon is None else horizon
+        if init == "timescale":
+            decay_time_min = 2.0 if decay_time_min is None else decay_time_min
+            decay_time_max = max(decay_time_min, float(self._context)) if decay_time_max is None else decay_time_max
+        for option, got, needed in (
+            ("horizon", horizon, "horizon"),
+            ("decay_time_min", decay_time_min, "timescale"),
+            ("decay_time_max", decay_time_max, "timescale"),
+        ):
+            require(got is None or init == needed, self._name, option, got, f"None unless init={needed!r} is given")
+            require(got is None or got > 0, self._name, option, got, "a positive number of tokens")
+        require(
+            decay_time_min is None or decay_time_max is None or decay_time_min <= decay_time_max,
+            self._name,
+            "decay_time_max",
+            decay_time_max,
+            f"at least decay_time_min = {decay_time_min}",
+        )
+        self.forget_gate, self.init, self.horizon = forget_gate, init, horizon
+        self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
+        gates = geometry.heads if geometry.causal else 2 * geometry.heads
+        self.fgate_proj: AnyDtypeLinear | None = None
+        if forget_gate == "full":
+            self.fgate_proj = AnyDtypeLinear(geometry.hidden_size, gates)
+            self.fgate_bias = None
+        elif forget_gate == "bias_only":
+            self.fgate_bias = nn.Parameter(torch.empty(gates))
+        else:
+            self.register_buffer("fgate_bias", torch.empty(gates))
+        FoX.reset_parameters(self)  # a subclass has parameters that are not there yet
+
+    def reset_parameters(self) -> None:
+        if self.fgate_proj is not None:
+            if self.init == "official":
+                nn.init.normal_(self.fgate_proj.weight, std=0.02)
+            else:
+                nn.init.zeros_(self.fgate_proj.weight)
+        bias = self.fgate_bias if self.fgate_proj is None else self.fgate_proj.bias
+        assert bias is not None
+        if self.init == "official":
+            nn.init.zeros_(bias)
+        else:
+            rate = self._decay_times(bias).reciprocal()
+            # `-log(expm1(rate))`, whose sigmoid is `exp(-rate)`, without overflow at high rates.
+            set_start(bias, -rate - (-torch.expm1(-rate)).log())
+
+    def _decay_times(self, like: Tensor) -> Tensor:
+        """Return the time T of every gate at the start, float64."""
+        heads = self.geometry.heads
+        if self.init == "horizon":
+            assert self.horizon is not None
+            return torch.full(like.shape, self.horizon, dtype=torch.float64, device=like.device)
+        assert self.decay_time_min is not None
+        assert self.decay_time_max is not None
+        first, last = math.log(self.decay_time_min), math.log(self.decay_time_max)
+        times = torch.linspace(first, last, heads, dtype=torch.float64, device=like.device).exp()
+        return times.repeat(like.numel() // heads)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        return Projection(q, k, v, {_SUMS: self.sums(tokens, k)})
+
+    def sums(self, tokens: Tokens, k: Tensor) -> Tensor:
+        """Return the summed logarithms of the gates up to each fresh token, float32 or wider `[B, S, H]`, for keys `k`."""
+        precise = torch.promote_types(k.dtype, torch.float32)
+        with torch.autocast(k.device.type, enabled=False):
+            if self.fgate_proj is not None:
+                logits = self.fgate_proj(tokens.hidden_states(self._name).to(precise))
+            else:
+                assert self.fgate_bias is not None
+                logits = self.fgate_bias.to(precise).expand(k.shape[0], k.shape[2], -1)
+            log_gates = F.logsigmoid(logits)
+            if tokens.real is not None:
+                log_gates = log_gates.masked_fill(~tokens.real[..., None], 0)
+            sums = log_gates.cumsum(dim=1)
+        before = tokens.past.get(_SUMS)
+        return sums if before is None else sums + before
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        own = block.own[_SUMS].transpose(1, 2)[..., None]  # [B, H, q, 1]
+        keys = block.state[_SUMS].transpose(1, 2)[:, :, None]  # [B, H, 1, K]
+        if self.geometry.causal:
+            return logits + (own - keys)
+        heads = self.geometry.heads
+        behind = (block.distance() >= 0)[:, None]
+        return logits + torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
+
+    def start_tolerance(self, *, native_kept: bool) -> float | None:
+        if not native_kept or self.horizon is None:
+            return None
+        return self._context / self.horizon
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        return 4 * self.geometry.heads, 0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Scheme
+from hf_posenc.schemes._additive import require
+
+
+@register_scheme("shaw", paper="1803.02155", family="content-relative")
+class Shaw(Scheme):
+    """Learned vectors per clipped distance, added to keys and to values (Shaw et al. 2018, equations 3 to 5).
+
+    With `r(i, j) = clip(j - i, -K, K) + K` (key minus query) and the softmax scale s:
+
+        logit = s q_i . (k_j + rel_k[r(i, j)])
+        output = sum_j p_ij (v_j + rel_v[r(i, j)])
+
+    Parameters `rel_k` and `rel_v`, each `[2K + 1, D]`, shared by the heads, one pair per layer. In decoders the rows for keys
+    ahead of the query are there, so that tables have the official shape, but nothing reads them.
+
+    Computed as `q @ rel_k.T`, gathered, and as weights summed per distance times `rel_v`, in float32 at least: no tensor
+    has a row per query, key and channel. A query that a native rotation has turned enters `rel_k` without it.
+
+    Args:
+        geometry: Shape of the layer.
+        max_distance: K; the paper uses 16.
+        values: Also add to values. Without, `rel_v` is not there.
+        init: `"zero"`, which beside a kept native encoding is a no-op at the start, and from which both tables learn at
+            once; or `"normal"`, N(0, 0.02). (The official start is left to the defaults of its framework.)
+    """
+
+    neutral_options = {}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_distance: int = 16,
+        values: bool = True,
+        init: Literal["zero", "normal"] = "zero",
+    ) -> None:
+        super().__init__(geometry)
+        require(max_distance >= 1, "shaw", "max_distance", max_distance, "at least 1")
+        self.max_distance, self.values, self.init = max_distance, values, init
+        shape = (2 * max_distance + 1, geometry.head_dim)
+        self.rel_k = nn.Parameter(torch.empty(shape))
+        self.rel_v = nn.Parameter(torch.empty(shape)) if values else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in (self.rel_k, self.rel_v):
+            if table is not None and self.init == "zero":
+                nn.init.zeros_(table)
+            elif table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        with torch.autocast(logits.device.type, enabled=False):
+            products = q.to(logits) @ self.rel_k.to(logits).T  # [B, H, q, 2K + 1]
+        assert self.geometry.scale is not None
+        return logits + self.geometry.scale * products.gather(-1, self._index(block, logits))
+
+    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
+        output = super().mix(weights, v, block)
+        if self.rel_v is None:
+            return output
+        # In half precision a sum of many small weights would stop growing.
+        precise = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        sums = precise.new_zeros(*weights.shape[:3], len(self.rel_v)).scatter_add(
+            -1, self._index(block, weights), precise
+        )
+        with torch.autocast(weights.device.type, enabled=False):
+            return output + (sums @ self.rel_v.to(sums)).to(output.dtype)
+
+    def _index(self, block: Block, like: Tensor) -> Tensor:
+        """Return the row of every query and key in the tables, expanded to `[B, H, q, K]`."""
+        far = self.max_distance
+        return ((-block.distance()).clamp(-far, far) + far)[:, None].to(like.device, torch.int64).expand(like.shape)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.init == "zero"

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Scheme, grouped_matmul, set_start
+
+# Of lm-engine, and torch's default.
+_NORM_EPSILON = 1e-5
+# The longest reach at the start, where the model states no length of its own.
+_REACH = 1024
+
+
+@register_scheme("stick_breaking", paper="2410.17980", family="contextual", directions=("causal",))
+class StickBreaking(Scheme):
+    """Each key, the nearest first, takes a share of what nearer keys left; no softmax (Tan et al. 2024).
+
+    With `beta_ij = sigmoid(s q_i . k_j)` the weight is `A_ij = beta_ij * prod_{j<t<i} (1 - beta_it)`, by default without the
+    query's own key. The weights of a row do not sum to 1: the remainder `prod_t (1 - beta_it)` is what is left of the stick
+    behind the first key. The order of keys is all that is known of positions; hidden keys take nothing.
+
+    Computed in float32 at least as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`, the remainder as the exponential of the whole
+    sum: one minus the sum of weights would cancel.
+
+    Causal by construction. No start computes what the model did: it must be adapted.
+
+    Args:
+        geometry: Shape of the layer.
+        attend_current: Break the first piece off at the query's own key rather than at the one before.
+        remainder: What becomes of the rest of the stick: `"drop"` leaves it (the published checkpoints; a first token then
+            attends to nothing), `"self"` gives it to the query's own key, so that rows sum to 1, `"head_bias"` gives it to a
+            learned vector per head and normalises the output of each head (GroupNorm with mean and variance), as lm-engine
+            does: parameters `head_bias` [H, D], zero at the start, and `norm`.
+        start_bias: Add a learned bias per head to the logits, not in the paper. Without it a head whose logits are zero
+            gives half of its stick to the nearest key. It starts at `-ln(T_h)`, a reach of about T_h tokens, from
+            `T_1 = L^(1 / H)` to `T_H = L`, the trained length (1,024 if the model states none).
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        attend_current: bool = False,
+        remainder: Literal["drop", "self", "head_bias"] = "drop",
+        start_bias: bool = False,
+    ) -> None:
+        super().__init__(geometry)
+        self.attend_current, self.remainder, self.start_bias = attend_current, remainder, start_bias
+        heads, width = geometry.heads, geometry.head_dim
+        self.logit_bias = nn.Parameter(torch.empty(heads)) if start_bias else None
+        with_bias = remainder == "head_bias"
+        self.head_bias = nn.Parameter(torch.empty(heads, width)) if with_bias else None
+        self.norm = nn.GroupNorm(heads, heads * width, eps=_NORM_EPSILON) if with_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.logit_bias is not None:
+            heads, longest = self.geometry.heads, self.geometry.max_positions or _REACH
+            set_start(self.logit_bias, -torch.arange(1, heads + 1) / heads * torch.tensor(longest).log())
+        if self.head_bias is not None and self.norm is not None:
+            nn.init.zeros_(self.head_bias)
+            nn.init.ones_(self.norm.weight)
+            nn.init.zeros_(self.norm.bias)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return logits if self.logit_bias is None else logits + self.logit_bias.to(logits)[:, None, None]
+
+    def weigh(self, logits: Tensor, block: Block) -> Tensor:
+        weights, rest = self.break_stick(logits, block)
+        if self.remainder == "self":
+            own = (block.distance() == 0)[:, None]
+            if block.keep is not None:
+                own = own & block.keep
+            return weights + rest * own
+        return torch.cat([weights, rest], dim=-1) if self.remainder == "head_bias" else weights
+
+    def break_stick(self, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Return the keys' weights `[B, H, q, K]` and what they leave of 1, `[B, H, q, 1]`."""
+        distance = block.distance()
+        taking = (distance >= 0 if self.attend_current else distance > 0)[:, None]  # [B|1, 1, q, K]
+        if block.keep is not None:
+            taking = taking & block.keep
+        # So low a logit takes nothing and leaves all.
+        logits = torch.where(taking, logits, torch.finfo(logits.dtype).min)
+        left = F.logsigmoid(-logits).flip(-1).cumsum(-1).flip(-1)  # log(1 - beta), summed from each key to the last
+        # Weights too small for a normal number would take most of the time on a CPU, here and where they are multiplied.
+        smallest = 4 * torch.finfo(logits.dtype).tiny
+        weights = (logits + left).clamp_min(math.log(smallest)).exp()
+        return F.threshold(weights, 2 * smallest, 0), left[..., :1].exp()
+
+    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
+        if self.head_bias is None:
+            return grouped_matmul(weights, v)
+        return grouped_matmul(weights[..., :-1], v) + weights[..., -1:] * self.head_bias.to(v)[:, None]
+
+    def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
+        if self.norm is None:
+            return output
+        batch, heads, length, width = output.shape
+        precise = torch.promote_types(output.dtype, torch.float32)
+        rows = output.transpose(1, 2).reshape(-1, heads * width).to(precise)  # [B * Q, H * D]
+        weight, bias = self.norm.weight.to(rows), self.norm.bias.to(rows)
+        rows = F.group_norm(rows, heads, weight, bias, _NORM_EPSILON)
+        return rows.view(batch, length, heads, width).transpose(1, 2).to(output)
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        found = [
+            "The attention weights are no softmax" + ("" if self.weights_sum_to_one() else " and do not sum to 1") + "."
+        ]
+        if not self.start_bias:
+            found.append(
+                "Heads start with a reach of few tokens; start_bias=True spreads them up to the trained length."
+            )
+        return found
+
+    def weights_sum_to_one(self) -> bool:
+        return self.remainder == "self"

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
+from hf_posenc.schemes._additive import require
+
+# Names of the tables that `project` makes: both biases, and W_r R_n for keys behind and ahead of a query, by |n|.
+_CONTENT_BIAS, _POSITION_BIAS = "r_w_bias", "r_r_bias"
+_BEHIND, _AHEAD = "positions_behind", "positions_ahead"
+
+_BASE = 10000.0
+
+
+class GlobalBiases(Scheme):
+    """The biases `r_w_bias` (u) and `r_r_bias` (v) that all layers of a stack share, each `[H, D]`.
+
+    Args:
+        geometry: Shape of the first layer.
+        zero: Start at zero.
+    """
+
+    def __init__(self, geometry: Geometry, *, zero: bool) -> None:
+        super().__init__(geometry)
+        self.zero = zero
+        self.r_w_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
+        self.r_r_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _start(self.r_w_bias, self.zero)
+        _start(self.r_r_bias, self.zero)
+
+
+class PositionProjection(nn.Linear):
+    """W_r, applied to encodings `[..., E]` or, backwards, to the queries `[B, H, q, D]` that meet projected encodings."""
+
+    def forward(self, input: Tensor, *, backwards: bool = False) -> Tensor:
+        weight = self.weight.to(input)
+        if not backwards:
+            return nn.functional.linear(input, weight)
+        return input @ weight.view(input.shape[1], input.shape[3], -1)  # [B, H, q, E]
+
+
+@register_scheme("transformer_xl", paper="1901.02860", family="content-relative")
+class TransformerXL(Scheme):
+    """Queries meet projected sinusoids of the distance; one bias each for contents and distances (Dai et al. 2019).
+
+    With R_n the sinusoidal encoding of the distance n `[E]`, all sines first, and the softmax scale s (section 3.3):
+
+        logit = s ((q_i + u) . k_j + (q_i + v) . (W_r R_{i - j}))
+
+    Parameters: `r_net.weight` (W_r) `[H * D, E]` of each layer; `common.r_w_bias` (u) and `common.r_r_bias` (v), each
+    `[H, D]`, for all layers of the stack. In encoders n has a sign, as in XLNet. Computed in float32 at least (angles in
+    float64), from queries and keys without the model's rotation. An odd E gets a zero at the end of R.
+
+    W_r is applied to all distances in reach once per call; or, where that would be more work (one query against a cache,
+    positions with large gaps), backwards to the queries, which then meet the sinusoids themselves: sine and cosine of
+    i - j are sums of products of those of i and j.
+
+    Args:
+        geometry: Shape of the layer.
+        untie: Give each layer biases u and v of its own (`r_w_bias`, `r_r_bias`), as XLNet does.
+        clamp_len: Distance from which R does not change; `None` is no limit.
+        init: `"normal"` draws all parameters from N(0, 0.02), as the official code does; `"zero"` is a no-op at the start
+            beside a kept native encoding.
+    """
+
+    neutral_options = {"init": "zero"}
+    reads_keys = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        untie: bool = False,
+        clamp_len: int | None = None,
+        init: Literal["normal", "zero"] = "normal",
+    ) -> None:
+        super().__init__(geometry)
+        require(clamp_len is None or clamp_len >= 1, "transformer_xl", "clamp_len", clamp_len, "None or at least 1")
+        self.untie, self.clamp_len, self.init = untie, clamp_len, init
+        self.r_net = PositionProjection(geometry.hidden_size, geometry.heads * geometry.head_dim, bias=False)
+        shape = (geometry.heads, geometry.head_dim)
+        self.r_w_bias = nn.Parameter(torch.empty(shape)) if untie else None
+        self.r_r_bias = nn.Parameter(torch.empty(shape)) if untie else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.r_net.weight, self.r_w_bias, self.r_r_bias):
+            if parameter is not None:
+                _start(parameter, self.init == "zero")
+
+    def make_common(self) -> Scheme | None:
+        return None if self.untie else GlobalBiases(self.geometry, zero=self.init == "zero")
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        precise = torch.promote_types(q.dtype, torch.float32)
+        biases = self if self.untie else tokens.common
+        assert isinstance(biases, (TransformerXL, GlobalBiases))
+        assert biases.r_w_bias is not None
+        assert biases.r_r_bias is not None
+        tables = {
+            _CONTENT_BIAS: biases.r_w_bias.to(q.device, precise),
+            _POSITION_BIAS: biases.r_r_bias.to(q.device, precise),
+        }
+        count = self._distances(tokens.positions, q.shape[2] * k.shape[2])
+        if count is not None:
+            distance = torch.arange(count, device=q.device)
+            sides = {_BEHIND: distance} if self.geometry.causal else {_BEHIND: distance, _AHEAD: -distance}
+            with torch.autocast(q.device.type, enabled=False):
+                for name, side in sides.items():
+                    projected = self.r_net(self._encoding(side, precise))
+                    tables[name] = projected.view(count, self.geometry.heads, -1).transpose(0, 1)  # [H, count, D]
+        return Projection(q, k, v, tables=tables)
+
+    def _distances(self, positions: Positions, pairs: int) -> int | None:
+        """Return how many distances per side there are in reach, or `None` if W_r had better go to the queries."""
+        if pairs < self.geometry.head_dim:
+            return None  # So that no step of decoding waits for a tensor to be read.
+        # Of cached keys nothing is known but that their positions are not negative. Encoders have none.
+        farthest = int(positions.query.max())
+        if not self.geometry.causal:
+            farthest = max(farthest, int(positions.key.max()))
+        if self.clamp_len is not None:
+            farthest = min(farthest, self.clamp_len)
+        # W_r R for each distance takes E * D products per head, backwards E per pair.
+        return farthest + 1 if (farthest + 1) * self.geometry.head_dim <= pairs else None
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        width = self.geometry.hidden_size
+        step = torch.arange(width // 2, dtype=torch.float64, device=device)
+        exponent: Tensor = _BASE ** (-2 * step / width)
+        return exponent
+
+    def _sin_cos(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return sines and cosines at int64 places `[...]`, each `[..., E // 2]`."""
+        angles = places[..., None].double() * self._frequencies(places.device)
+        return angles.sin().to(dtype), angles.cos().to(dtype)
+
+    def _encoding(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return R at int64 distances `[N]`, `[N, E]`."""
+        return nn.functional.pad(torch.cat(self._sin_cos(distance, dtype), dim=-1), (0, self.geometry.hidden_size % 2))
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        assert self.geometry.scale is not None
+        with torch.autocast(logits.device.type, enabled=False):
+            u = block.tables[_CONTENT_BIAS].to(logits)[None, :, None]  # [1, H, 1, D]
+            content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(logits).transpose(-1, -2))  # [B, H, 1, K]
+            q = q.to(logits) + block.tables[_POSITION_BIAS].to(logits)[:, None]
+            place = self._from_table(q, block) if _BEHIND in block.tables else self._backwards(q, block)
+            return logits + self.geometry.scale * (content + place)
+
+    def _from_table(self, q: Tensor, block: Block) -> Tensor:
+        """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
+        sides = [block.tables[name] for name in (_BEHIND, _AHEAD) if name in block.tables]
+        products = q @ torch.cat(sides, dim=1).to(q).transpose(-1, -2)  # [B, H, q, sides * count]
+        distance, count = block.distance().to(q.device), sides[0].shape[1]
+        size = (distance.clamp_min(0) if self.geometry.causal else distance.abs()).clamp_max(count - 1)
+        index = size + count * (distance < 0) if len(sides) > 1 else size
+        return products.gather(-1, index[:, None].expand(*products.shape[:3], -1))
+
+    def _backwards(self, q: Tensor, block: Block) -> Tensor:
+        """Return the same by products of sinusoids of both positions."""
+        half = self.geometry.hidden_size // 2
+        a, b = self.r_net(q, backwards=True)[..., : 2 * half].split(
+            half, dim=-1
+        )  # what sine and cosine are multiplied by
+        sin, cos = (part[:, None] for part in self._sin_cos(block.positions.query.to(q.device), q.dtype))
+        own = torch.cat((a * sin + b * cos, b * sin - a * cos), dim=-1)  # [B, H, q, 2 * half]
+        sin, cos = (part[:, None] for part in self._sin_cos(block.positions.key.to(q.device), q.dtype))
+        products = own @ torch.cat((cos, sin), dim=-1).transpose(-1, -2)
+        if self.clamp_len is None:
+            return products
+        distance = block.distance().to(q.device)[:, None]
+        sin, cos = self._sin_cos(torch.tensor(self.clamp_len, device=q.device), q.dtype)
+        sine, cosine = (a @ sin)[..., None], (b @ cos)[..., None]
+        products = torch.where(distance > self.clamp_len, cosine + sine, products)
+        return torch.where(distance < -self.clamp_len, cosine - sine, products)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.init == "zero"
+
+
+def _start(parameter: Tensor, zero: bool) -> None:
+    if zero:
+        nn.init.zeros_(parameter)
+    else:
+        nn.init.normal_(parameter, std=0.02)

@@ -1,0 +1,102 @@
+"""Batches that show a model other lengths than those it is trained on: position skipping, and mixed lengths.
+
+Both wrap a batch of windows `[B, n]` of token ids, and work in any `Trainer` as its `data_collator`. What they draw depends
+on the seed and on the tokens alone, so that a run that is resumed, or loads its data with several workers, draws the same. For
+packed documents take `transformers.DataCollatorWithFlattening`; patched models keep its sequences apart.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import default_data_collator
+
+from hf_posenc.errors import OptionError, ShapeError
+
+Collator = Callable[[list[Any]], dict[str, Tensor]]
+
+
+class PositionSkipping:
+    """Give windows the positions of a longer text, by leaving some out (PoSE, Zhu et al. 2024, arXiv 2309.10400).
+
+    Each window is cut into chunks, and each chunk but the first begins later than the one before ended, by a random number
+    of positions; the last can be anywhere up to `length - 1`. So all distances up to `length` are seen at the price of
+    short windows. Tokens and labels stay as they are.
+
+    Args:
+        length: The length whose positions are wanted.
+        chunks: How many chunks a window is cut into.
+        seed: Of the cuts and gaps.
+        collate: Makes the batch; by default stacks.
+
+    Raises:
+        OptionError: There are fewer than two chunks.
+    """
+
+    def __init__(
+        self, length: int, *, chunks: int = 2, seed: int = 0, collate: Collator = default_data_collator
+    ) -> None:
+        if chunks < 2:
+            raise OptionError(f"PositionSkipping(chunks={chunks!r}): expected at least 2; one chunk skips nothing.")
+        self.length, self.chunks, self.seed, self._collate = length, chunks, seed, collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch, with `position_ids` int64 `[B, n]` and a mask of ones."""
+        batch = self._collate(examples)
+        tokens = batch["input_ids"].shape[1]
+        if tokens > self.length or tokens < self.chunks:
+            raise ShapeError(
+                f"Got windows of {tokens} tokens; expected at least {self.chunks}, one per chunk, and at most "
+                f"length={self.length}, the number of positions to choose from."
+            )
+        batch["position_ids"] = torch.stack([self.positions(row) for row in batch["input_ids"]])
+        # A jump is no boundary between documents.
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        return batch
+
+    def positions(self, ids: Tensor) -> Tensor:
+        """Return the positions of one window of token ids, int64 `[n]`."""
+        tokens, draw = len(ids), _generator(ids, self.seed)
+        cuts = torch.randperm(tokens - 1, generator=draw)[: self.chunks - 1].sort().values + 1
+        # Gaps are sorted points in what is left out: each way of leaving out is as likely.
+        free = self.length - tokens
+        gaps = torch.randint(free + 1, (self.chunks - 1,), generator=draw).sort().values
+        skipped = torch.zeros(tokens, dtype=torch.long)
+        skipped[cuts] = gaps.diff(prepend=torch.zeros(1, dtype=torch.long))
+        return torch.arange(tokens) + skipped.cumsum(0)
+
+
+class MixedLengths:
+    """Cut the windows of each batch into shorter ones, of one length drawn for the batch; the tokens stay the same.
+
+    Args:
+        lengths: What to draw from; each must divide the windows' length.
+        seed: Of the draws.
+        collate: Makes the batch; by default stacks.
+
+    Raises:
+        OptionError: There is no length to draw.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, seed: int = 0, collate: Collator = default_data_collator) -> None:
+        if not lengths or min(lengths) < 1:
+            raise OptionError(f"MixedLengths(lengths={lengths!r}): expected one or more positive lengths.")
+        self.lengths, self.seed, self._collate = tuple(lengths), seed, collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch, every tensor `[B * n / length, length]`."""
+        batch = self._collate(examples)
+        draw = _generator(batch["input_ids"], self.seed)
+        length = self.lengths[int(torch.randint(len(self.lengths), (1,), generator=draw))]
+        tokens = batch["input_ids"].shape[1]
+        if tokens % length:
+            raise ShapeError(f"Got windows of {tokens} tokens; expected a multiple of length {length}.")
+        return {name: tensor.reshape(-1, length) for name, tensor in batch.items()}
+
+
+def _generator(ids: Tensor, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(ids.cpu().contiguous().numpy().tobytes(), seed))

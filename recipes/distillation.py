@@ -1,0 +1,155 @@
+"""Learning from the model as it was before its conversion, in any `Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.errors import OptionError
+from hf_posenc.patching import disabled, unpatch
+from hf_posenc.recipes.handover import patched_inside
+
+
+class Teacher:
+    """The function that a model computed before it was converted.
+
+    Args:
+        model: A model with weights of its own, such as `Teacher.copy_of` makes. (`disabled` alone would not do: it has the
+            weights that are being trained.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+        self._adapted: PeftModel | None = None
+
+    @classmethod
+    def copy_of(cls, model: Any) -> Teacher:
+        """Make a teacher of a converted model that was not trained yet: a copy with its own encoding again.
+
+        Raises:
+            NotPatchedError: The model is not patched; pass the stock model itself.
+        """
+        twin = unpatch(copy.deepcopy(model))
+        for parameter in twin.parameters():
+            parameter.requires_grad_(False)
+        return cls(twin)
+
+    @classmethod
+    def within(cls, adapted: PeftModel) -> Teacher:
+        """Make a teacher of a model under an adapter, without a copy: adapter off and scheme off is the original.
+
+        Raises:
+            OptionError: There is no adapter, so the model's own weights are trained.
+            NotPatchedError: There is no patched model under it.
+        """
+        if not isinstance(adapted, PeftModel):
+            raise OptionError(
+                f"Teacher.within: expected a model under a PEFT adapter, got a {type(adapted).__name__}, whose own weights are "
+                "trained. Use Teacher.copy_of(model)."
+            )
+        patched_inside(adapted)
+        teacher = cls.__new__(cls)
+        teacher.model, teacher._adapted = adapted, adapted
+        return teacher
+
+    def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
+        """Return the outputs on a batch, without gradients.
+
+        The teacher reads the tokens at their plain positions, also where the batch skips some: beyond its trained length it
+        has nothing to teach.
+
+        Args:
+            inputs: Of the student.
+            **options: More keywords of the forward.
+        """
+        given = {name: value for name, value in inputs.items() if not name.endswith("position_ids")}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self._adapted is not None:
+                stack.callback(self.model.train, self.model.training)
+                self.model.eval()
+                stack.enter_context(self._adapted.disable_adapter())
+                stack.enter_context(disabled(self._adapted))
+            return self.model(**given, use_cache=False, **options)
+
+
+class Distilling:
+    """Mixin of a `Trainer`: mixes the loss with the distance from a teacher.
+
+    Args:
+        teacher: The teacher; `None` leaves the loss as it is.
+        share: Share of the divergence from the teacher's predictions in the loss, from 0 to 1.
+        hidden: Factor on the distance from the teacher's hidden states, added to the loss.
+        **kwargs: Of the trainer.
+
+    Raises:
+        OptionError: The share is out of range, or the factor is negative.
+    """
+
+    def __init__(self, *, teacher: Teacher | None, share: float = 0.5, hidden: float = 0.0, **kwargs: Any) -> None:
+        if not 0 <= share <= 1 or hidden < 0:
+            raise OptionError(
+                f"Distilling(share={share!r}, hidden={hidden!r}): expected 0 <= share <= 1 and hidden >= 0."
+            )
+        super().__init__(**kwargs)
+        self._teacher, self._share, self._hidden = teacher, share, hidden
+        if teacher is not None:
+            teacher.model.to(self.args.device)  # type: ignore[attr-defined]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss on the text, mixed with the distance from the teacher if there is one."""
+        wants = {"output_hidden_states": True} if self._teacher is not None and self._hidden else {}
+        loss, outputs = super().compute_loss(  # type: ignore[misc]
+            model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        if self._teacher is not None:
+            wanted = self._teacher(inputs, **wants)
+            keep = inputs.get("attention_mask")
+            loss = (1 - self._share) * loss + self._share * divergence(outputs.logits, wanted.logits, keep)
+            if wants:
+                loss = loss + self._hidden * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
+        return (loss, outputs) if return_outputs else loss
+
+
+def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Return the mean KL divergence of the predictions from those wanted.
+
+    Args:
+        logits: `[B, S, vocabulary]`.
+        wanted: The teacher's, of the same shape.
+        keep: Which tokens count, `[B, S]`; `None`, or a mask of other tokens than those predicted, means all.
+    """
+    # In float32: differences of log-probabilities are small against the log-probabilities.
+    got, target = (F.log_softmax(x.float(), dim=-1) for x in (logits, wanted))
+    return _mean(F.kl_div(got, target, reduction="none", log_target=True).sum(-1), keep)
+
+
+def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep: Tensor | None = None) -> Tensor:
+    """Return the mean squared distance of hidden states, relative to the teacher's mean square, over all layers.
+
+    Args:
+        hidden: Of the layers, each `[B, S, E]`.
+        wanted: The teacher's.
+        keep: Which tokens count, as in `divergence`.
+    """
+    parts = []
+    for got, target in zip(hidden, wanted, strict=True):
+        size = _mean(target.float().square().mean(-1), keep)
+        parts.append(_mean((got.float() - target.float()).square().mean(-1), keep) / size.clamp_min(1e-12))
+    return torch.stack(parts).mean()
+
+
+def _mean(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the mean of `[B, S]` over the tokens that count."""
+    if keep is None or keep.shape != values.shape:
+        return values.mean()
+    weight = keep.to(values)
+    return (values * weight).sum() / weight.sum().clamp_min(1)

@@ -1,0 +1,35 @@
+"""Optimizer groups: the scheme's weights are new, few, and on another scale than the model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.patches.surgery import OWN, SHARED
+
+
+def parameter_groups(
+    model: nn.Module, *, scheme_learning_rate: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: the scheme's weights, the model's matrices, and its vectors.
+
+    Args:
+        model: Converted or not.
+        scheme_learning_rate: Of the scheme's weights; the others take the optimizer's.
+        weight_decay: On the model's matrices alone. The scheme's weights are few, and their size means something.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    new = [p for name, p in trained if is_scheme_parameter(name)]
+    own = [p for name, p in trained if not is_scheme_parameter(name)]
+    groups = [
+        {"params": new, "lr": scheme_learning_rate, "weight_decay": 0.0},
+        {"params": [p for p in own if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def is_scheme_parameter(name: str) -> bool:
+    """Whether a parameter of this name belongs to a positional scheme."""
+    return not {OWN, SHARED}.isdisjoint(name.split("."))

@@ -1,0 +1,68 @@
+"""Handing over from a model's own encoding to a scheme during training, as a callback of any `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.patches.surgery import is_patched
+from hf_posenc.strength import drop_native, set_strength
+
+
+class Handover(TrainerCallback):
+    """Lower the native encoding from full strength to none and raise the scheme from none to full, linearly.
+
+    The strengths are a function of the step, so a resumed run goes on where it was; they are saved with the model, so a
+    checkpoint from the middle computes what the model computed. At the end of the training the native encoding, by then
+    without effect, is dropped.
+
+    Args:
+        share: The share of the steps that the way takes, above 0 and up to 1; the rest is trained on the scheme alone.
+        start: The share of the steps before it begins.
+
+    Raises:
+        OptionError: The shares leave no way, or do not fit into the training.
+    """
+
+    def __init__(self, share: float = 0.3, *, start: float = 0.0) -> None:
+        if not 0 < share <= 1 or not 0 <= start <= 1 - share:
+            raise OptionError(
+                f"Handover(share={share!r}, start={start!r}): expected 0 < share <= 1 and 0 <= start <= 1 - share."
+            )
+        self.share, self.start = share, start
+
+    def progress(self, step: int, steps: int) -> float:
+        """Return how far the way is gone before a step, from 0 to 1."""
+        return min(1.0, max(0.0, (step / max(1, steps) - self.start) / self.share))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the strengths of the first step; raises if there is nothing to hand over."""
+        self._set(model, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the strengths of the step."""
+        self._set(model, state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Drop the native encoding, if the way was gone to its end."""
+        if self.progress(state.global_step, state.max_steps) == 1:
+            drop_native(patched_inside(model))
+
+    def _set(self, model: Any, state: Any) -> None:
+        gone = self.progress(state.global_step, state.max_steps)
+        set_strength(patched_inside(model), native=1 - gone, scheme=gone)
+
+
+def patched_inside(model: nn.Module) -> PreTrainedModel:
+    """Return the patched model inside of whatever wraps it (PEFT, DDP, a compiler).
+
+    Raises:
+        NotPatchedError: There is none.
+    """
+    for module in model.modules():
+        if is_patched(module) and isinstance(module, PreTrainedModel):
+            return module
+    raise NotPatchedError(f"There is no patched model in the {type(model).__name__}. Call hf_posenc.patch first.")

@@ -1,0 +1,357 @@
+"""CAPE against the official code, against loops over pairs, and what follows from a network across heads."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ARCHITECTURES, logits, new_parameters, stock, tokens
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hf_posenc
+from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.errors import OptionError
+from hf_posenc.scheme import Block
+
+GOLDENS = Path(__file__).parent / "goldens"
+VALUES = load_file(GOLDENS / "cape.safetensors")
+STATED = json.loads((GOLDENS / "cape.json").read_text())["atol"]
+ATOL = {torch.float64: STATED["float64"], torch.float32: STATED["official_f32"]}
+EXECUTORS = ("dense", "blocks")
+few_examples = settings(max_examples=10, deadline=None, derandomize=True)
+
+# The options of each group of a golden, and the group that its network and base are from.
+CASES: dict[str, tuple[dict[str, str], str, str]] = {
+    "alibi": ({"base": "alibi"}, "alibi", "alibi"),
+    "kerple_log": ({"base": "kerple"}, "kerple_log", "kerple_log"),
+    "fire": ({"base": "fire"}, "fire", "fire"),
+    "nope": ({"base": "nope"}, "nope", "nope"),
+    "add": ({"base": "alibi", "form": "add"}, "add", "alibi"),
+    "add_residual": ({"base": "alibi", "form": "add_residual"}, "add", "alibi"),
+}
+BASES = ("alibi", "kerple", "fire", "nope")
+FORMS = ("concat_residual", "add", "add_residual")
+CHOICES = [{"base": base, "form": form} for base in BASES for form in FORMS if base != "nope" or form == FORMS[0]]
+every_choice = pytest.mark.parametrize("options", CHOICES, ids=lambda given: "-".join(given.values()))
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or the sequences here would be one block.
+    monkeypatch.setattr(importlib.import_module("hf_posenc.attention.blocks"), "rows_per_block", lambda *sizes: 4)
+
+
+def geometry(direction: str = "causal", **changes: Any) -> Geometry:
+    shape = {"heads": 4, "kv_heads": 4, "head_dim": 8, "hidden_size": 32, **changes}
+    return Geometry(causal=direction == "causal", **shape)
+
+
+def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def random_start(scheme: Scheme, seed: int = 0) -> Scheme:
+    """Move all parameters away from their start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return scheme
+
+
+def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
+    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+# -- the official code -------------------------------------------------------------------------------------------------
+
+
+def official(case: str, dtype: torch.dtype) -> Scheme:
+    options, network, base = CASES[case]
+    scheme = build("cape", geometry(), **options).to(dtype)
+    values = {}
+    for group, mine in ((network, True), (base, False)):
+        for key, value in VALUES.items():
+            name = key.removeprefix(f"{group}.param.")
+            if name != key and name != "slopes" and name.startswith("mlp2.") == mine:
+                values[name if mine else f"base_bias.{name}"] = value
+    state = scheme.state_dict()
+    assert set(values) == set(state)
+    scheme.load_state_dict({name: value.reshape(state[name].shape) for name, value in values.items()})
+    return scheme
+
+
+def logits_of(scheme: Scheme, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    block = Block(Positions(query[None], key[None]), reach=int(max(query.max(), key.max())))
+    return scheme.score(given, given.new_zeros(0), given.new_zeros(0), block)
+
+
+SEEN = torch.ones(11, 11).tril().bool()
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [slice(None), slice(9, 11)], ids=["all", "offset"])
+@pytest.mark.parametrize("case", CASES)
+def test_cape_is_the_official_code(case: str, rows: slice, dtype: torch.dtype) -> None:
+    scheme = official(case, dtype)
+    q, k, v = (VALUES[name].to(dtype) for name in "qkv")
+    q, places = q[:, :, rows], torch.arange(11)
+    got = logits_of(scheme, q @ k.mT / math.sqrt(8), places[rows], places)
+    assert got.dtype == dtype
+    want = {kind: VALUES[f"{case}.{kind}"][:, :, rows] for kind in ("logits", "probs", "out")}
+    near("logits", got[..., SEEN[rows]], want["logits"][..., SEEN[rows]], ATOL[dtype])
+    at = {"query_positions": places[None, rows], "key_positions": places[None]}
+    _, weights = attend(scheme, q, k, v, need_weights=True, **at)
+    near("probs", weights, want["probs"], ATOL[dtype])
+    for executor in EXECUTORS:
+        near("out", attend(scheme, q, k, v, executor=executor, **at), want["out"], ATOL[dtype])
+
+
+@pytest.mark.parametrize("case", ["alibi", "kerple_log", "fire"])
+def test_the_base_is_that_of_the_official_code(case: str) -> None:
+    scheme, places = official(case, torch.float64), torch.arange(11)
+    got = scheme.base_bias.bias(Block(Positions(places[None], places[None]), reach=10), torch.float64)[0]
+    near("B", got[:, SEEN], VALUES[f"{case}.B"][:, SEEN], ATOL[torch.float64])
+    if case == "alibi":
+        slopes = scheme.base_bias.bias(Block(Positions(places[None, :2], places[None, :1]), reach=1), torch.float64)
+        near("slopes", -slopes[0, :, 1, 0], VALUES["alibi.param.slopes"], ATOL[torch.float64])
+
+
+def test_float32_of_the_official_code() -> None:
+    scheme, places = official("fire", torch.float32), torch.arange(11)
+    q, k = VALUES["q"].float(), VALUES["k"].float()
+    got = logits_of(scheme, q @ k.mT / math.sqrt(8), places, places)
+    near("float32", got[..., SEEN], VALUES["fire.official_f32.logits"][..., SEEN], STATED["official_f32"])
+
+
+def test_fire_is_a_leaky_one_here_only() -> None:
+    """With ReLU, the base of the golden would be another function."""
+    inside, places = official("fire", torch.float64).base_bias, torch.arange(11)
+    alone = build("fire", geometry()).double()
+    alone.load_state_dict(inside.state_dict())
+    block = Block(Positions(places[None], places[None]), reach=10)
+    leaky, plain = (scheme.bias(block, torch.float64)[0] for scheme in (inside, alone))
+    assert (leaky - plain)[:, SEEN].abs().max() > 1e-4
+    near("B", leaky[:, SEEN], VALUES["fire.B"][:, SEEN], ATOL[torch.float64])
+
+
+# -- loops over pairs --------------------------------------------------------------------------------------------------
+
+
+def base_bias(scheme: Scheme, values: dict[str, np.ndarray], head: int, i: int, j: int) -> float:
+    n = abs(i - j)
+    if scheme.base == "alibi":
+        return -(2.0 ** (-8 * (head + 1) / 4)) * n
+    if scheme.base == "kerple":
+        p, a = (max(values[f"base_bias.bias_{name}"][head], 0.01) for name in "pa")
+        return -p * math.log(1 + a * n)
+    c = values["base_bias.c"][0]
+    far = max(i if scheme.geometry.causal else max(i, j), abs(values["base_bias.L_multiplier"][0] * 512))
+    ratio = math.log(abs(c * n) + 1) / (math.log(abs(c * far) + 1) + 1e-6)
+    hidden = values["base_bias.mlp.0.weight"][:, 0] * ratio + values["base_bias.mlp.0.bias"]
+    hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+    return float(values["base_bias.mlp.2.weight"][head] @ hidden + values["base_bias.mlp.2.bias"][head])
+
+
+def by_loops(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> np.ndarray:
+    """The formulas of the paper, one pair at a time; the queries are the last tokens."""
+    values = {name: value.numpy() for name, value in scheme.state_dict().items()}
+    x, y, z = q.numpy(), k.numpy(), v.numpy()
+    (batch, heads, queries, width), keys = x.shape, y.shape[2]
+    output, places = np.zeros_like(x), positions.expand(batch, -1).tolist()
+    for b, row in itertools.product(range(batch), range(queries)):
+        i, totals = places[b][keys - queries + row], np.zeros(heads)
+        for column, j in enumerate(places[b]):
+            if scheme.geometry.causal and j > i:
+                continue
+            shared = [h // (heads // y.shape[1]) for h in range(heads)]
+            a = np.array([x[b, h, row] @ y[b, shared[h], column] / math.sqrt(width) for h in range(heads)])
+            bias = np.array(
+                [0.0 if scheme.base == "nope" else base_bias(scheme, values, h, i, j) for h in range(heads)]
+            )
+            if scheme.base == "nope":
+                seen, rest = a, a
+            elif scheme.form == "concat_residual":
+                seen, rest = np.concatenate([a, bias]), a + bias
+            else:
+                seen, rest = a + bias, a if scheme.form == "add" else a + bias
+            hidden = values["mlp2.0.weight"] @ seen + values["mlp2.0.bias"]
+            hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+            weight = np.exp(rest + values["mlp2.2.weight"] @ hidden + values["mlp2.2.bias"])
+            totals += weight
+            for h in range(heads):
+                output[b, h, row] += weight[h] * z[b, shared[h], column]
+        output[b, :, row] /= totals[:, None]
+    return output
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@every_choice
+def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
+    scheme = random_start(build("cape", geometry(direction, kv_heads=2), mlp_width=5, **options)).double()
+    positions = torch.tensor([[0, 1, 2, 3, 5, 17, 600], [0, 0, 1, 2, 3, 4, 5]])
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8, seed=1), randn(2, 2, 7, 8, seed=2)
+    want = by_loops(scheme, q, k, v, positions)
+    for executor in EXECUTORS:
+        got = attend(scheme, q, k, v, query_positions=positions[:, 2:], key_positions=positions, executor=executor)
+        np.testing.assert_allclose(got.detach().numpy(), want, rtol=0, atol=1e-12)
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@every_choice
+@given(shift=st.integers(1, 5000), queries=st.integers(1, 9), seed=st.integers(0, 99))
+@few_examples
+def test_a_shift_changes_nothing_where_the_base_sees_distances(
+    options: dict[str, str], direction: str, shift: int, queries: int, seed: int
+) -> None:
+    scheme = random_start(build("cape", geometry(direction), **options), seed).double()
+    positions = torch.tensor([[0, 1, 2, 3, 9, 40, 41, 300, 700]])
+    q, k, v = randn(1, 4, 9, 8, seed=seed)[:, :, -queries:], randn(1, 4, 9, 8, seed=1), randn(1, 4, 9, 8, seed=2)
+    with torch.no_grad():
+        here, there = (
+            attend(scheme, q, k, v, query_positions=places[:, -queries:], key_positions=places)
+            for places in (positions, positions + shift)
+        )
+    if options["base"] == "fire" and shift > 512:
+        assert not torch.equal(here, there)  # its normaliser holds the position
+    elif options["base"] != "fire":
+        torch.testing.assert_close(there, here, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", CHOICES[:4] + CHOICES[-1:], ids=lambda given: "-".join(given.values()))
+def test_a_mask_in_one_head_does_not_reach_the_others(options: dict[str, str]) -> None:
+    scheme = random_start(build("cape", geometry("bidirectional"), **options)).double()
+    q, k, v = (randn(1, 4, 6, 8, seed=n) for n in range(3))
+    places = torch.arange(6)[None]
+    at = {"query_positions": places, "key_positions": places}
+    plain = attend(scheme, q, k, v, **at)
+    hidden = torch.zeros(1, 4, 6, 6, dtype=torch.float64)
+    hidden[:, 1, :, 2] = float("-inf")
+    for mask, executor in itertools.product((hidden, hidden == 0), EXECUTORS):
+        got = attend(scheme, q, k, v, mask=mask, executor=executor, **at)
+        torch.testing.assert_close(got[:, [0, 2, 3]], plain[:, [0, 2, 3]], rtol=0, atol=1e-12)
+        assert (got[:, 1] - plain[:, 1]).abs().max() > 1e-3
+
+
+@every_choice
+def test_heads_are_mixed(options: dict[str, str]) -> None:
+    scheme = random_start(build("cape", geometry(), **options)).double()
+    places = torch.arange(5)
+    given = randn(1, 4, 5, 5).requires_grad_()
+    got = logits_of(scheme, given, places, places)
+    for head in range(4):
+        (gradient,) = torch.autograd.grad(got[0, head, 3, 1], given, retain_graph=True)
+        assert (gradient[0, :, 3, 1] != 0).all()
+        gradient[0, :, 3, 1] = 0
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@every_choice
+def test_gradients_are_derivatives(options: dict[str, str], executor: str) -> None:
+    shape = geometry("bidirectional", heads=2, kv_heads=1, head_dim=2)
+    scheme = random_start(build("cape", shape, mlp_width=3, **options)).double()
+    if options["base"] == "kerple":
+        with torch.no_grad():  # within the bounds, where the derivative is that of the function
+            scheme.base_bias.bias_p.fill_(0.7)
+            scheme.base_bias.bias_a.fill_(0.4)
+    q, k, v = (randn(1, n, 4, 2, seed=n).requires_grad_() for n in (2, 1, 1))
+    places = torch.tensor([[0, 1, 2, 7]])
+
+    def output(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        return attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
+
+    # The numerical derivative moves the parameters in place.
+    assert torch.autograd.gradcheck(output, (q, k, v, *scheme.parameters()))
+
+
+@every_choice
+def test_an_exact_start_learns_every_parameter_within_two_steps(options: dict[str, str]) -> None:
+    scheme = build("cape", geometry("bidirectional"), init="zero", **options)
+    assert scheme.starts_exact(native_kept=True)
+    assert not scheme.starts_exact(native_kept=False)
+    assert not build("cape", geometry(), **options).starts_exact(native_kept=True)
+    optimizer = torch.optim.SGD(scheme.parameters(), lr=0.1)
+    before = {name: value.detach().clone() for name, value in scheme.named_parameters()}
+    q, k, v = (randn(2, 4, 9, 8, seed=n, dtype=torch.float32) for n in range(3))
+    places = torch.arange(9)[None]
+    at = {"query_positions": places, "key_positions": places}
+    plain = attend(build("nope", geometry("bidirectional")), q, k, v, executor="dense", **at)
+    for step in range(2):
+        output = attend(scheme, q, k, v, **at)
+        if step == 0:
+            assert torch.equal(output, plain)
+        optimizer.zero_grad()
+        output.pow(2).sum().backward()
+        optimizer.step()
+    assert [name for name, value in scheme.named_parameters() if torch.equal(value, before[name])] == []
+
+
+def test_far_distances_enter_the_network_in_float32() -> None:
+    # ALiBi at distance 4,095, slope 1/4: no bfloat16 number.
+    scheme = random_start(build("cape", geometry(), base="alibi"))
+    query, key = torch.tensor([4095]), torch.tensor([0, 1, 2, 3])
+    given = torch.zeros(1, 4, 1, 4)
+    want = logits_of(copy.deepcopy(scheme).double(), given.double(), query, key)
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            got = logits_of(scheme, given, query, key)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+    assert torch.equal(logits_of(scheme.to(torch.bfloat16), given, query, key), got)
+
+
+@every_choice
+def test_parameters_are_named_as_in_the_official_code(options: dict[str, str]) -> None:
+    scheme = build("cape", geometry(), mlp_width=7, **options)
+    shapes = {name: tuple(value.shape) for name, value in scheme.named_parameters() if name.startswith("mlp2.")}
+    width = 8 if options["form"] == "concat_residual" and options["base"] != "nope" else 4
+    assert shapes == {"mlp2.0.weight": (7, width), "mlp2.0.bias": (7,), "mlp2.2.weight": (4, 7), "mlp2.2.bias": (4,)}
+    own = {name for name, _ in scheme.named_parameters() if not name.startswith("mlp2.")}
+    bare = build(options["base"], geometry(), **({"shared": False} if options["base"] != "nope" else {}))
+    assert own == {f"base_bias.{name}" for name, _ in bare.named_parameters()}
+
+
+def test_a_bag_of_words_is_warned_of() -> None:
+    encoder = build("cape", geometry("bidirectional"), base="nope")
+    assert "bag of words" in encoder.cautions(native_kept=False)[0]
+    assert encoder.cautions(native_kept=True) == []
+    assert build("cape", geometry(), base="nope").cautions(native_kept=False) == []
+    assert build("cape", geometry("bidirectional")).cautions(native_kept=False) == []
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(OptionError, match="cape: option mlp_width=0: expected at least 1"):
+        build("cape", geometry(), mlp_width=0)
+    with pytest.raises(OptionError, match="cape: option form='add': expected 'concat_residual' beside base='nope'"):
+        build("cape", geometry(), base="nope", form="add")
+    with pytest.raises(OptionError, match="cape: option base='t5': expected 'alibi' or 'kerple' or 'fire' or 'nope'"):
+        build("cape", geometry(), base="t5")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@every_choice
+def test_models_start_exactly_and_layers_differ(architecture: str, options: dict[str, str]) -> None:
+    ids = tokens(architecture, 2, 21)
+    before = logits(stock(architecture), architecture, ids)
+    model = hf_posenc.patch(stock(architecture), "cape", native="keep", **options)
+    torch.testing.assert_close(logits(model, architecture, ids), before, rtol=0, atol=2e-4)
+    names = list(new_parameters(model))
+    assert not any("shared" in name for name in names)
+    layers = {name.partition("hf_posenc")[0] for name in names}
+    config = stock(architecture).config
+    assert len(layers) == config.num_hidden_layers + (config.num_decoder_layers if architecture == "t5" else 0)

@@ -1,0 +1,777 @@
+"""Shaw's vectors, DeBERTa's disentangled attention and Transformer-XL: the official codes, loops, and what they promise."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ARCHITECTURES, inputs, logits, new_parameters, stock, tokens
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import hf_posenc
+from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.scheme import Block, Tokens
+from hf_posenc.schemes.disentangled import log_buckets
+from hf_posenc.schemes.transformer_xl import TransformerXL
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = ("shaw", "disentangled", "transformer_xl")
+VALUES = {name: load_file(GOLDENS / f"{name}.safetensors") for name in NAMES}
+STATED = {name: json.loads((GOLDENS / f"{name}.json").read_text())["atol"] for name in NAMES}
+# The goldens are float64; float32 rounds sums of 8 products of numbers of size 1.
+FLOAT32 = 2e-6
+EXECUTORS = ("dense", "blocks")
+few_examples = settings(max_examples=10, deadline=None, derandomize=True)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or the sequences here would be one block.
+    monkeypatch.setattr(importlib.import_module("hf_posenc.attention.blocks"), "rows_per_block", lambda *sizes: 4)
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    return STATED[name] if dtype == torch.float64 else FLOAT32
+
+
+def load(scheme: Scheme, values: dict[str, Tensor]) -> Scheme:
+    state = scheme.state_dict()
+    assert set(values) == set(state)
+    scheme.load_state_dict(values)
+    return scheme
+
+
+def logits_of(scheme: Scheme, q: Tensor, k: Tensor, query: Tensor, key: Tensor, host: Any = None) -> Tensor:
+    """What a scheme makes of the scaled products of queries and keys, `[B, H, Q, K]`."""
+    places = Positions(query[None], key[None])
+    made = scheme.project(Tokens(positions=places, common=scheme.common, host=host), q, k, k)
+    repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    plain = q @ repeated.mT * scheme.geometry.scale
+    block = Block(places, reach=int(max(query.max(), key.max())), values=k, tables=made.tables)
+    return scheme.score(plain, made.q, made.k, block)
+
+
+def check_golden(
+    name: str,
+    case: str,
+    scheme: Scheme,
+    operands: tuple[Tensor, ...],
+    *,
+    rows: slice = slice(None),
+    stored_rows: slice = slice(None),
+    host: Any = None,
+) -> None:
+    """Compare logits, weights and output of some query rows with a golden, by every executor."""
+    q, k, v = operands
+    values, atol = VALUES[name], tolerance(name, q.dtype)
+    key = torch.arange(k.shape[2])
+    q, query = q[:, :, rows], key[rows]
+    want = {kind: values[f"{case}.{kind}"][:, :, stored_rows] for kind in ("logits", "probs", "out")}
+    seen = key[None] <= query[:, None] if scheme.geometry.causal else torch.ones(len(query), len(key)).bool()
+    got = logits_of(scheme, q, k, query, key, host)
+    assert got.dtype == q.dtype
+    near(f"{name} {case} logits", got[..., seen], want["logits"][..., seen], atol)
+    at = {"query_positions": query[None], "key_positions": key[None], "host": host}
+    _, weights = attend(scheme, q, k, v, need_weights=True, **at)
+    near(f"{name} {case} probs", weights, want["probs"], atol)
+    for executor in EXECUTORS:
+        near(f"{name} {case} out", attend(scheme, q, k, v, executor=executor, **at), want["out"], atol)
+
+
+def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol, msg=lambda message: f"{what}: {message}")
+
+
+def geometry(direction: str = "causal", **changes: Any) -> Geometry:
+    shape = {"heads": 3, "kv_heads": 3, "head_dim": 8, "hidden_size": 24, **changes}
+    return Geometry(causal=direction == "causal", **shape)
+
+
+def random_start(scheme: Scheme, seed: int = 0, size: float = 0.3) -> Scheme:
+    """Move all parameters away from their start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return scheme
+
+
+def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# -- Shaw et al. -------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("case", ["causal_11x11", "bidir_11x11", "causal_offset_2x11"])
+def test_shaw_is_the_official_code(case: str, dtype: torch.dtype) -> None:
+    values = VALUES["shaw"]
+    scheme = build("shaw", geometry(case.split("_")[0]), max_distance=3).to(dtype)
+    load(scheme, {name: values[name] for name in ("rel_k", "rel_v")})
+    rows = slice(9, 11) if "offset" in case else slice(None)
+    check_golden("shaw", case, scheme, tuple(values[name].to(dtype) for name in "qkv"), rows=rows)
+
+
+def shaw_by_loops(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> np.ndarray:
+    """Equations 3 to 5, one query and key at a time; the queries are the last tokens."""
+    rel_k = scheme.rel_k.detach().numpy()
+    rel_v = np.zeros_like(rel_k) if scheme.rel_v is None else scheme.rel_v.detach().numpy()
+    x, y, z = q.numpy(), k.numpy(), v.numpy()
+    output = np.zeros_like(x)
+    (batch, heads, queries, width), keys = x.shape, y.shape[2]
+    places = positions.expand(batch, -1).tolist()
+    for b, h, row in itertools.product(range(batch), range(heads), range(queries)):
+        shared, i = h // (heads // y.shape[1]), places[b][keys - queries + row]
+        total, mixed = 0.0, np.zeros(width)
+        for column, j in enumerate(places[b]):
+            if scheme.geometry.causal and j > i:
+                continue
+            relation = max(-scheme.max_distance, min(scheme.max_distance, j - i)) + scheme.max_distance
+            weight = math.exp(x[b, h, row] @ (y[b, shared, column] + rel_k[relation]) / math.sqrt(width))
+            total += weight
+            mixed += weight * (z[b, shared, column] + rel_v[relation])
+        output[b, h, row] = mixed / total
+    return output
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("options", [{}, {"values": False}, {"max_distance": 2}], ids=str)
+def test_shaw_is_its_equations(options: dict[str, Any], direction: str) -> None:
+    shape = geometry(direction, heads=4, kv_heads=2, head_dim=6)
+    scheme = random_start(build("shaw", shape, **options)).double()
+    positions = torch.tensor([[0, 1, 2, 3, 5, 17, 60], [0, 0, 1, 2, 3, 4, 5]])
+    q, k, v = randn(2, 4, 5, 6), randn(2, 2, 7, 6, seed=1), randn(2, 2, 7, 6, seed=2)
+    want = shaw_by_loops(scheme, q, k, v, positions)
+    for executor in EXECUTORS:
+        got = attend(scheme, q, k, v, query_positions=positions[:, 2:], key_positions=positions, executor=executor)
+        np.testing.assert_allclose(got.detach().numpy(), want, rtol=0, atol=1e-12)
+
+
+def test_shaw_adds_to_values_in_float32() -> None:
+    scheme = build("shaw", geometry(heads=1, kv_heads=1, head_dim=4), max_distance=1)
+    with torch.no_grad():  # the rows of distance 1 and more, and of distance 0
+        scheme.rel_v[0], scheme.rel_v[1] = 1 + 2**-9, -1.0  # the first is no bfloat16 number
+    q, k = torch.zeros(1, 1, 1, 4).bfloat16(), torch.zeros(1, 1, 2, 4).bfloat16()
+    got = attend(scheme, q, k, k, query_positions=torch.tensor([[1]]), key_positions=torch.arange(2)[None])
+    assert torch.equal(got, torch.full((1, 1, 1, 4), 2**-10).bfloat16())
+    # 1 / 1,024 added 1,024 times, where a sum in bfloat16 would stop at a half.
+    k = torch.zeros(1, 1, 1024, 4).bfloat16()
+    got = attend(scheme, q, k, k, query_positions=torch.tensor([[5000]]), key_positions=torch.arange(1024)[None])
+    assert torch.equal(got, torch.ones(1, 1, 1, 4).bfloat16())
+
+
+def test_shaw_without_values_has_one_table() -> None:
+    assert list(build("shaw", geometry(), values=False).state_dict()) == ["rel_k"]
+    assert list(build("shaw", geometry()).state_dict()) == ["rel_k", "rel_v"]
+
+
+def test_shaw_rows_ahead_are_there_but_unused_in_decoders() -> None:
+    scheme = build("shaw", geometry(), max_distance=3).double()
+    places = torch.arange(9)[None]
+    q, k, v = randn(1, 3, 9, 8), randn(1, 3, 9, 8, seed=1), randn(1, 3, 9, 8, seed=2)
+    attend(scheme, q, k, v, query_positions=places, key_positions=places).pow(2).sum().backward()
+    for table in (scheme.rel_k, scheme.rel_v):
+        assert table.shape == (7, 8)
+        assert table.grad[:4].abs().sum(-1).min() > 0
+        assert not table.grad[4:].any()
+
+
+# -- DeBERTa -----------------------------------------------------------------------------------------------------------
+
+
+def deberta(case: str, direction: str, dtype: torch.dtype) -> tuple[Scheme, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """The scheme of a golden, and the query and key projections of its layer."""
+    prefix = f"{case}.param."
+    values = {
+        key.removeprefix(prefix): value for key, value in VALUES["disentangled"].items() if key.startswith(prefix)
+    }
+    options: dict[str, Any] = {"max_distance": 4}
+    if case == "bucket_shared":
+        options = {"max_distance": 8, "buckets": 4, "share_att_key": True, "share_bias": True}
+    scheme = build("disentangled", geometry(direction), scale="deberta", **options).to(dtype)
+    own = {key: value for key, value in values.items() if key.startswith("pos_")}
+    load(scheme, {**own, "common.rel_embeddings": VALUES["disentangled"][f"{case}.rel_embeddings"]})
+
+    def host(x: Tensor) -> tuple[Tensor, Tensor]:
+        def heads(name: str) -> Tensor:
+            projected = x @ values[f"{name}.weight"].to(x).T + values[f"{name}.bias"].to(x)
+            return projected.view(*x.shape[:2], 3, 8).transpose(1, 2)
+
+        return heads("query_proj"), heads("key_proj")
+
+    return scheme, host
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [slice(None), slice(9, 11)], ids=["all", "offset"])
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize("case", ["plain", "bucket_shared"])
+def test_disentangled_is_the_official_code(case: str, direction: str, rows: slice, dtype: torch.dtype) -> None:
+    scheme, host = deberta(case, direction, dtype)
+    operands = tuple(VALUES["disentangled"][f"{case}.{name}"].to(dtype) for name in "qkv")
+    # The queries and keys of the golden are those of its projections.
+    q, k = host(VALUES["disentangled"][f"{case}.x"].to(dtype))
+    near(case, q, operands[0].double(), tolerance("disentangled", dtype))
+    near(case, k, operands[1].double(), tolerance("disentangled", dtype))
+    check_golden("disentangled", f"{case}.{direction}", scheme, operands, rows=rows, stored_rows=rows, host=host)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize("case", ["plain", "bucket_shared"])
+def test_disentangled_projects_its_table_as_the_official_code(case: str, direction: str) -> None:
+    scheme, host = deberta(case, direction, torch.float64)
+    q = VALUES["disentangled"][f"{case}.q"]
+    places = torch.arange(11)[None]
+    tables = scheme.project(
+        Tokens(positions=Positions(places, places), common=scheme.common, host=host), q, q, q
+    ).tables
+    rows = slice(4, None) if direction == "causal" else slice(None)  # those of keys behind
+    for name, part in (("position_keys", "pos_key"), ("position_queries", "pos_query")):
+        near(name, tables[name], VALUES["disentangled"][f"{case}.{part}"][:, rows], STATED["disentangled"])
+
+
+@pytest.mark.parametrize("case", ["plain", "bucket_shared"])
+def test_disentangled_looks_rows_up_as_the_official_code(case: str) -> None:
+    values, places = VALUES["disentangled"], torch.arange(11)
+    scheme, _ = deberta(case, "bidir", torch.float64)
+    distance = places[:, None] - places
+    assert torch.equal(scheme.rows(distance), values[f"{case}.rel_index"])
+    if case == "plain":
+        assert torch.equal(distance, values["plain.rel_pos"])
+    else:
+        assert torch.equal(log_buckets(distance, 4, 8), values[f"{case}.rel_pos"])
+
+
+def test_disentangled_buckets_are_the_official_ones_also_beyond_the_last() -> None:
+    rel, want = (VALUES["disentangled"][f"bucket256_512.{name}"] for name in ("rel", "bucket"))
+    assert rel.abs().max() > 512
+    assert torch.equal(log_buckets(rel, 256, 512), want)
+    scheme = build("disentangled", geometry(), max_distance=512, buckets=256)
+    assert torch.equal(scheme.rows(rel), (want + 256).clamp(0, 511))
+    assert scheme.rows(rel).min() == 0
+    assert scheme.rows(torch.tensor([-(10**9), 10**9])).tolist() == [0, 511]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "far"), [(256, 512), (32, 128), (64, 256), (128, 512), (4, 8), (6, 100), (2, 9), (26, 70)]
+)
+def test_disentangled_buckets_by_one_distance_at_a_time(buckets: int, far: int) -> None:
+    scheme = build("disentangled", geometry("bidir"), max_distance=far, buckets=buckets)
+    half = buckets // 2
+    for n in [*range(-2 * far, 2 * far + 1), -12345, 12345]:
+        bucket = n
+        if abs(n) > half:
+            # The whole number at the last distance is reached exactly; else no value is near to one.
+            grown = math.log(abs(n) / half) / math.log((far - 1) / half) * (half - 1)
+            assert abs(n) == far - 1 or half == 1 or abs(grown - round(grown)) > 1e-7
+            whole = round(grown) if abs(grown - round(grown)) < 1e-7 else math.ceil(grown)
+            bucket = int(math.copysign(whole + half, n))
+        want = max(0, min(2 * buckets - 1, bucket + buckets))
+        assert scheme.rows(torch.tensor([n])).item() == want, n
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize("case", ["plain", "bucket_shared"])
+def test_disentangled_is_not_equation_4_as_printed(case: str, direction: str) -> None:
+    """The printed equation transposes the index of its last term; the official codes, and we, do not."""
+    values = VALUES["disentangled"]
+    q, k, keys, queries = (values[f"{case}.{name}"] for name in ("q", "k", "pos_key", "pos_query"))
+    index = values[f"{case}.rel_index"]
+    official, printed = values[f"{case}.{direction}.logits"], values[f"{case}.{direction}.logits_paper_p2c"]
+    c2p = torch.einsum("bhid,hijd->bhij", q, keys[:, index])
+    p2c = [torch.einsum("bhjd,hijd->bhij", k, queries[:, by]) for by in (index, index.T)]
+    seen = torch.ones(11, 11).tril().bool() if direction == "causal" else torch.ones(11, 11).bool()
+    for want, term in zip((official, printed), p2c, strict=True):
+        near("by gathers", ((q @ k.mT + c2p + term) / math.sqrt(24))[..., seen], want[..., seen], 1e-12)
+    assert (official - printed).abs().max() > 0.05
+    scheme, host = deberta(case, direction, torch.float64)
+    places = torch.arange(11)
+    got = logits_of(scheme, q, k, places, places, host)
+    assert (got - printed)[..., seen].abs().max() > 0.05
+
+
+def test_disentangled_scales() -> None:
+    """The terms are the same; DeBERTa divides their sum by the root of their number."""
+    q, k = randn(1, 3, 7, 8), randn(1, 3, 7, 8, seed=1)
+    places = torch.arange(7)
+    shape, options = geometry("bidir", scale=0.7), {"max_distance": 3}
+    terms: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for part, chosen in (("both", {}), ("c2p", {"p2c": False}), ("p2c", {"c2p": False})):
+        scheme = build("disentangled", shape, **options, **chosen).double()
+        state = state or random_start(scheme).state_dict()
+        kept = {key: value for key, value in state.items() if key in scheme.state_dict()}
+        load(scheme, kept)
+        terms[part] = logits_of(scheme, q, k, places, places) - 0.7 * q @ k.mT
+        other = load(build("disentangled", shape, scale="deberta", **options, **chosen).double(), kept)
+        count = 3 if part == "both" else 2
+        want = (0.7 * q @ k.mT + terms[part]) / math.sqrt(count)
+        near(part, logits_of(other, q, k, places, places), want.detach(), 1e-12)
+        assert scheme.reads_keys == (part != "c2p")
+        assert len(scheme.state_dict()) == (5 if part == "both" else 3)
+    near("sum", terms["both"], (terms["c2p"] + terms["p2c"]).detach(), 1e-12)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.sampled_from(["causal", "bidir"]))
+@few_examples
+def test_disentangled_few_queries_are_rows_of_many(queries: int, far: int, direction: str) -> None:
+    # Few rows take another way through the code, by width and number of positions.
+    scheme = random_start(build("disentangled", geometry(direction, kv_heads=1), max_distance=far)).double()
+    q, k = randn(2, 3, 12, 8), randn(2, 1, 12, 8, seed=1)
+    places = torch.arange(12)
+    everything = logits_of(scheme, q, k, places, places)
+    part = logits_of(scheme, q[:, :, -queries:], k, places[-queries:], places)
+    near("rows", part, everything[:, :, -queries:].detach(), 1e-12)
+
+
+def test_disentangled_host_is_asked_for() -> None:
+    scheme = build("disentangled", geometry(), share_att_key=True)
+    q, places = torch.zeros(1, 3, 2, 8), torch.arange(2)[None]
+    with pytest.raises(
+        ShapeError, match=r"share_att_key=True uses the layer's own projections. Pass attend\(..., host=\)"
+    ):
+        attend(scheme, q, q, q, query_positions=places, key_positions=places)
+
+
+@pytest.mark.parametrize("share_bias", [False, True])
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+def test_disentangled_shared_projections_are_own_ones_with_their_weights(direction: str, share_bias: bool) -> None:
+    """On grouped queries: position keys are those of kv heads, for all their query heads."""
+    shape, options = geometry(direction, heads=4, kv_heads=2, head_dim=3), {"max_distance": 5}
+    shared = build("disentangled", shape, **options, share_att_key=True, share_bias=share_bias).double()
+    own = build("disentangled", shape, **options).double()
+    random_start(shared)
+    assert [name for name, _ in shared.named_parameters()] == ["common.rel_embeddings"]
+    query, key = torch.nn.Linear(24, 12).double(), torch.nn.Linear(24, 6).double()
+
+    def host(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = query(x), key(x)
+        return q.view(*q.shape[:2], 4, 3).transpose(1, 2), k.view(*k.shape[:2], 2, 3).transpose(1, 2)
+
+    with torch.no_grad():
+        own.common.rel_embeddings.copy_(shared.common.rel_embeddings)
+        for projection, layer, repeats in ((own.pos_query_proj, query, 1), (own.pos_key_proj, key, 2)):
+            weight = layer.weight.view(-1, 3, 24).repeat_interleave(repeats, 0).reshape(12, 24)
+            bias = layer.bias.view(-1, 3).repeat_interleave(repeats, 0).reshape(12)
+            projection.weight.copy_(weight)
+            projection.bias.copy_(bias if share_bias else torch.zeros(12))
+    q, k, v = randn(2, 4, 9, 3), randn(2, 2, 9, 3, seed=1), randn(2, 2, 9, 3, seed=2)
+    places = torch.arange(9)[None]
+    at = {"query_positions": places, "key_positions": places}
+    upstream = randn(2, 4, 9, 3, seed=4)
+    gradients = []
+    for executor in EXECUTORS:
+        layers = (shared, query, key)
+        for module in (*layers, own):
+            module.zero_grad()
+        got, want = attend(shared, q, k, v, host=host, executor=executor, **at), attend(own, q, k, v, **at)
+        near(executor, got, want.detach(), 1e-12)
+        (got * upstream).sum().backward()
+        (want * upstream).sum().backward()
+        near("table", shared.common.rel_embeddings.grad, own.common.rel_embeddings.grad, 1e-12)
+        # What the table asks of the layer's projections reaches them.
+        near("query", query.weight.grad, own.pos_query_proj.weight.grad, 1e-12)
+        folded = own.pos_key_proj.weight.grad.view(2, 2, 3, 24).sum(1).reshape(6, 24)
+        near("key", key.weight.grad, folded, 1e-12)
+        gradients.append(query.weight.grad.clone())
+    near("executors", gradients[1], gradients[0], 1e-12)
+
+
+def test_disentangled_normalized_table() -> None:
+    plain, normal = (
+        build("disentangled", geometry(), max_distance=6, normalize=flag).double() for flag in (False, True)
+    )
+    random_start(normal)
+    rows = normal.common.rel_embeddings.detach()
+    centred = rows - rows.mean(-1, keepdim=True)
+    table = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-7).sqrt()
+    table = table * normal.common.LayerNorm.weight + normal.common.LayerNorm.bias
+    state = {name: value for name, value in normal.state_dict().items() if "LayerNorm" not in name}
+    load(plain, {**state, "common.rel_embeddings": table.detach()})
+    q, k = randn(1, 3, 9, 8), randn(1, 3, 9, 8, seed=1)
+    places = torch.arange(9)
+    want = logits_of(plain, q, k, places, places).detach()
+    near("normalized", logits_of(normal, q, k, places, places), want, 1e-12)
+
+
+# -- Transformer-XL ----------------------------------------------------------------------------------------------------
+
+
+def backwards(monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
+    """Make W_r go to the queries, or to all distances in reach."""
+    distances = TransformerXL._distances
+    many = 2**62
+    monkeypatch.setattr(
+        TransformerXL, "_distances", lambda self, places, pairs: None if chosen else distances(self, places, many)
+    )
+
+
+@every_dtype
+@pytest.mark.parametrize("way", ["chosen", "table", "backwards"])
+@pytest.mark.parametrize("untie", [False, True])
+@pytest.mark.parametrize("case", ["causal_11x11", "causal_offset_2x11"])
+def test_transformer_xl_is_the_official_code(
+    case: str, untie: bool, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "chosen":
+        backwards(monkeypatch, way == "backwards")
+    values = VALUES["transformer_xl"]
+    scheme = build("transformer_xl", geometry(), untie=untie).to(dtype)
+    where = "" if untie else "common."
+    biases = {f"{where}{name}": values[name] for name in ("r_w_bias", "r_r_bias")}
+    load(scheme, {"r_net.weight": values["r_net_weight"], **biases})
+    rows = slice(9, 11) if "offset" in case else slice(None)
+    check_golden("transformer_xl", case, scheme, tuple(values[name].to(dtype) for name in "qkv"), rows=rows)
+    q = values["q"].to(dtype)[:, :, rows]
+    places = torch.arange(11)[None]
+    made = scheme.project(Tokens(positions=Positions(places[:, rows], places), common=scheme.common), q, q, q).tables
+    if way == "table":
+        near("W_r R", made["positions_behind"], values["pos_key"], tolerance("transformer_xl", dtype))
+    assert ("positions_behind" in made) == (way == "table" or (way == "chosen" and rows == slice(None)))
+
+
+def test_transformer_xl_encodes_distances_as_the_official_code() -> None:
+    want = VALUES["transformer_xl"]["pos_emb"]
+    scheme = build("transformer_xl", geometry())
+    got = scheme._encoding(torch.arange(11), torch.float64)
+    assert want.shape == got.shape
+    torch.testing.assert_close(got, want, rtol=0, atol=STATED["transformer_xl"])
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@pytest.mark.parametrize("clamp_len", [None, 1, 6, 50])
+@given(seed=st.integers(0, 99), gaps=st.integers(1, 30), width=st.sampled_from([24, 11]))
+@few_examples
+def test_transformer_xl_both_ways_agree(
+    direction: str, clamp_len: int | None, seed: int, gaps: int, width: int
+) -> None:
+    shape = geometry(direction, heads=4, kv_heads=2, hidden_size=width)
+    scheme = random_start(build("transformer_xl", shape, clamp_len=clamp_len), seed).double()
+    q, k, v = (randn(2, n, 9, 8, seed=seed + n).requires_grad_() for n in (4, 2, 2))
+    steps = torch.randint(0, gaps + 1, (2, 9), generator=torch.Generator().manual_seed(seed))
+    at = {"query_positions": steps.cumsum(-1), "key_positions": steps.cumsum(-1)}
+    leaves = (q, k, v, *scheme.parameters())
+    upstream = randn(2, 4, 9, 8, seed=5)
+    results = []
+    for way, executor in itertools.product((False, True), EXECUTORS):
+        with pytest.MonkeyPatch.context() as patch:
+            backwards(patch, way)
+            output = attend(scheme, q, k, v, executor=executor, **at)
+            results.append([output.detach(), *torch.autograd.grad((output * upstream).sum(), leaves)])
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            near("ways", got, want, 1e-10)
+
+
+def test_transformer_xl_takes_the_cheaper_way() -> None:
+    def tables(queries: int, last: int, **options: Any) -> set[str]:
+        scheme = build("transformer_xl", geometry(options.pop("direction", "causal")), **options)
+        key = torch.linspace(0, last, 64).long()[None]
+        q, k = torch.zeros(1, 3, queries, 8), torch.zeros(1, 3, 64, 8)
+        places = Positions(key[:, 64 - queries :], key)
+        return set(scheme.project(Tokens(positions=places, common=scheme.common), q, k, k).tables)
+
+    both = {"r_w_bias", "r_r_bias"}
+    assert tables(64, 63) == both | {"positions_behind"}
+    assert tables(64, 63, direction="bidir") == both | {"positions_behind", "positions_ahead"}
+    assert tables(1, 63) == both
+    assert tables(64, 100_000) == both
+    assert tables(64, 100_000, clamp_len=100) == both | {"positions_behind"}
+
+
+def test_transformer_xl_reads_no_tensor_in_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(tensor: Tensor) -> int:
+        raise AssertionError("a GPU would wait here")
+
+    scheme = build("transformer_xl", geometry())
+    places, q = Positions(torch.tensor([[4095]]), torch.tensor([[4095]])), torch.zeros(1, 3, 1, 8)
+    monkeypatch.setattr(Tensor, "__int__", read)
+    assert len(scheme.project(Tokens(positions=places, common=scheme.common), q, q, q).tables) == 2
+    with pytest.raises(AssertionError, match="a GPU would wait here"):
+        scheme.project(Tokens(positions=places, common=scheme.common), q.expand(-1, -1, 8, -1), q, q)
+
+
+def test_transformer_xl_far_positions_in_float32() -> None:
+    """Angles at position 1,000,000 need more than float32; sums of products of sines do not."""
+    scheme = random_start(build("transformer_xl", geometry(), init="zero"))
+    exact = copy.deepcopy(scheme).double()
+    q, k = randn(1, 3, 3, 8), randn(1, 3, 4, 8, seed=1)
+    key = 1_000_000 + torch.arange(4)
+    got = logits_of(scheme, q.float(), k.float(), key[1:], key)
+    want = logits_of(exact, q, k, key[1:] - 1_000_000, key - 1_000_000).detach()
+    near("far", got, want, 3e-5)
+
+
+# -- all three ---------------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("shaw", {"max_distance": 2}),
+    ("shaw", {"max_distance": 2, "values": False}),
+    ("disentangled", {"max_distance": 2}),
+    ("disentangled", {"max_distance": 6, "buckets": 4, "normalize": True, "scale": "deberta"}),
+    ("transformer_xl", {}),
+    ("transformer_xl", {"untie": True, "clamp_len": 2}),
+]
+every_choice = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@every_choice
+def test_gradients_are_derivatives(name: str, options: dict[str, Any], direction: str, executor: str) -> None:
+    shape = geometry(direction, heads=2, kv_heads=1, head_dim=2, hidden_size=4)
+    scheme = random_start(build(name, shape, **options)).double()
+    q, k, v = (randn(1, n, 5, 2, seed=n).requires_grad_() for n in (2, 1, 1))
+    places = torch.tensor([[0, 1, 2, 4, 7]])
+
+    def output(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        return attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
+
+    # The numerical derivative moves the parameters in place.
+    assert torch.autograd.gradcheck(output, (q, k, v, *scheme.parameters()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_starts_learn_every_parameter_within_two_steps(name: str) -> None:
+    for options in ({}, {"normalize": True}) if name == "disentangled" else ({},):
+        scheme = build(name, geometry("bidir"), init="zero", **options)
+        assert scheme.starts_exact(native_kept=True)
+        assert not scheme.starts_exact(native_kept=False)
+        optimizer = torch.optim.SGD(scheme.parameters(), lr=1.0)
+        before = {key: value.detach().clone() for key, value in scheme.named_parameters()}
+        q, k, v = (randn(2, 3, 9, 8, seed=n, dtype=torch.float32) for n in range(3))
+        places = torch.arange(9)[None]
+        plain = attend(build("nope", geometry("bidir")), q, k, v, query_positions=places, key_positions=places)
+        for step in range(2):
+            output = attend(scheme, q, k, v, query_positions=places, key_positions=places)
+            if step == 0:
+                torch.testing.assert_close(output, plain, rtol=0, atol=1e-6)
+            optimizer.zero_grad()
+            output.pow(2).sum().backward()
+            optimizer.step()
+        assert [key for key, value in scheme.named_parameters() if torch.equal(value, before[key])] == []
+
+
+class Largest(TorchDispatchMode):
+    """Watches the results of all operations, in the forward and in the backward pass."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidir"])
+@every_choice
+def test_no_tensor_has_a_row_per_query_key_and_channel(name: str, options: dict[str, Any], direction: str) -> None:
+    length, width = 48, 64
+    scheme = build(name, geometry(direction, heads=2, kv_heads=1, head_dim=width), **options)
+    q, k, v = (torch.randn(1, n, length, width, requires_grad=True) for n in (2, 1, 1))
+    places = torch.arange(length)[None]
+    with Largest() as largest:
+        attend(scheme, q, k, v, query_positions=places, key_positions=places, executor="dense").sum().backward()
+    assert 2 * length * length <= largest.size < length * length * width // 4
+
+
+def test_which_starts_are_exact() -> None:
+    def exact(name: str, **options: Any) -> bool:
+        return build(name, geometry(), **options).starts_exact(native_kept=True)
+
+    assert exact("shaw")
+    assert not exact("shaw", init="normal")
+    assert exact("disentangled", init="zero", normalize=True)
+    assert exact("disentangled", init="zero", share_att_key=True)
+    assert exact("disentangled", init="zero", share_att_key=True, share_bias=True, p2c=False)
+    assert not exact("disentangled", init="zero", share_att_key=True, share_bias=True)
+    assert not exact("disentangled", init="zero", scale="deberta")
+    assert not exact("disentangled")
+    assert exact("transformer_xl", init="zero", untie=True)
+    assert not exact("transformer_xl")
+
+
+@pytest.mark.parametrize("p2c", [True, False])
+def test_an_exact_start_beside_biased_projections(p2c: bool) -> None:
+    """What `share_bias` says: a position key that is a bias moves no weight, a position query that is one does."""
+    options = {"init": "zero", "share_att_key": True, "share_bias": True, "p2c": p2c, "max_distance": 4}
+    scheme = build("disentangled", geometry("bidir"), **options).double()
+    q, k, v = (randn(1, 3, 9, 8, seed=n) for n in range(3))
+    places = torch.arange(9)[None]
+    at = {"query_positions": places, "key_positions": places}
+
+    def host(x: Tensor) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(1, 3, x.shape[1], 8, dtype=torch.float64)
+        return ones, ones
+
+    moved = attend(scheme, q, k, v, host=host, **at) - attend(build("nope", geometry("bidir")), q, k, v, **at)
+    assert (moved.abs().max() < 1e-12) == (not p2c)
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("shaw", {"max_distance": 0}, "max_distance=0: expected at least 1"),
+    ("shaw", {"init": "native"}, "init='native': expected 'zero' or 'normal'"),
+    ("disentangled", {"max_distance": 0}, "max_distance=0: expected at least 1"),
+    ("disentangled", {"buckets": 3}, "buckets=3: expected None or an even number"),
+    ("disentangled", {"buckets": 0}, "buckets=0: expected None or an even number"),
+    ("disentangled", {"buckets": 8, "max_distance": 5}, "max_distance=5: expected more than buckets / 2 \\+ 1 = 5"),
+    ("disentangled", {"c2p": False, "p2c": False}, "p2c=False: expected True beside c2p=False"),
+    ("disentangled", {"share_bias": True}, "share_bias=True: expected False unless share_att_key=True"),
+    ("transformer_xl", {"clamp_len": 0}, "clamp_len=0: expected None or at least 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), WRONG, ids=str)
+def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}: option {message}"):
+        build(name, geometry(), **options)
+
+
+# -- in models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_layers_share_is_there_once_per_stack(architecture: str) -> None:
+    config = stock(architecture).config
+    layers, stacks = config.num_hidden_layers, 1
+    if architecture == "t5":
+        layers, stacks = config.num_layers + config.num_decoder_layers, 2
+
+    def count(name: str, **options: Any) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key in new_parameters(hf_posenc.patch(stock(architecture), name, **options)):
+            last = key.rpartition(".")[2] if "proj" not in key and "r_net" not in key else key.split(".")[-2]
+            found[last] = found.get(last, 0) + 1
+        return found
+
+    assert count("shaw") == {"rel_k": layers, "rel_v": layers}
+    both = {"pos_key_proj": 2 * layers, "pos_query_proj": 2 * layers}
+    assert count("disentangled", max_distance=9) == {"rel_embeddings": stacks, **both}
+    assert count("disentangled", max_distance=9, share_att_key=True) == {"rel_embeddings": stacks}
+    assert count("transformer_xl") == {"r_w_bias": stacks, "r_r_bias": stacks, "r_net": layers}
+    assert count("transformer_xl", untie=True) == {"r_w_bias": layers, "r_r_bias": layers, "r_net": layers}
+
+
+MOVED: list[tuple[str, dict[str, Any]]] = [
+    ("shaw", {"max_distance": 5}),
+    ("disentangled", {"max_distance": 5}),
+    ("disentangled", {"max_distance": 5, "share_att_key": True}),
+    ("transformer_xl", {}),
+]
+every_moved = pytest.mark.parametrize(("name", "options"), MOVED, ids=str)
+
+
+def patched(architecture: str, name: str, options: dict[str, Any], native: str) -> Any:
+    model = hf_posenc.patch(stock(architecture), name, native=native, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@every_moved
+def test_beside_rotary_positions_a_shift_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    """It would, if queries or keys met these tables as the rotation left them."""
+    model = patched("llama", name, options, "keep")
+    ids, positions = tokens("llama", 1, 19), torch.arange(19)[None]
+    before = logits(stock("llama"), "llama", ids)
+    with torch.no_grad():
+        here, there = (
+            model(ids, position_ids=places, use_cache=False).logits for places in (positions, positions + 37)
+        )
+    assert (here - before).abs().max() > 0.05
+    torch.testing.assert_close(there, here, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("native", ["remove", "keep"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@every_moved
+def test_chunks_over_a_cache_away_from_the_start(
+    name: str, options: dict[str, Any], architecture: str, native: str
+) -> None:
+    """A cached key meets the tables as a fresh one does, also where the cache keeps it rotated."""
+    model = patched(architecture, name, options, native)
+    ids = tokens(architecture, 2, 23)
+    with torch.no_grad():
+        if architecture == "t5":
+            call = {"encoder_outputs": model.get_encoder()(ids)}
+            whole = model(**call, decoder_input_ids=ids, use_cache=False).logits
+            cache = None
+            parts = []
+            for chunk in ids.split((10, 4, 1, 8), dim=1):
+                out = model(**call, decoder_input_ids=chunk, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                parts.append(out.logits)
+        else:
+            whole = logits(model, architecture, ids)
+            cache = DynamicCache(config=model.config)
+            parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split((10, 4, 1, 8), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("share_bias", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shared_projections_are_the_layers_own(architecture: str, share_bias: bool) -> None:
+    options = {"max_distance": 7, "share_att_key": True, "share_bias": share_bias}
+    shared = patched(architecture, "disentangled", options, "remove")
+    own = patched(architecture, "disentangled", {"max_distance": 7}, "remove")
+    targets = new_parameters(own)
+    with torch.no_grad():
+        for name, value in new_parameters(shared).items():
+            targets[name].copy_(value)
+        for module in own.modules():
+            if not hasattr(module, "posenc_group") or not hasattr(module, "hf_posenc"):
+                continue
+            scheme = module.hf_posenc
+            width = scheme.geometry.hidden_size
+            unit = torch.cat([torch.eye(width), torch.zeros(1, width)])[None]
+            for projection, part in zip(
+                (scheme.pos_query_proj, scheme.pos_key_proj), module.project_heads(unit)[:2], strict=True
+            ):
+                # From [1, heads, E + 1, D], the last row being the bias.
+                rows = part[0].repeat_interleave(scheme.geometry.heads // part.shape[1], 0).transpose(0, 1).flatten(1)
+                projection.weight.copy_((rows[:-1] - rows[-1]).T)
+                projection.bias.copy_(rows[-1] if share_bias else torch.zeros_like(rows[-1]))
+    ids = tokens(architecture, 2, 17)
+    got, want = (logits(model, architecture, ids) for model in (shared, own))
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-4)
+    plain = hf_posenc.patch(stock(architecture), "nope")
+    assert (got - logits(plain, architecture, ids)).abs().max() > 0.05
+
+
+@every_moved
+def test_padding_and_what_is_cached(name: str, options: dict[str, Any]) -> None:
+    """Nothing is cached beside keys and values, but keys without a kept rotation for those that read them."""
+    plan = hf_posenc.plan(stock("llama"), name, native="keep", **options)
+    config = stock("llama").config
+    keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    positions = 8 * config.num_hidden_layers
+    assert plan.cache_bytes_per_token == positions + (0 if name == "shaw" else keys)
+    assert plan.start == "exact with native kept"
+    model = patched("llama", name, options, "remove")
+    ids = tokens("llama", 1, 9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    with torch.no_grad():
+        got = model(**inputs("llama", padded, mask), use_cache=False).logits[:, 4:]
+    torch.testing.assert_close(got, logits(model, "llama", ids), rtol=0, atol=5e-4)

@@ -1,0 +1,486 @@
+"""FoX (Pro) against the official code and a slow reference; what both FoX schemes do with sequences, caches and generation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forgetting import DTYPES, HEAD_DIM, HEADS, WIDTH, OfficialLayer, about, new_cache, small_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import new_parameters, stock, tokens
+from torch import Tensor
+from transformers import Cache, LlamaModel, T5Config, T5Model
+
+import hf_posenc
+from hf_posenc import CacheError, DirectionError, Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
+from hf_posenc.attention import executors
+from hf_posenc.cache import PosencDynamicLayer
+from hf_posenc.scheme import Tokens
+
+few_examples = settings(max_examples=10, deadline=None, derandomize=True)
+PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}
+
+# -- the official code -------------------------------------------------------------------------------------------------
+
+OFFICIAL_NAMES = {
+    "use_output_gate": "output_gate",
+    "use_output_norm": "output_norm",
+    "qk_norm": "qk_norm",
+    "qk_norm_share_param_across_head": "share_qk_norm",
+    "use_k_shift": "k_shift",
+    "use_v_shift": "v_shift",
+    "ogate_act": "gate_activation",
+}
+CASES = list(about("fox_pro")["cases"])
+
+
+def layer(name: str, kind: str, backend: str = "eager") -> OfficialLayer:
+    # The case with grouped queries names no config: it has every part.
+    config = about("fox_pro")["cases"][name].get("config")
+    given = {} if config is None else {OFFICIAL_NAMES[key]: value for key, value in config.items()}
+    options = given if config is None else {**PLAIN, **given}
+    return OfficialLayer("fox_pro", name, DTYPES[kind], backend, **options)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CASES)
+def test_layers(name: str, backend: str, kind: str) -> None:
+    layer(name, kind, backend).check_at_once()
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "pro_gqa"])
+def test_layers_with_a_cache(name: str, cache: str, kind: str) -> None:
+    layer(name, kind).check_decoding(cache)
+
+
+# -- a slow reference --------------------------------------------------------------------------------------------------
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def slow_norm(x: np.ndarray, weight: np.ndarray, head: int, epsilon: float) -> np.ndarray:
+    width = len(x)
+    factors = weight if len(weight) == width else weight[head * width : (head + 1) * width]
+    return x / math.sqrt(sum(x * x) / width + epsilon) * factors
+
+
+def slow_pro(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, keep: np.ndarray) -> np.ndarray:
+    """The block token by token, on all tokens `[B, H, S, D]`."""
+    w = {name: value.numpy() for name, value in scheme.state_dict().items()}
+    (batch, heads, length, width), groups = q.shape, k.shape[1]
+    output = np.zeros(q.shape)
+    for b in range(batch):
+        x = hidden[b].numpy()
+        real = [t for t in range(length) if keep[b, t]]
+        forget = {t: sigmoid(w["fgate_proj.weight"] @ x[t] + w["fgate_proj.bias"]) for t in real}
+        keys, values = {}, {}
+        for n, t in enumerate(real):
+            for found, source, name in ((keys, k, "k_shift_proj.weight"), (values, v, "v_shift_proj.weight")):
+                for g in range(groups):
+                    now = source[b, g, t].numpy()
+                    before = source[b, g, real[n - 1]].numpy() if n else 0 * now
+                    share = sigmoid(w[name] @ x[t])[g] if name in w else 0.0
+                    found[t, g] = share * before + (1 - share) * now
+        if scheme.qk_norm:
+            keys = {(t, g): slow_norm(key, w["k_norm.weight"], g, 1e-5) for (t, g), key in keys.items()}
+        for i, h in itertools.product(real, range(heads)):
+            query, g = q[b, h, i].numpy(), h // (heads // groups)
+            if scheme.qk_norm:
+                query = slow_norm(query, w["q_norm.weight"], h, 1e-5)
+            seen = [j for j in real if j <= i]
+            gates = [math.prod(forget[t][h] for t in seen if t > j) for j in seen]
+            weights = np.array([math.exp(scheme.geometry.scale * query @ keys[j, g]) for j in seen]) * gates
+            mixed = sum(weight * values[j, g] for weight, j in zip(weights, seen, strict=True)) / weights.sum()
+            if scheme.output_norm:
+                mixed = slow_norm(mixed, w["o_norm.weight"], h, 1e-6)
+            if scheme.output_gate:
+                logits = (w["ogate_proj.weight"] @ x[i])[h * width : (h + 1) * width]
+                mixed = mixed * sigmoid(logits) * (logits if scheme.gate_activation == "silu" else 1)
+            output[b, h, i] = mixed
+    return output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"share_qk_norm": True, "k_shift": False},
+        {"output_norm": False, "gate_activation": "silu", "v_shift": False},
+        {"output_gate": False, "qk_norm": False},
+        PLAIN,
+    ],
+    ids=["all", "shared", "silu", "no_gate", "plain"],
+)
+@given(seed=st.integers(0, 10**6), groups=st.sampled_from([1, 2, 6]), scale=st.sampled_from([None, 1.0]))
+@few_examples
+def test_slow_reference(options: dict, seed: int, groups: int, scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    scheme = build("fox_pro", Geometry(heads=6, kv_heads=groups, head_dim=3, hidden_size=5, scale=scale), **options)
+    scheme.double().load_state_dict({name: random(*value.shape) for name, value in scheme.state_dict().items()})
+    q, k, v, hidden = random(2, 6, 7, 3), random(2, groups, 7, 3), random(2, groups, 7, 3), random(2, 7, 5)
+    keep = torch.rand(2, 7, generator=generator) < 0.7  # padding anywhere
+    places = torch.arange(7)[None]
+    want = slow_pro(scheme, q, k, v, hidden, keep.numpy())
+    at = {"query_positions": places, "key_positions": places, "hidden": hidden, "mask": keep}
+    for executor in executors(scheme):
+        got = attend(scheme, q, k, v, executor=executor, **at).detach().transpose(1, 2)[keep]
+        np.testing.assert_allclose(got.numpy(), want.transpose(0, 2, 1, 3)[keep.numpy()], rtol=0, atol=1e-11)
+
+
+# -- sequences and caches ----------------------------------------------------------------------------------------------
+
+LENGTH, HISTORY = 17, 5
+SCHEMES = ["fox", "fox_pro"]
+both = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+@functools.cache
+def model_of(scheme: str) -> LlamaModel:
+    return small_llama(scheme, **({"shift_history": HISTORY} if scheme == "fox_pro" else {}))
+
+
+def inputs(rows: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@torch.no_grad()
+def run(scheme: str, hidden: Tensor, cache: Cache | None = None, **call: Any) -> Tensor:
+    model = model_of(scheme)
+    output: Tensor = model(
+        inputs_embeds=hidden, past_key_values=cache, use_cache=cache is not None, **call
+    ).last_hidden_state
+    return output
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+cuts = st.sets(st.integers(1, LENGTH - 1))
+
+
+def chunks(found: set[int], length: int = LENGTH) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([0, *sorted(found), length]))
+
+
+@both
+@given(pads=st.integers(1, LENGTH - 1), found=cuts, kind=st.sampled_from(["dynamic", "static"]))
+@few_examples
+def test_left_padding_and_chunks_change_nothing(scheme: str, pads: int, found: set[int], kind: str) -> None:
+    hidden = inputs()
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :pads] = 0
+    alone = run(scheme, hidden[:1, pads:]), run(scheme, hidden[1:])
+    cache = new_cache(model_of(scheme), kind)
+    parts = [run(scheme, hidden[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in chunks(found)]
+    for together in (run(scheme, hidden, attention_mask=mask), torch.cat(parts, dim=1)):
+        same(together[:1, pads:], alone[0])
+        same(together[1:], alone[1])
+
+
+@both
+@given(
+    real=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=4),
+    given_positions=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+@few_examples
+def test_padding_inside_of_a_row_changes_nothing(
+    scheme: str, real: list[tuple[int, int]], given_positions: bool, seed: int
+) -> None:
+    """A batch whose chunks are padded on the right, as in a conversation; padding may be given any position."""
+    hidden = inputs(2, 4 * len(real), seed)
+    keep = torch.stack([torch.cat([torch.arange(4) < n for n in row]) for row in zip(*real, strict=True)])
+    positions = (keep.long().cumsum(-1) - 1).clamp_min(0)
+    if given_positions:
+        anything = torch.randint(0, 30, keep.shape, generator=torch.Generator().manual_seed(seed))
+        positions = torch.where(keep, positions, anything)
+    cache, parts = new_cache(model_of(scheme), "dynamic"), []
+    for start in range(0, 4 * len(real), 4):
+        now = slice(start, start + 4)
+        call = {"position_ids": positions[:, now]} if given_positions else {}
+        parts.append(run(scheme, hidden[:, now], cache, attention_mask=keep[:, : start + 4].long(), **call))
+    for row, output in enumerate(torch.cat(parts, dim=1)):
+        if keep[row].any():
+            same(output[keep[row]], run(scheme, hidden[row, keep[row]][None])[0])
+
+
+@both
+@given(shift=st.integers(1, 5000), found=cuts)
+@few_examples
+def test_only_the_order_of_positions_counts(scheme: str, shift: int, found: set[int]) -> None:
+    hidden, places = inputs(), torch.arange(LENGTH)[None]
+    plain = run(scheme, hidden)
+    jumps = torch.where(places > 6, places + 300, places)
+    for moved in (places + shift, jumps):
+        same(run(scheme, hidden, position_ids=moved), plain)
+        cache = new_cache(model_of(scheme), "dynamic")
+        parts = [run(scheme, hidden[:, a:b], cache, position_ids=moved[:, a:b]) for a, b in chunks(found)]
+        same(torch.cat(parts, dim=1), plain)
+
+
+@both
+@given(found=st.sets(st.integers(1, LENGTH - 1), min_size=1, max_size=4))
+@few_examples
+def test_packed_sequences_are_separate(scheme: str, found: set[int]) -> None:
+    hidden = inputs(1)
+    parts = chunks(found)
+    positions = torch.cat([torch.arange(b - a) for a, b in parts])[None]
+    together = run(scheme, hidden, position_ids=positions)
+    same(together, torch.cat([run(scheme, hidden[:, a:b]) for a, b in parts], dim=1))
+
+
+@both
+@given(seen=st.integers(1, LENGTH - 1))
+@few_examples
+def test_the_future_changes_nothing_before_it(scheme: str, seen: int) -> None:
+    hidden = inputs()
+    changed = hidden.clone()
+    changed[:, seen:] += 1
+    before, after = run(scheme, hidden), run(scheme, changed)
+    assert torch.equal(before[:, :seen], after[:, :seen])
+    assert not torch.equal(before[:, seen], after[:, seen])
+
+
+@both
+@given(held=st.integers(2, 12), removed=st.data(), more=st.integers(1, 5), again=st.integers(0, 4))
+@few_examples
+def test_what_was_taken_back_was_never_there(scheme: str, held: int, removed: Any, more: int, again: int) -> None:
+    """Crop, go on, crop once more."""
+    model, hidden = model_of(scheme), inputs()
+    count = removed.draw(st.integers(1, min(held, HISTORY) - 1) | st.just(held))
+    left = held - count
+    cache = new_cache(model, "dynamic")
+    run(
+        scheme,
+        inputs(seed=1)[:, :held] if not left else torch.cat([hidden[:, :left], inputs(seed=1)[:, :count]], 1),
+        cache,
+    )
+    cache.crop(-count)
+    got = run(scheme, hidden[:, left : left + more], cache)
+    want = run(scheme, hidden[:, : left + more])
+    same(got, want[:, left:])
+    again = min(again, more - 1)
+    cache.crop(-again)
+    got = run(scheme, hidden[:, left + more - again : left + more], cache) if again else want[:, :0]
+    same(got, want[:, left + more - again :])
+
+
+@both
+@given(found=st.integers(1, LENGTH - 1), beams=st.lists(st.integers(0, 2), min_size=3, max_size=3))
+@few_examples
+def test_rows_of_a_cache_move_with_all_they_hold(scheme: str, found: int, beams: list[int]) -> None:
+    model, hidden = model_of(scheme), inputs(3)
+    want = run(scheme, hidden)[:, found:]
+
+    def filled(kind: str, rows: int = 3) -> Cache:
+        cache = new_cache(model, kind)
+        run(scheme, hidden[:rows, :found], cache)
+        return cache
+
+    order = torch.tensor(beams)
+    for kind in ("dynamic", "static"):
+        cache = filled(kind)
+        cache.reorder_cache(order)
+        same(run(scheme, hidden[order, found:], cache), want[order])
+    cache = filled("dynamic")
+    cache.batch_select_indices(order[:2])
+    same(run(scheme, hidden[order[:2], found:], cache), want[order[:2]])
+    cache = filled("dynamic", 2)
+    cache.batch_repeat_interleave(2)
+    rows = torch.tensor([0, 0, 1, 1])
+    same(run(scheme, hidden[rows, found:], cache), want[rows])
+    cache = filled("static")
+    cache.reset()
+    same(run(scheme, hidden[:, found:], cache), run(scheme, hidden[:, found:]))
+
+
+def everything(cache: Cache) -> list[Tensor]:
+    return [
+        tensor.clone()
+        for held in cache.layers
+        for tensor in (held.keys, held.values, *held.token_state.values(), *held.recent_state.values())
+    ]
+
+
+@pytest.mark.parametrize("removed", [HISTORY, HISTORY + 1, 11])
+def test_a_crop_beyond_what_is_remembered_is_refused_before_anything_changes(removed: int) -> None:
+    model, hidden = model_of("fox_pro"), inputs()
+    cache = new_cache(model, "dynamic")
+    run("fox_pro", hidden[:, :12], cache)
+    before = everything(cache)
+    with pytest.raises(
+        CacheError, match=f"Cannot take {removed} tokens back from a cache that .* the last {HISTORY} only"
+    ):
+        cache.crop(-removed)
+    assert all(torch.equal(a, b) for a, b in zip(everything(cache), before, strict=True))
+    same(run("fox_pro", hidden[:, 12:], cache), run("fox_pro", hidden)[:, 12:])
+
+
+def test_plain_fox_can_go_back_as_far_as_you_like() -> None:
+    hidden, cache = inputs(), new_cache(model_of("fox"), "dynamic")
+    run("fox", hidden[:, :12], cache)
+    cache.crop(-11)
+    same(run("fox", hidden[:, 1:], cache), run("fox", hidden)[:, 1:])
+    assert not any(held.recent_state for held in cache.layers)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def generator(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    model = hf_posenc.patch(stock("llama"), request.param)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    new = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **new, **options)
+    return output
+
+
+@pytest.mark.parametrize("candidates", ["assistant", "prompt_lookup"])
+def test_assisted_decoding(generator: Any, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_back: list[int] = []
+    crop = PosencDynamicLayer.crop
+
+    def counted(self: PosencDynamicLayer, tokens_to_remove: int) -> None:
+        taken_back.append(tokens_to_remove)
+        crop(self, tokens_to_remove)
+
+    ids = tokens("llama", 1, 7).repeat(1, 3)
+    plain = generated(generator, ids, use_cache=False)
+    if candidates == "assistant":
+        options: dict[str, Any] = {"assistant_model": copy.deepcopy(generator)}
+        with torch.no_grad():  # it must be wrong at times
+            weight = options["assistant_model"].get_input_embeddings().weight
+            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    else:
+        options = {"prompt_lookup_num_tokens": 3}
+    monkeypatch.setattr(PosencDynamicLayer, "crop", counted)
+    assert torch.equal(generated(generator, ids, **options), plain)
+    assert min(taken_back) < 0
+
+
+def test_beam_search(generator: Any) -> None:
+    ids = tokens("llama", 2, 11)
+    plain = generated(generator, ids, num_beams=4, use_cache=False)
+    assert torch.equal(generated(generator, ids, num_beams=4), plain)
+    assert not torch.equal(generated(generator, ids), plain)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def geometry(**changes) -> Geometry:
+    return Geometry(**{"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM, "hidden_size": WIDTH, **changes})
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "expected"),
+    [
+        ({"gate_activation": "silu"}, "gate_activation='silu'", "'sigmoid', unless output_norm=False"),
+        ({"shift_history": 0}, "shift_history=0", "at least 1 token"),
+        ({"init": "official", "horizon": 3.0}, "horizon=3.0", "None unless init='horizon' is given"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict, option: str, expected: str) -> None:
+    with pytest.raises(OptionError, match=f"fox_pro: option {option}: expected {expected}"):
+        build("fox_pro", geometry(), **options)
+
+
+def test_encoders_are_refused() -> None:
+    model = T5Model(T5Config(d_model=WIDTH, d_kv=HEAD_DIM, num_heads=HEADS, num_layers=1, d_ff=8, vocab_size=9))
+    with pytest.raises(
+        DirectionError, match="fox_pro is defined for causal attention, and the encoder is bidirectional"
+    ):
+        hf_posenc.patch(model, "fox_pro")
+    assert hf_posenc.verify(hf_posenc.patch(model, "fox_pro", stacks="decoder"))
+
+
+def test_hidden_states_are_needed_for_the_output_gate_too() -> None:
+    scheme = build("fox_pro", geometry(), **{**PLAIN, "output_gate": True}, forget_gate="fixed")
+    q, kv, places = torch.zeros(1, HEADS, 3, HEAD_DIM), torch.zeros(1, 2, 3, HEAD_DIM), torch.arange(3)[None]
+    with pytest.raises(ShapeError, match="fox_pro reads the hidden states"):
+        attend(scheme, q, kv, kv, query_positions=places, key_positions=places)
+
+
+def test_parts_that_are_off_have_no_parameters_and_keep_nothing() -> None:
+    shapes = {
+        "k_shift": {"k_shift_proj.weight": (2, WIDTH)},
+        "v_shift": {"v_shift_proj.weight": (2, WIDTH)},
+        "qk_norm": {"q_norm.weight": (HEADS * HEAD_DIM,), "k_norm.weight": (2 * HEAD_DIM,)},
+        "output_norm": {"o_norm.weight": (HEADS * HEAD_DIM,)},
+        "output_gate": {"ogate_proj.weight": (HEADS * HEAD_DIM, WIDTH)},
+    }
+    for part, parameters in shapes.items():
+        scheme = build("fox_pro", geometry(), **{**PLAIN, part: True})
+        got = {name: tuple(value.shape) for name, value in scheme.named_parameters() if "fgate" not in name}
+        assert got == parameters
+        assert scheme.history == (64 if part in ("k_shift", "v_shift") else 0)
+        assert scheme.start_tolerance(native_kept=True) is None
+        assert "must be trained" in scheme.cautions(native_kept=True)[0]
+    shared = build("fox_pro", geometry(), share_qk_norm=True)
+    assert shared.q_norm.weight.shape == shared.k_norm.weight.shape == (HEAD_DIM,)
+    nothing = build("fox_pro", geometry(), **PLAIN, init="horizon")
+    assert nothing.start_tolerance(native_kept=True) == pytest.approx(0.1)
+    assert nothing.cautions(native_kept=True) == []
+
+
+def test_the_start() -> None:
+    scheme = build("fox_pro", geometry(hidden_size=4096))
+    for linear in (scheme.k_shift_proj, scheme.v_shift_proj, scheme.ogate_proj):
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert linear.bias is None
+    for norm in (scheme.q_norm, scheme.k_norm, scheme.o_norm):
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
+    # A model that does not scale its logits: norms must not make them larger than those of the official code.
+    unscaled = build("fox_pro", geometry(scale=1.0))
+    torch.testing.assert_close(unscaled.q_norm.weight, torch.full((HEADS * HEAD_DIM,), HEAD_DIM**-0.5))
+    assert hf_posenc.schemes()["fox_pro"].start == "break"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_output_gate_is_computed_in_the_models_dtype(dtype: torch.dtype) -> None:
+    """Its weights, as many as those of the layer's own projections, stay in float32; products of them would be slow."""
+    scheme, seen = build("fox_pro", geometry()), []
+    scheme.ogate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    output = scheme.finish(torch.randn(1, HEADS, 3, HEAD_DIM, dtype=dtype), torch.randn(1, 3, WIDTH, dtype=dtype))
+    assert seen == [output.dtype] == [dtype]
+
+
+def test_half_precision_is_rounded_once() -> None:
+    """Mixing and norms happen between two roundings, those of the projections and those of what is cached."""
+    scheme = build("fox_pro", geometry())
+    generator = torch.Generator().manual_seed(0)
+    q, kv, hidden = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((1, HEADS, 9, HEAD_DIM), (1, 2, 9, HEAD_DIM), (1, 9, WIDTH))
+    )
+    places = torch.arange(9)[None]
+    at = Tokens(positions=Positions(places, places), hidden=hidden)
+    got = scheme.project(at, q, kv, kv)
+    want = scheme.project(at, q.float(), kv.float(), kv.float())
+    for name in "qkv":
+        assert torch.equal(getattr(got, name), getattr(want, name).bfloat16())

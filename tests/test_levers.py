@@ -1,0 +1,263 @@
+"""The parts of a recipe, each in a plain `Trainer`: handing over, stages, other lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import stock, tokens
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import hf_posenc
+from hf_posenc import NotPatchedError, OptionError, ShapeError
+from hf_posenc.recipes.collation import MixedLengths, PositionSkipping
+from hf_posenc.recipes.distillation import Distilling, Teacher, divergence, hidden_distance
+from hf_posenc.recipes.groups import is_scheme_parameter
+from hf_posenc.recipes.handover import Handover
+from hf_posenc.recipes.stages import NewParametersFirst
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+few_examples = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def windows(architecture: str, count: int, length: int = 16) -> list[dict[str, Any]]:
+    return [{"input_ids": row, "labels": row} for row in tokens(architecture, count, length, seed=4)]
+
+
+def trainer(model: Any, folder: Path, *, steps: int = 10, **changes: Any) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=changes.pop("rate", 1e-3),
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy=changes.pop("save_strategy", "no"),
+        save_steps=4,
+        dataloader_pin_memory=False,
+    )
+    kind = changes.pop("kind", Trainer)
+    return kind(model=model, args=arguments, train_dataset=changes.pop("data", windows("llama", 2 * steps)), **changes)
+
+
+class Watch(TrainerCallback):
+    """Calls a function before each optimizer step."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.function(state.global_step, model)
+
+
+def strengths(model: Any) -> tuple[float, float]:
+    given = model.config.posenc.get("strengths", {"native": 1.0, "scheme": 1.0})
+    return given["native"], given["scheme"]
+
+
+def kept(scheme: str = "kerple", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return hf_posenc.patch(stock("llama"), scheme, native="keep", gate=False, **options)
+
+
+def test_handover(tmp_path: Path) -> None:
+    model, seen = kept(), []
+    watch = Watch(lambda step, model: seen.append(strengths(model)))
+    trainer(model, tmp_path, callbacks=[Handover(0.5, start=0.2), watch]).train()
+    scheme = [0, 0, 0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1]
+    assert [round(value, 6) for _, value in seen] == scheme
+    assert [value for value, _ in seen] == pytest.approx([1 - value for value in scheme])
+    assert hf_posenc.verify(model).groups[0][1] == "remove"
+    assert strengths(model) == (1, 1)
+
+
+def test_an_unfinished_handover_keeps_the_native_encoding(tmp_path: Path) -> None:
+    model = kept()
+    callback = Handover(1.0)
+    run = trainer(model, tmp_path, callbacks=[callback])
+    run.add_callback(Watch(lambda step, model: setattr(run.control, "should_training_stop", step == 5)))
+    run.train()
+    assert hf_posenc.verify(model).groups[0][1] == "keep"
+    assert strengths(model) == (0.6, 0.4)
+
+
+def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = kept()
+    trainer(whole, tmp_path / "a", callbacks=[Handover(0.7)], save_strategy="steps").train()
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    half = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert strengths(half) == pytest.approx((1 - 3 / 7, 3 / 7))  # those of its last step
+    again = trainer(kept(), tmp_path / "b", callbacks=[Handover(0.7)])
+    again.train(resume_from_checkpoint=str(checkpoint))
+    for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_handover_needs_something_to_hand_over(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="native='keep'"):
+        trainer(hf_posenc.patch(stock("llama"), "fire"), tmp_path, callbacks=[Handover()]).train()
+    with pytest.raises(NotPatchedError, match="no patched model"):
+        trainer(stock("llama"), tmp_path, callbacks=[Handover()]).train()
+    for share, start in ((0, 0), (1.1, 0), (0.5, 0.6), (0.5, -0.1)):
+        with pytest.raises(OptionError, match="0 < share <= 1"):
+            Handover(share, start=start)
+
+
+def test_new_parameters_first(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "fire")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moved: dict[int, set[bool]] = {}
+
+    def look(step: int, model: Any) -> None:
+        moved[step] = {
+            is_scheme_parameter(name) for name, p in model.named_parameters() if not torch.equal(p, before[name])
+        }
+
+    trainer(model, tmp_path, callbacks=[NewParametersFirst(0.5), Watch(look)]).train()
+    assert [moved[step] for step in (1, 5)] == [{True}] * 2
+    assert moved[6] == {True, False}
+    with pytest.raises(OptionError, match="from 0 to 1"):
+        NewParametersFirst(2)
+
+
+@given(count=st.integers(2, 40), spare=st.integers(0, 300), chunks=st.integers(2, 6), seed=st.integers(0, 9))
+@few_examples
+def test_position_skipping(count: int, spare: int, chunks: int, seed: int) -> None:
+    chunks = min(chunks, count)
+    skip = PositionSkipping(count + spare, chunks=chunks, seed=seed)
+    ids = torch.randint(100, (3, count), generator=torch.Generator().manual_seed(seed))
+    batch = skip([{"input_ids": row, "labels": row} for row in ids])
+    places = batch["position_ids"]
+    assert torch.equal(batch["input_ids"], ids)
+    assert torch.equal(batch["labels"], ids)
+    assert (places[:, 0] == 0).all()
+    assert (places.diff(dim=1) >= 1).all()
+    assert int(places.max()) < count + spare
+    assert (places.diff(dim=1) > 1).sum(1).max() < chunks
+    assert torch.equal(skip.positions(ids[0]), places[0])
+
+
+def test_position_skipping_reaches_all_distances() -> None:
+    skip = PositionSkipping(64)
+    seen = set()
+    for row in tokens("llama", 400, 8):
+        places = skip.positions(row)
+        seen |= set((places[:, None] - places[None]).flatten().tolist())
+    assert seen == set(range(-63, 64))
+
+
+def test_position_skipping_trains_and_refuses(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "kerple")
+    seen: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    trainer(model, tmp_path, steps=3, data_collator=PositionSkipping(512)).train()
+    assert len(seen) == 3
+    assert max(seen) > 16
+    with pytest.raises(OptionError, match="at least 2"):
+        PositionSkipping(512, chunks=1)
+    with pytest.raises(ShapeError, match="windows of 16 tokens"):
+        PositionSkipping(8)(windows("llama", 2))
+
+
+def test_mixed_lengths() -> None:
+    mixed = MixedLengths([4, 8, 16])
+    found = set()
+    for start in range(0, 40, 2):
+        batch = mixed(windows("llama", 40)[start : start + 2])
+        found.add(batch["input_ids"].shape)
+        assert torch.equal(batch["input_ids"].flatten(), tokens("llama", 40, 16, seed=4)[start : start + 2].flatten())
+        assert torch.equal(batch["labels"], batch["input_ids"])
+    assert found == {(8, 4), (4, 8), (2, 16)}
+    with pytest.raises(OptionError, match="positive lengths"):
+        MixedLengths([])
+    with pytest.raises(ShapeError, match="multiple of length 5"):
+        MixedLengths([5])(windows("llama", 2))
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+
+class DistillingTrainer(Distilling, Trainer):
+    """What a user writes."""
+
+
+def lora(scheme: str = "kerple") -> Any:
+    torch.manual_seed(0)
+    base = hf_posenc.patch(stock("llama"), scheme)
+    return get_peft_model(base, hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def test_a_teacher_is_the_stock_model() -> None:
+    ids = tokens("llama", 2, 15)
+    with torch.no_grad():
+        wanted = stock("llama")(ids, use_cache=False).logits
+    adapted = lora().train()
+    teachers = [
+        Teacher(stock("llama")),
+        Teacher.copy_of(hf_posenc.patch(stock("llama"), "fire")),
+        Teacher.within(adapted),
+    ]
+    skipping = {"input_ids": ids, "position_ids": 3 * torch.arange(15)[None]}
+    for teacher in teachers:
+        assert torch.equal(teacher(skipping).logits, wanted)
+    assert adapted.training
+    assert hf_posenc.verify(adapted).difference > 0
+    with pytest.raises(OptionError, match=r"Teacher\.copy_of"):
+        Teacher.within(stock("llama"))
+    with pytest.raises(NotPatchedError, match="no patched model"):
+        Teacher.within(get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"])))
+    with pytest.raises(OptionError, match="0 <= share <= 1"):
+        DistillingTrainer(teacher=None, share=2.0)
+
+
+@pytest.mark.parametrize(("share", "hidden"), [(1.0, 0.0), (1.0, 20.0)])
+@pytest.mark.parametrize("kind", ["copy", "within"])
+def test_distillation(kind: str, share: float, hidden: float, tmp_path: Path) -> None:
+    student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
+    teacher = Teacher.within(student) if kind == "within" else Teacher.copy_of(student)
+    ids = torch.stack([window["input_ids"] for window in windows("llama", 4)])
+    wanted = teacher({"input_ids": ids}, output_hidden_states=True)
+
+    def distance() -> float:
+        student.eval()
+        with torch.no_grad():
+            got = student(input_ids=ids, output_hidden_states=True, use_cache=False)
+        far = divergence(got.logits, wanted.logits)
+        return float(hidden_distance(got.hidden_states, wanted.hidden_states) if hidden else far)
+
+    before = distance()
+    run = trainer(
+        student,
+        tmp_path,
+        kind=DistillingTrainer,
+        steps=40,
+        rate=2e-3,
+        data=20 * windows("llama", 4),
+        teacher=teacher,
+        share=share,
+        hidden=hidden,
+    )
+    run.train()
+    assert distance() < 0.8 * before
+    again = teacher({"input_ids": ids}, output_hidden_states=True)
+    assert torch.equal(again.logits, wanted.logits)
+
+
+def test_padding_teaches_nothing() -> None:
+    got, wanted = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    full = divergence(torch.cat([got[0, :2], got[1]])[None], torch.cat([wanted[0, :2], wanted[1]])[None])
+    torch.testing.assert_close(divergence(got, wanted, keep), full)
+    torch.testing.assert_close(divergence(got, wanted, keep[:, :3]), divergence(got, wanted))
+    for hidden in (got, wanted):
+        assert float(hidden_distance((hidden,), (hidden,), keep)) == 0

@@ -1,0 +1,138 @@
+"""Models on the way from their own encoding to a scheme: both ends, the middle, and the end of the way."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ARCHITECTURES, SAME, auto, logits, loss, new_parameters, stacks_for, stock, tokens
+from transformers import PreTrainedModel
+
+import hf_posenc
+from hf_posenc import NotPatchedError, OptionError, attention
+
+CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, str, str]:
+    architecture, name = request.param
+    torch.manual_seed(1)
+    model = hf_posenc.patch(stock(architecture), name, native="keep", **stacks_for(architecture, name))
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model, architecture, name
+
+
+def test_without_any_of_the_scheme_it_is_the_stock_model(case: tuple[PreTrainedModel, str, str]) -> None:
+    model, architecture, _ = case
+    ids = tokens(architecture, 2, 21)
+    hf_posenc.set_strength(model, native=1, scheme=0)
+    torch.testing.assert_close(logits(model, architecture, ids), logits(stock(architecture), architecture, ids), **SAME)
+
+
+def test_the_end_of_the_way(case: tuple[PreTrainedModel, str, str]) -> None:
+    model, architecture, name = case
+    ids = tokens(architecture, 2, 21)
+    hf_posenc.set_strength(model, native=0, scheme=1)
+    before = logits(model, architecture, ids)
+    kept = copy.deepcopy(model)
+    hf_posenc.drop_native(model)
+    torch.testing.assert_close(logits(model, architecture, ids), before, **SAME)
+    direct = stock(architecture)
+    options = hf_posenc.plan(direct, name, native="keep", **stacks_for(architecture, name)).options
+    first = next(iter(options.values()))
+    given = {key: value for key, value in first.items() if value is not None}
+    if all(part == first for part in options.values()):
+        hf_posenc.patch(direct, name, **given, **stacks_for(architecture, name))
+        direct.load_state_dict(model.state_dict())
+        assert torch.equal(logits(direct, architecture, ids), logits(model, architecture, ids))
+        assert {n: p.requires_grad for n, p in direct.named_parameters()} == {
+            n: p.requires_grad for n, p in model.named_parameters()
+        }
+        assert model.config.posenc == direct.config.posenc
+    torch.testing.assert_close(logits(kept, architecture, ids), before)
+    hf_posenc.verify(model)
+
+
+def test_half_way_is_saved_and_loaded(case: tuple[PreTrainedModel, str, str], tmp_path: Path) -> None:
+    model, architecture, _ = case
+    ids = tokens(architecture, 2, 15)
+    ends = [logits(model, architecture, ids)]
+    hf_posenc.set_strength(model, native=0.5, scheme=0.25)
+    half = logits(model, architecture, ids)
+    hf_posenc.set_strength(model, native=0, scheme=1)
+    ends.append(logits(model, architecture, ids))
+    assert all((half - end).abs().max() > 1e-4 for end in ends)
+    hf_posenc.set_strength(model, native=0.5, scheme=0.25)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(auto(architecture).from_pretrained(tmp_path), architecture, ids), half)
+    assert torch.equal(logits(copy.deepcopy(model), architecture, ids), half)
+    with hf_posenc.disabled(model):
+        assert torch.equal(logits(model, architecture, ids), logits(stock(architecture), architecture, ids))
+    hf_posenc.unpatch(model)
+    assert torch.equal(logits(model, architecture, ids), logits(stock(architecture), architecture, ids))
+    assert not [key for module in model.modules() for key in vars(module) if "posenc" in key]
+
+
+def test_half_way_everything_learns_on_any_executor(
+    case: tuple[PreTrainedModel, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, architecture, _ = case
+    ids = tokens(architecture, 2, 37)
+    hf_posenc.set_strength(model, native=0.5, scheme=0.5)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss(model, architecture, ids).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted = gradients()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(wanted) == trained
+    assert not [name for name in new_parameters(model) if name in trained and not wanted[name].any()]
+    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 16)
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(
+            gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_half_way_the_cache_is_right(case: tuple[PreTrainedModel, str, str]) -> None:
+    model, architecture, _ = case
+    ids = tokens(architecture, 2, 11)
+    hf_posenc.set_strength(model, native=0.5, scheme=0.5)
+    call: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "min_new_tokens": 12}
+    without = model.generate(ids, use_cache=False, do_sample=False, **call)
+    assert torch.equal(model.generate(ids, do_sample=False, **call), without)
+
+
+def test_patching_again_starts_at_full_strength() -> None:
+    model = hf_posenc.patch(stock("llama"), "alibi", native="keep", gate=False)
+    hf_posenc.set_strength(model, native=0.5, scheme=0.5)
+    hf_posenc.patch(model, "alibi", native="keep", gate=False)
+    ids = tokens("llama", 1, 9)
+    fresh = hf_posenc.patch(stock("llama"), "alibi", native="keep", gate=False)
+    assert torch.equal(logits(model, "llama", ids), logits(fresh, "llama", ids))
+    assert model.config.posenc == fresh.config.posenc
+
+
+@pytest.mark.parametrize("given", [{"native": 1.5}, {"scheme": -0.1}, {"native": "half"}, {"scheme": True}])
+def test_bad_strengths(given: dict[str, Any]) -> None:
+    model = hf_posenc.patch(stock("llama"), "alibi", native="keep")
+    with pytest.raises(OptionError, match="expected a number from 0 to 1"):
+        hf_posenc.set_strength(model, **given)
+
+
+def test_nothing_to_hand_over() -> None:
+    with pytest.raises(OptionError, match="native='keep'"):
+        hf_posenc.set_strength(hf_posenc.patch(stock("llama"), "alibi"), native=0.5)
+    for function in (hf_posenc.set_strength, hf_posenc.drop_native):
+        with pytest.raises(NotPatchedError, match="is not patched"):
+            function(stock("llama"))

@@ -1,0 +1,354 @@
+"""TaPE against the official code, and the symmetries it is built for: whole stacks of layers, since states pass along them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ARCHITECTURES, loss, new_parameters, stock, tokens
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaModel, T5EncoderModel
+
+import hf_posenc
+from hf_posenc.scheme import Geometry, Positions, Tokens
+
+GOLDENS = Path(__file__).parent / "goldens"
+VALUES = load_file(GOLDENS / "tape.safetensors")
+ABOUT = json.loads((GOLDENS / "tape.json").read_text())
+ATOL = ABOUT["tolerance"]["float64"]
+few_examples = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+def official(case: str, dtype: torch.dtype = torch.float64) -> LlamaModel:
+    """A Llama with the layers of a case, patched. The last layer's update is not there: nothing reads its result."""
+    kv_heads = 2 if case == "gqa" else 4
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 7, "head_dim": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=kv_heads, rms_norm_eps=1e-5)
+    # theta is given, since the model's own frequencies have float32 only.
+    model = hf_posenc.patch(LlamaModel(config), "tape", theta=10000.0).to(dtype).eval()
+    given = {k.removeprefix(f"{case}/param."): v for k, v in VALUES.items() if k.startswith(f"{case}/param.")}
+    state = model.state_dict()
+    unused = [name for name in given if name.startswith(("2.pe.", "2.post_attention_linear."))]
+    assert len(unused) == 4
+    for name, value in given.items():
+        layer, _, rest = name.partition(".")
+        path = f"self_attn.hf_posenc.{rest}" if rest.startswith(("pe.", "post_attention_linear.")) else rest
+        if name not in unused:
+            state[f"layers.{layer}.{path}"].copy_(value)
+    return model
+
+
+class Trace:
+    """Records what each layer returns: hidden states, and position states `[B, S, H, D]` if it hands some on."""
+
+    def __init__(self, model: Any) -> None:
+        self.hidden: list[Tensor] = []
+        self.states: list[Tensor | None] = []
+        for layer in getattr(model, "layers", getattr(model, "block", None)):
+            layer.register_forward_hook(self._record)
+
+    def _record(self, module: Any, args: Any, output: Any) -> None:
+        self.hidden.append(output[0].detach())
+        self.states.append(None if output[-1] is None else output[-1].detach())
+
+    def run(self, model: Any, **call: Any) -> Tensor:
+        """Return the hidden states of the last layer before the final norm."""
+        self.hidden.clear()
+        self.states.clear()
+        with torch.no_grad():
+            model(**call)
+        return self.hidden[-1]
+
+
+def both_halves(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine as the official code stores them, `[B, H, S, D]`, each twice."""
+    cos, sin = states.transpose(1, 2).chunk(2, dim=-1)
+    return cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2)
+
+
+def agree(got: Tensor, want: str, atol: float = ATOL) -> None:
+    torch.testing.assert_close(got, VALUES[want].to(got.dtype), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", ["mha_random", "gqa"])
+def test_all_layers(case: str, backend: str) -> None:
+    model = official(case)
+    model.set_attn_implementation(backend)
+    trace = Trace(model)
+    out = trace.run(model, inputs_embeds=VALUES[f"{case}/hidden_states"], use_cache=False)
+    agree(out, f"{case}/out")
+    for layer in range(3):
+        agree(trace.hidden[layer], f"{case}/hidden.{layer}")
+    for layer in range(2):
+        for got, name in zip(both_halves(trace.states[layer]), ("cos", "sin"), strict=True):
+            agree(got, f"{case}/{name}.{layer}")
+    assert trace.states[2] is None
+
+
+@pytest.mark.parametrize("case", ["mha_random", "gqa", "official_init_equals_rope"])
+def test_weights(case: str) -> None:
+    model = official(case)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(inputs_embeds=VALUES[f"{case}/hidden_states"], output_attentions=True).attentions
+    for layer, weights in enumerate(found):
+        agree(weights, f"{case}/attn.{layer}")
+
+
+def test_first_states() -> None:
+    scheme = hf_posenc.build("tape", Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32))
+    place = torch.arange(13).expand(2, -1)
+    x = torch.zeros(2, 4, 13, 8, dtype=torch.float64)
+    projected = scheme.project(Tokens(positions=Positions(place, place)), x, x, x)
+    for got, name in zip(both_halves(projected.state["position_states"]), ("cos_in", "sin_in"), strict=True):
+        agree(got, f"mha_random/{name}")
+
+
+def test_official_start_is_rope() -> None:
+    case = "official_init_equals_rope"
+    model = official(case)
+    hidden = VALUES[f"{case}/hidden_states"]
+    agree(Trace(model).run(model, inputs_embeds=hidden), f"{case}/out")
+    with torch.no_grad():
+        tape = model(inputs_embeds=hidden).last_hidden_state
+        rope = hf_posenc.patch(model, "rope", theta=10000.0)(inputs_embeds=hidden).last_hidden_state
+    torch.testing.assert_close(tape, rope, rtol=0, atol=1e-12)
+
+
+def test_shifted_positions() -> None:
+    model = official("mha_random")
+    trace = Trace(model)
+    place = torch.arange(17, 30)[None]
+    call = {"inputs_embeds": VALUES["shift17/hidden_states"], "use_cache": False}
+    agree(trace.run(model, position_ids=place, **call), "shift17/out")
+    cos, sin = both_halves(trace.states[1])
+    unshifted = torch.view_as_complex(torch.stack(both_halves_of_case("mha_random", 1), dim=-1))
+    turn = torch.exp(17j * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)).repeat(2)
+    torch.testing.assert_close(torch.complex(cos, sin), unshifted * turn, rtol=0, atol=1e-9)
+
+
+def both_halves_of_case(case: str, layer: int) -> tuple[Tensor, Tensor]:
+    return VALUES[f"{case}/cos.{layer}"], VALUES[f"{case}/sin.{layer}"]
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "plain"])
+def test_left_padding(counted: bool) -> None:
+    model = official("mha_random")
+    mask = VALUES["left_pad/attention_mask"]
+    call = {} if counted else {"position_ids": torch.arange(13).expand(2, -1)}
+    out = Trace(model).run(
+        model, inputs_embeds=VALUES["left_pad/hidden_states"], attention_mask=mask, use_cache=False, **call
+    )
+    real = mask.bool()
+    torch.testing.assert_close(out[real], VALUES["left_pad/out"][real], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("chunks", [[12, 1], [5, 4, 3, 1], [1] * 13])
+def test_cache(chunks: list[int]) -> None:
+    model = official("mha_random")
+    trace, cache = Trace(model), DynamicCache(config=model.config)
+    for chunk in VALUES["decode_last/hidden_states"].split(chunks, dim=1):
+        out = trace.run(model, inputs_embeds=chunk, past_key_values=cache)
+    agree(out[:, -1:], "decode_last/out_last")
+    for layer in range(3):
+        states = cache.layers[layer].token_state["position_states"]
+        for got, name in zip(both_halves(states), ("cos", "sin"), strict=True):
+            agree(got, f"decode_last/cache_z_{name}.{layer}")
+
+
+@pytest.mark.parametrize("case", ["mha_random", "gqa"])
+def test_float32(case: str) -> None:
+    model = official(case, torch.float32)
+    out = Trace(model).run(model, inputs_embeds=VALUES[f"{case}/hidden_states"].float(), use_cache=False)
+    agree(out, f"{case}/out", ABOUT["tolerance"]["float32"])
+
+
+def one_layer(**options: Any) -> Any:
+    # In these two cases the official code got halves that differ: each channel is a frequency of its own.
+    geometry = Geometry(heads=4, kv_heads=4, head_dim=16, hidden_size=32, last=False)
+    return hf_posenc.build("tape", geometry, **options).double()
+
+
+def test_update_after_the_feed_forward() -> None:
+    scheme = one_layer()
+    cos, sin = (VALUES[f"pe_layer/{name}_in"].transpose(1, 2) for name in ("cos", "sin"))
+    states = torch.cat((cos, sin), dim=-1)
+    with torch.no_grad():
+        for name in ("up_proj", "x_proj", "down_proj"):
+            scheme.get_parameter(f"pe.{name}.weight").copy_(VALUES[f"pe_layer/{name}"])
+        update = scheme.feed(states, VALUES["pe_layer/x"]) - states
+    for got, name in zip(update.transpose(1, 2).chunk(2, dim=-1), ("cos", "sin"), strict=True):
+        agree(got, f"pe_layer/{name}_out")
+
+
+@pytest.mark.parametrize(("head_mix", "want"), [(False, "official_rowsum"), (True, "true_head_mix")])
+def test_update_after_the_attention(head_mix: bool, want: str) -> None:
+    scheme = one_layer(head_mix=head_mix)
+    attended = VALUES["post_attention_mix/cos_in"]  # [B, H, S, 8]
+    output = torch.cat((torch.zeros(2, 4, 13, 16, dtype=torch.float64), attended, 0 * attended), dim=-1)
+    place = torch.zeros(2, 13, dtype=torch.long)
+    with torch.no_grad():
+        scheme.post_attention_linear.weight.copy_(VALUES["post_attention_mix/W"])
+        nothing = torch.zeros(2, 13, 4, 16, dtype=torch.float64)
+        got = scheme.carry(output, Tokens(positions=Positions(place, place), carried=nothing))
+    agree(got.transpose(1, 2)[..., :8], f"post_attention_mix/{want}")
+
+
+# -- symmetries --------------------------------------------------------------------------------------------------------
+
+
+def randomised(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.double().eval()
+
+
+def llama(**options: Any) -> Any:
+    return randomised(hf_posenc.patch(stock("llama").model, "tape", **options))
+
+
+@given(shift=st.integers(1, 3000), pad=st.integers(1, 7))
+@few_examples
+def test_padding_and_offset_change_nothing(shift: int, pad: int) -> None:
+    model, ids = llama(), tokens("llama", 2, 11)
+    trace = Trace(model)
+    plain = trace.run(model, input_ids=ids, use_cache=False)
+    shifted = trace.run(model, input_ids=ids, position_ids=torch.arange(11)[None] + shift, use_cache=False)
+    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-8)
+    padded = torch.nn.functional.pad(ids, (pad, 0))
+    out = trace.run(model, input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False)
+    torch.testing.assert_close(out[:, pad:], plain, rtol=0, atol=1e-9)
+
+
+@given(seed=st.integers(0, 99))
+@few_examples
+def test_a_common_rotation_of_all_states_turns_them_and_nothing_else(seed: int) -> None:
+    model, ids = llama(), tokens("llama", 2, 11)
+    trace = Trace(model)
+    plain = trace.run(model, input_ids=ids, use_cache=False)
+    before = list(trace.states)
+    first = model.layers[0].self_attn.hf_posenc
+    angles = 6.3 * torch.rand(first.rotary_dim // 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    unturned = first.cos_sin
+
+    def turned(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        z = torch.complex(*unturned(positions, dtype)) * torch.exp(1j * angles)
+        return z.real, z.imag
+
+    first.cos_sin = turned
+    out = trace.run(model, input_ids=ids, use_cache=False)
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-9)
+    for one, other in zip(trace.states[:-1], before[:-1], strict=True):
+        want = torch.complex(*other.chunk(2, dim=-1)) * torch.exp(1j * angles)
+        torch.testing.assert_close(torch.complex(*one.chunk(2, dim=-1)), want, rtol=0, atol=1e-9)
+        assert (one - other).abs().max() > 0.1
+
+
+@given(order=st.permutations(range(9)))
+@few_examples
+def test_without_a_mask_the_order_of_tokens_is_their_states_only(order: list[int]) -> None:
+    encoder = randomised(hf_posenc.patch(T5EncoderModel(stock("t5").config), "tape"))
+    ids = tokens("t5", 2, 9)
+    call = {"attention_mask": torch.ones_like(ids)}  # or falling positions would begin packed sequences
+    with torch.no_grad():
+        plain = encoder(input_ids=ids, position_ids=torch.arange(9)[None], **call).last_hidden_state
+        permuted = encoder(input_ids=ids[:, order], position_ids=torch.tensor(order)[None], **call).last_hidden_state
+    torch.testing.assert_close(permuted, plain[:, order], rtol=0, atol=1e-5)
+
+
+# -- how states pass from layer to layer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_both_kinds_of_gradient_checkpointing(architecture: str, reentrant: bool) -> None:
+    model = hf_posenc.patch(stock(architecture), "tape").train()
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    ids = tokens(architecture, 2, 13)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss(model, architecture, ids).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    if hasattr(model, "activation_checkpointing_enable"):  # from transformers 5.23 on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    again = gradients()
+    assert again.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_without_the_scheme_pass_states_on(architecture: str) -> None:
+    """States skip a layer that is not patched; the last patched one has no update that nothing would read."""
+    model = hf_posenc.patch(stock(architecture), "tape", layers=[0])
+    assert {name.rpartition("hf_posenc.")[2] for name in new_parameters(model)} <= {"gate_weight"}
+    count = model.config.num_hidden_layers
+    model = hf_posenc.patch(hf_posenc.unpatch(model), "tape", layers=[0, count - 1])
+    updated = {name.partition(".hf_posenc")[0] for name in new_parameters(model)}
+    assert all(f".{0}." in name for name in updated)
+    loss(model, architecture, tokens(architecture, 2, 9)).backward()
+    hf_posenc.verify(model)
+
+
+def test_output_hidden_states_are_hidden_states() -> None:
+    model = hf_posenc.patch(stock("llama"), "tape")
+    with torch.no_grad():
+        out = model(tokens("llama", 2, 9), output_hidden_states=True)
+        want = stock("llama")(tokens("llama", 2, 9), output_hidden_states=True)
+    assert len(out.hidden_states) == len(want.hidden_states)
+    for got, exact in zip(out.hidden_states, want.hidden_states, strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_stay_whole_between_devices(architecture: str) -> None:
+    model = stock(architecture)
+    before = set(model._no_split_modules)
+    hf_posenc.patch(model, "tape")
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert set(model._no_split_modules) & kinds == {name for name in model._no_split_modules if name in kinds}
+    assert any(name.startswith("Posenc") for name in model._no_split_modules)
+    hf_posenc.patch(model, "rope")
+    assert not any("Posenc" in type(module).__name__ for module in model.modules() if "Layer" in type(module).__name__)
+    assert set(model._no_split_modules) == before
+    hf_posenc.patch(model, "tape")
+    twin = copy.deepcopy(model)
+    hf_posenc.unpatch(model)
+    assert set(model._no_split_modules) == before
+    assert any(name.startswith("Posenc") for name in twin._no_split_modules)
+
+
+def test_layers_of_the_other_stack_stay_whole_too() -> None:
+    model = hf_posenc.patch(stock("t5"), "tape", stacks="decoder")
+    assert set(model._no_split_modules) == {"T5Block", "PosencT5Block"}
+    hf_posenc.patch(model, "tape")
+    assert set(model._no_split_modules) == {"PosencT5Block"}
+    hf_posenc.patch(hf_posenc.unpatch(model), "tape", layers=[0])
+    assert set(model._no_split_modules) == {"T5Block", "PosencT5Block"}
+    hf_posenc.unpatch(model)
+    assert set(model._no_split_modules) == {"T5Block"}
+
+
+def test_a_layer_alone_has_no_positions() -> None:
+    model = hf_posenc.patch(stock("llama").model, "tape")
+    with pytest.raises(hf_posenc.NotPatchedError, match="Call the model, not a layer of it"):
+        model.layers[0](torch.zeros(1, 3, model.config.hidden_size))
