@@ -12,7 +12,8 @@ PosencError
 ├── ShapeError              tensors or masks whose shapes do not fit
 ├── CacheError              a key/value cache that cannot hold the state of a scheme
 ├── AttentionBackendError   an `attn_implementation` that would ignore the scheme
-└── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
+├── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
+└── RecipeError             a recipe that is not as its schema says, or cannot be run
 
 All of them are `ValueError`s, and every message says what was got, what was expected and what to do.
 """
@@ -73,6 +74,10 @@ class AttentionBackendError(PosencError):
 
 class CheckpointError(PosencError):
     """A converted checkpoint is damaged, incomplete, or of a newer format."""
+
+
+class RecipeError(PosencError):
+    """A recipe is not as its schema says, or cannot be run."""
 
 
 def suggest(got: str, known: Iterable[str]) -> str:

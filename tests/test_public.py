@@ -28,6 +28,7 @@ PUBLIC = [
     "PosencLoraConfig",
     "PositionError",
     "Positions",
+    "RecipeError",
     "Scheme",
     "SchemeInfo",
     "ShapeError",
