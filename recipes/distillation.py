@@ -86,19 +86,24 @@ class Distilling:
         teacher: The teacher; `None` leaves the loss as it is.
         share: Share of the divergence from the teacher's predictions in the loss, from 0 to 1.
         hidden: Factor on the distance from the teacher's hidden states, added to the loss.
+        until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end. A teacher brings
+            a model back, and then holds it back where the text would take it further.
         **kwargs: Of the trainer.
 
     Raises:
-        OptionError: The share is out of range, or the factor is negative.
+        OptionError: A share is out of range, or the factor is negative.
     """
 
-    def __init__(self, *, teacher: Teacher | None, share: float = 0.5, hidden: float = 0.0, **kwargs: Any) -> None:
-        if not 0 <= share <= 1 or hidden < 0:
+    def __init__(
+        self, *, teacher: Teacher | None, share: float = 0.5, hidden: float = 0.0, until: float = 0.0, **kwargs: Any
+    ) -> None:
+        if not 0 <= share <= 1 or hidden < 0 or not 0 <= until <= 1:
             raise OptionError(
-                f"Distilling(share={share!r}, hidden={hidden!r}): expected 0 <= share <= 1 and hidden >= 0."
+                f"Distilling(share={share!r}, hidden={hidden!r}, until={until!r}): expected 0 <= share <= 1, hidden >= 0 and "
+                "0 <= until <= 1."
             )
         super().__init__(**kwargs)
-        self._teacher, self._share, self._hidden = teacher, share, hidden
+        self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
         if teacher is not None:
             teacher.model.to(self.args.device)  # type: ignore[attr-defined]
 
@@ -106,17 +111,27 @@ class Distilling:
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss on the text, mixed with the distance from the teacher if there is one."""
-        wants = {"output_hidden_states": True} if self._teacher is not None and self._hidden else {}
+        weight = self._weight()
+        teacher = self._teacher if weight else None
+        share, hidden = weight * self._share, weight * self._hidden
+        wants = {"output_hidden_states": True} if teacher is not None and hidden else {}
         loss, outputs = super().compute_loss(  # type: ignore[misc]
             model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        if self._teacher is not None:
-            wanted = self._teacher(inputs, **wants)
+        if teacher is not None:
+            wanted = teacher(inputs, **wants)
             keep = inputs.get("attention_mask")
-            loss = (1 - self._share) * loss + self._share * divergence(outputs.logits, wanted.logits, keep)
+            loss = (1 - share) * loss + share * divergence(outputs.logits, wanted.logits, keep)
             if wants:
-                loss = loss + self._hidden * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
+                loss = loss + hidden * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
         return (loss, outputs) if return_outputs else loss
+
+    def _weight(self) -> float:
+        """Return what is left of the teacher's influence at this step, from 1 to 0."""
+        if not self._until:
+            return 1.0
+        state = self.state  # type: ignore[attr-defined]
+        return max(0.0, 1 - state.global_step / (self._until * max(1, state.max_steps)))
 
 
 def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -253,6 +253,36 @@ def test_distillation(kind: str, share: float, hidden: float, tmp_path: Path) ->
     assert torch.equal(again.logits, wanted.logits)
 
 
+def test_a_teacher_fades(tmp_path: Path) -> None:
+    student = hf_posenc.patch(stock("llama"), "kerple")
+    asked: list[int] = []
+
+    class Counting(Teacher):
+        def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
+            asked.append(run.state.global_step)
+            return super().__call__(inputs, **options)
+
+    parts = {"kind": DistillingTrainer, "share": 1.0, "hidden": 1.0, "rate": 0.0}
+    teacher = Counting.copy_of(student)
+    run = trainer(student, tmp_path, steps=8, data=16 * windows("llama", 1), teacher=teacher, until=0.5, **parts)
+    run.args.logging_steps = 1
+    run.train()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    batch = {"input_ids": windows("llama", 1)[0]["input_ids"][None]}
+    with torch.no_grad():
+        text = student.eval()(**batch, labels=batch["input_ids"], output_hidden_states=True)
+    wanted = teacher(batch, output_hidden_states=True)
+    far = divergence(text.logits, wanted.logits)
+    apart = hidden_distance(text.hidden_states, wanted.hidden_states)
+    for step, loss in enumerate(losses):
+        left = max(0.0, 1 - step / 4)
+        assert loss == pytest.approx(float((1 - left) * text.loss + left * far + left * apart), rel=1e-4), step
+    # Once it has no say, it is not asked either.
+    assert set(asked[:-1]) == {0, 1, 2, 3}
+    with pytest.raises(OptionError, match="0 <= until <= 1"):
+        DistillingTrainer(teacher=None, until=1.5)
+
+
 def test_padding_teaches_nothing() -> None:
     got, wanted = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
     keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
