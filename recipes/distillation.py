@@ -104,6 +104,7 @@ class Distilling:
             )
         super().__init__(**kwargs)
         self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
+        self._text_losses: list[Tensor] = []
         if teacher is not None:
             teacher.model.to(self.args.device)  # type: ignore[attr-defined]
 
@@ -118,13 +119,32 @@ class Distilling:
         loss, outputs = super().compute_loss(  # type: ignore[misc]
             model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
+        parts = self._parts(num_items_in_batch)
+        if self._teacher is not None and model.training:
+            self._text_losses.append(parts * loss.detach())
         if teacher is not None:
             wanted = teacher(inputs, **wants)
             keep = inputs.get("attention_mask")
-            loss = (1 - share) * loss + share * divergence(outputs.logits, wanted.logits, keep)
+            loss = (1 - share) * loss + share / parts * divergence(outputs.logits, wanted.logits, keep)
             if wants:
-                loss = loss + hidden * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
+                loss = loss + hidden / parts * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
         return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log `text_loss` beside the loss, which is a mixture: the part on the text, the mean since the last time."""
+        if "loss" in logs and self._text_losses:
+            losses = self.accelerator.gather(torch.stack(self._text_losses).mean())  # type: ignore[attr-defined]
+            logs["text_loss"] = float(losses.mean())
+            self._text_losses.clear()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _parts(self, num_items_in_batch: Any) -> int:
+        """Return by how much the loss on the text is smaller than a mean, which distances from the teacher must be too.
+
+        Over accumulated batches the trainer divides the loss that it gets, or has the model divide by all their tokens.
+        """
+        by_the_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
+        return self.current_gradient_accumulation_steps if by_the_model else 1  # type: ignore[attr-defined,no-any-return]
 
     def _weight(self) -> float:
         """Return what is left of the teacher's influence at this step, from 1 to 0."""

@@ -283,6 +283,46 @@ def test_a_teacher_fades(tmp_path: Path) -> None:
         DistillingTrainer(teacher=None, until=1.5)
 
 
+def test_accumulated_batches_teach_as_one_does(tmp_path: Path) -> None:
+    weights, logs = [], []
+    for accumulation in (1, 2, 4):
+        student = hf_posenc.patch(stock("llama"), "alibi")
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=4 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        run = DistillingTrainer(
+            model=student,
+            args=arguments,
+            train_dataset=windows("llama", 4),
+            optimizers=(torch.optim.SGD(student.parameters(), lr=1.0), None),
+            teacher=Teacher.copy_of(student),
+            share=0.5,
+            hidden=1.0,
+        )
+        run.train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in student.parameters()]))
+        logs.append(run.state.log_history[0])
+    for found, log in zip(weights[1:], logs[1:], strict=True):
+        # Float32 sums in another order, times a learning rate of 1.
+        torch.testing.assert_close(found, weights[0], atol=2e-3, rtol=1e-3)
+        assert log["loss"] == pytest.approx(logs[0]["loss"], rel=1e-4)
+        assert log["text_loss"] == pytest.approx(logs[0]["text_loss"], rel=1e-4)
+    ids = torch.stack([window["input_ids"] for window in windows("llama", 4)])
+    with torch.no_grad():
+        text = hf_posenc.patch(stock("llama"), "alibi")(input_ids=ids, labels=ids).loss
+    assert logs[0]["text_loss"] == pytest.approx(float(text), rel=1e-4)
+
+
 def test_padding_teaches_nothing() -> None:
     got, wanted = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
     keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
