@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class _Watch(NamedTuple):
@@ -52,6 +52,10 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
         self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        # `python -m` asks the loader of a module for its code.
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

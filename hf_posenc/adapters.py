@@ -1,4 +1,4 @@
-"""LoRA adapters that carry their positional scheme: a few megabytes that convert a stock model when they are loaded."""
+"""Adapters that carry their positional scheme, with or without LoRA: a small file that converts a stock model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from peft import LoraConfig, LoraModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from hf_posenc.errors import NotPatchedError, OptionError
-from hf_posenc.patches import surgery
+from hf_posenc.patches import auto, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.preparing import refuse_wrapped
@@ -30,10 +31,10 @@ class PosencLoraConfig(LoraConfig):
 
     Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds converts the
     stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are trained, by way of
-    `modules_to_save`, and LoRA is kept out of them.
+    `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and they alone are trained.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model.
+        posenc: What a converted model's config keeps of its schemes; taken from the model, and again whenever it is saved.
     """
 
     posenc: dict[str, Any] | None = field(
@@ -44,33 +45,80 @@ class PosencLoraConfig(LoraConfig):
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.peft_type: Any = AdapterType.LORA
         self.modules_to_save: list[str] | None = sorted({*(self.modules_to_save or ()), surgery.OWN, surgery.SHARED})
+        self._model_config: Any = None
+
+    @property
+    def scheme_only(self) -> bool:
+        """Whether the weights of the schemes are all that is trained."""
+        return self.target_modules is not None and not self.target_modules and not self.target_parameters
+
+    def follow(self, model_config: Any) -> None:
+        """Keep to the schemes of a model from now on: its native encoding may fade and be dropped in the training."""
+        self.posenc = copy.deepcopy(model_config.posenc)
+        self._model_config = model_config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `adapter_config.json` holds, with the schemes as they are now."""
+        now = getattr(self._model_config, "posenc", None)
+        if now is not None:
+            self.posenc = copy.deepcopy(now)
+        found: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
+        return found
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write `adapter_config.json`."""
+        found = kwargs.get("auto_mapping_dict")
+        if found:
+            kwargs["auto_mapping_dict"] = _auto_class(type(self._model_config), found["base_model_class"]) or found
+        super().save_pretrained(save_directory, **kwargs)
 
 
 class PosencLoraModel(LoraModel):
-    """Puts LoRA into a model, after converting it if it is a stock one."""
+    """Puts an adapter into a model, after converting it if it is a stock one."""
 
-    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        own = getattr(getattr(model, "config", None), "posenc", None)
-        if config.posenc is None:
-            if not own:
-                raise NotPatchedError(
-                    f"PosencLoraConfig: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
-                    "hf_posenc.patch(model, ...) first, or use peft.LoraConfig."
-                )
-            config.posenc = copy.deepcopy(own)
-        elif not own:
-            convert(model, config.posenc)
-        elif own["groups"] != config.posenc["groups"]:
-            raise OptionError(
-                f"The adapter was trained with the schemes {_names(config.posenc)}, and the model has {_names(own)} with other "
-                "options or layers. Load it onto the stock model, which it converts, or onto one converted in the same way."
-            )
-        super()._pre_injection_hook(model, config, adapter_name)
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Put one more adapter in; all of a model's adapters have the same schemes."""
+        agree(model, self.peft_config[adapter_name])
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        if peft_config.scheme_only:
+            # What PEFT calls an adapter that may do without targets; what is saved stays as it was given.
+            peft_config = copy.copy(peft_config)
+            peft_config.target_modules = DUMMY_TARGET_MODULES
         # PEFT knows by the model type which projections to adapt.
         stock = str(model_config.get("model_type", "")).removeprefix("hf_posenc_")
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[no-untyped-call]
+
+
+def agree(model: Any, config: PosencLoraConfig) -> None:
+    """Make an adapter and the model under it have the same schemes: convert the model, or take what it has.
+
+    Args:
+        model: Stock or converted.
+        config: Of the adapter.
+
+    Raises:
+        NotPatchedError: Neither has a scheme.
+        OptionError: They differ, or there is nothing to train.
+        CheckpointError: The adapter's schemes cannot be followed.
+    """
+    own = getattr(getattr(model, "config", None), "posenc", None)
+    if own is not None and config.posenc is not None:
+        _check_same(config.posenc, own)
+    elif config.posenc is not None:
+        convert(model, config.posenc)
+    elif own is None:
+        raise NotPatchedError(
+            f"PosencLoraConfig: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
+            "hf_posenc.patch(model, ...) first, or use peft.LoraConfig."
+        )
+    if config.scheme_only and not _has_parameters(model):
+        raise OptionError(
+            f"PosencLoraConfig(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without LoRA there is "
+            "nothing to train. Leave out target_modules, or name the projections to adapt."
+        )
+    config.follow(model.config)
 
 
 def convert(model: Any, schemes: dict[str, Any]) -> None:
@@ -91,6 +139,33 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
         for config in configs:
             undo.set(config, "posenc", copy.deepcopy(schemes))
         attach_recorded(architecture, model, undo)
+
+
+def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise unless an adapter's schemes are those of the model that it goes onto."""
+    if wanted["groups"] != own["groups"]:
+        raise OptionError(
+            f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)} with other "
+            "options or layers. Load it onto the stock model, which it converts, or onto one converted in the same way."
+        )
+    if wanted.get("strengths") != own.get("strengths"):
+        raise OptionError(
+            f"The adapter was trained with the strengths {wanted.get('strengths', 'full')}, and the model has "
+            f"{own.get('strengths', 'full')}. Load it onto the stock model, or call hf_posenc.set_strength first."
+        )
+
+
+def _has_parameters(model: nn.Module) -> bool:
+    """Whether any scheme in a model has weights."""
+    return any(not {surgery.OWN, surgery.SHARED}.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
+
+
+def _auto_class(config_class: type, head: str) -> dict[str, str] | None:
+    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing of that kind does."""
+    names = [name for name, kind in auto.classes_for(config_class).items() if kind.__name__ == head]
+    # The one for pretraining is another name for a head that has a better one.
+    names.sort(key=lambda name: name == "AutoModelForPreTraining")
+    return {"base_model_class": names[0], "parent_library": "transformers"} if names else None
 
 
 def _names(schemes: dict[str, Any]) -> str:

@@ -138,11 +138,18 @@ def card(existing: str, config: Any, head: str, starts: Mapping[int, str]) -> st
     body = model_card.text
     if _CARD_BEGIN in body and _CARD_END in body:
         before, rest = body.split(_CARD_BEGIN, 1)
-        body = before + section + rest.split(_CARD_END, 1)[1].lstrip("\n")
+        body = before + section + rest.split(_CARD_END, 1)[1].removeprefix("\n")
     else:
         body = body.rstrip("\n") + "\n\n" + section
     model_card.text = body
     return str(model_card.content)
+
+
+def encoding_section(text: str) -> str:
+    """Return this package's part of a model card, or nothing if the card has none."""
+    if _CARD_BEGIN not in text or _CARD_END not in text:
+        return ""
+    return _CARD_BEGIN + text.split(_CARD_BEGIN, 1)[1].split(_CARD_END, 1)[0] + _CARD_END
 
 
 def _card_section(config: Any, groups: list[record.Group], head: str, starts: Mapping[int, str]) -> str:

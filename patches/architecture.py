@@ -133,13 +133,20 @@ def of_model(model: object) -> Architecture:
         ArchitectureError: It is of no known one; the message lists those that are.
     """
     if isinstance(model, PreTrainedModel):
+        kind = _unsharded(type(model))
         for architecture in architectures().values():
-            if type(model) in architecture.twins or type(model) in architecture.twins.values():
+            if kind in architecture.twins or kind in architecture.twins.values():
                 return architecture
     raise ArchitectureError(
         f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. Supported: {supported()}. "
         "Pass one of these, loaded with transformers, or add an architecture (CONTRIBUTING.md, 4 steps)."
     )
+
+
+def _unsharded(kind: type) -> type:
+    """Return the class that a model had before FSDP2 put one of its own in front of it."""
+    sharding = "torch.distributed.fsdp"
+    return next(base for base in kind.__mro__ if not any(part.__module__.startswith(sharding) for part in base.__mro__))
 
 
 def of_config(config: object) -> Architecture:

@@ -1,158 +1,237 @@
-"""A short adaptation of a converted causal language model, on `transformers.Trainer`."""
+"""The one way that a model is adapted: a recipe's training on `transformers.Trainer`."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from torch.utils.data import Subset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from hf_posenc.errors import ShapeError
+from hf_posenc.errors import RecipeError
+from hf_posenc.recipes.collation import Collator, MixedLengths, PositionSkipping
 from hf_posenc.recipes.distillation import Distilling, Teacher
 from hf_posenc.recipes.groups import parameter_groups
+from hf_posenc.recipes.handover import Handover
+from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.recipe import Recipe, Training
+from hf_posenc.recipes.stages import NewParametersFirst
 
-Progress = Callable[[int, float], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to adapt.
-
-    Attributes:
-        steps: Optimizer steps.
-        length: Tokens per window.
-        batch_size: Windows per step (and per device, if there are several).
-        learning_rate: Peak, for the model's own weights.
-        scheme_learning_rate: Peak, for the weights of the scheme, which start from nothing.
-        weight_decay: On the model's own matrices; the scheme's weights are few, and their scale means something.
-        distillation: Share of the loss that is the divergence from the teacher, if there is one.
-        seed: Of the order of the windows and of everything that the trainer draws.
-        use_cpu: Whether to leave accelerators alone.
-    """
-
-    steps: int = 200
-    length: int = 128
-    batch_size: int = 16
-    learning_rate: float = 3e-3
-    scheme_learning_rate: float = 2e-2
-    weight_decay: float = 0.1
-    distillation: float = 0.5
-    seed: int = 0
-    use_cpu: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the model is trained on."""
-        return self.steps * self.batch_size * self.length
-
-    def arguments(self, folder: str) -> TrainingArguments:
-        """Return the trainer's arguments; it writes nothing of value to `folder`."""
-        return TrainingArguments(
-            output_dir=folder,
-            max_steps=self.steps,
-            per_device_train_batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            adam_beta2=0.98,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, self.steps // 20),
-            seed=self.seed,
-            use_cpu=self.use_cpu,
-            save_strategy="no",
-            logging_steps=max(1, self.steps // 50),
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-
-
-class Windows(Dataset[dict[str, Tensor]]):
-    """Windows at random places of a text, the same for the same seed.
-
-    Args:
-        ids: Token ids, int64 `[tokens]`.
-        length: Tokens per window.
-        count: How many windows.
-        seed: Of the places.
-
-    Raises:
-        ShapeError: The text is shorter than a window.
-    """
-
-    def __init__(self, ids: Tensor, length: int, count: int, seed: int) -> None:
-        if ids.ndim != 1 or len(ids) < length:
-            raise ShapeError(f"Got token ids of shape {list(ids.shape)}; expected at least one window, [{length}].")
-        generator = torch.Generator().manual_seed(seed)
-        self._ids, self._length = ids, length
-        self._starts = torch.randint(len(ids) - length + 1, (count,), generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = self._ids[self._starts[index] :][: self._length]
-        return {"input_ids": window, "labels": window}
+# For a few hundred steps 0.999, which averages over a thousand, is slow to learn the size of the gradients.
+_ADAM_BETA2 = 0.98
+_LOG_EVERY, _LOGS = 10, 50
 
 
 def adapt(
     model: Any,
-    ids: Tensor,
-    settings: Settings,
+    recipe: Recipe,
+    windows: Any,
     *,
-    teacher: nn.Module | None = None,
-    progress: Progress | None = None,
+    teacher: Teacher | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    use_cpu: bool = False,
 ) -> list[float]:
-    """Train a converted model, in place, on windows of a text.
+    """Train a converted model, in place, as a recipe says; nothing is saved or measured.
 
-    Works on a model that is not converted as well, which makes the control of an experiment: the same windows in the
-    same order.
+    Works on a model that is not converted as well, which makes the control of an experiment: the same windows in the same order.
 
     Args:
-        model: A causal language model.
-        ids: Token ids of the training text, int64 `[tokens]`.
-        settings: How long and how fast.
-        teacher: The model as it was before the conversion, to stay close to. It must have weights of its own:
-            `hf_posenc.disabled(model)` has those that are being trained.
-        progress: Called after each step with the step and the latest loss.
+        model: A language model; converted, under its adapter and so on, as the recipe wants it.
+        recipe: Its sections `training` and `distillation` are followed, and the handover of `conversion`.
+        windows: Examples with `input_ids` and `labels`.
+        teacher: What to stay close to.
+        callbacks: Of the trainer, more than those of the recipe.
+        use_cpu: Whether to leave accelerators alone.
 
     Returns:
         The losses that the trainer logged, in order.
     """
-    windows = Windows(ids, settings.length, settings.steps * settings.batch_size, settings.seed)
-    callbacks = [] if progress is None else [_Report(progress)]
-    # A trainer turns the cache off for good, which a model that is saved after it would remember.
-    uses_cache = model.config.use_cache
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = AdaptationTrainer(
-                model=model,
-                args=settings.arguments(folder),
-                train_dataset=windows,
-                callbacks=callbacks,
-                teacher=teacher,
-                settings=settings,
-            )
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
-    finally:
-        model.config.use_cache = uses_cache
+    quiet = dataclasses.replace(recipe.saving, every=0, loggers=[])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = adaptation_trainer(
+            model,
+            dataclasses.replace(recipe, saving=quiet),
+            windows,
+            folder=Path(folder),
+            teacher=teacher,
+            callbacks=callbacks,
+            use_cpu=use_cpu,
+        )
+        trainer.train()
     model.eval()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-class AdaptationTrainer(Distilling, Trainer):
-    """A trainer that knows the scheme's weights from the model's, and may listen to a teacher."""
+def adaptation_trainer(
+    model: Any,
+    recipe: Recipe,
+    windows: Any,
+    *,
+    folder: Path,
+    collate: Collator | None = None,
+    teacher: Teacher | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    use_cpu: bool = False,
+) -> AdaptationTrainer:
+    """Return the trainer of a recipe.
 
-    def __init__(self, *, teacher: nn.Module | None, settings: Settings, **kwargs: Any) -> None:
-        super().__init__(teacher=None if teacher is None else Teacher(teacher), share=settings.distillation, **kwargs)
+    Args:
+        model: As for `adapt`.
+        recipe: What to do.
+        windows: Examples, or an iterable dataset of them.
+        folder: Where the trainer writes.
+        collate: Makes a batch of examples; by default stacks.
+        teacher: What to stay close to.
+        callbacks: Called after those of the recipe.
+        use_cpu: Whether to leave accelerators alone.
+
+    Raises:
+        RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
+    """
+    training, conversion, distillation = recipe.training, recipe.conversion, recipe.distillation
+    own: list[TrainerCallback] = [LogAndSave()]
+    if conversion.scheme is not None and conversion.native == "handover":
+        own.append(Handover(conversion.handover))
+    if training.new_parameters_first:
+        own.append(NewParametersFirst(training.new_parameters_first))
+    trainer = AdaptationTrainer(
+        model=model,
+        args=training_arguments(recipe, folder, use_cpu=use_cpu),
+        train_dataset=whole_batches(windows, training.batch_size),
+        data_collator=collator(training, collate or default_data_collator),
+        callbacks=[*own, *callbacks],
+        scheme_learning_rate=training.scheme_learning_rate,
+        teacher=teacher,
+        share=distillation.share,
+        hidden=distillation.hidden,
+        until=distillation.until,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
+    """Return the trainer's arguments for this process and those beside it."""
+    training, saving = recipe.training, recipe.saving
+    together = processes(use_cpu=use_cpu)
+    micro_batch, accumulation = divide_batch(training, together.num_processes)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        run_name=folder.name,
+        max_steps=training.steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta2=_ADAM_BETA2,
+        lr_scheduler_type=training.schedule,
+        warmup_steps=round(training.warmup * training.steps),
+        max_grad_norm=training.max_grad_norm,
+        bf16=training.precision == "bfloat16",
+        fp16=training.precision == "float16",
+        seed=training.seed,
+        data_seed=training.seed,
+        use_cpu=together.device.type == "cpu",
+        save_strategy="steps" if saving.every else "no",
+        save_steps=saving.every or 1,
+        logging_steps=max(1, min(_LOG_EVERY, training.steps // _LOGS)),
+        report_to=saving.loggers or "none",
+        disable_tqdm=True,
+        dataloader_pin_memory=together.device.type == "cuda",
+        # The data has what the forward takes, and collators look at more.
+        remove_unused_columns=False,
+        # The trainer would write its choice into the model's config; it is made in `compute_loss` instead.
+        use_cache=True,
+        **_checkpointing(training.gradient_checkpointing),
+    )
+    # One process drives one device. Where there are more, the trainer would copy the model to all of them by `DataParallel`.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    # Asked for its devices, transformers has accelerate begin anew.
+    processes(use_cpu=use_cpu)
+    return arguments
+
+
+def divide_batch(training: Training, count: int) -> tuple[int, int]:
+    """Return the windows per forward and the forwards per step of one process.
+
+    Raises:
+        RecipeError: The batch cannot be divided like that.
+    """
+    share, rest = divmod(training.batch_size, count)
+    if rest:
+        raise RecipeError(
+            f"training.batch_size is {training.batch_size}, which {count} processes cannot share. Give a multiple of "
+            f"{count}, or start another number of processes."
+        )
+    micro = training.micro_batch_size or share
+    if share % micro:
+        raise RecipeError(
+            f"training.micro_batch_size is {micro}, and each of {count} processes has {share} windows of the batch of "
+            f"{training.batch_size}. Give a divisor of {share}."
+        )
+    return micro, share // micro
+
+
+def whole_batches(windows: Any, batch_size: int) -> Any:
+    """Return the windows without those, at the end, that make no whole batch, so that every step has one."""
+    if not hasattr(windows, "__len__"):
+        return windows
+    count = len(windows) // batch_size * batch_size
+    if count == 0:
+        raise RecipeError(
+            f"The text makes {len(windows)} windows, and training.batch_size is {batch_size}. Give more text, smaller batches "
+            "or a smaller training.length."
+        )
+    return windows if count == len(windows) else Subset(windows, range(count))
+
+
+def collator(training: Training, collate: Collator) -> Collator:
+    """Return what makes a batch, with the lengths and positions of a recipe."""
+    if training.mixed_lengths is not None:
+        collate = MixedLengths(training.mixed_lengths, seed=training.seed, collate=collate)
+    if training.skip_to is not None:
+        collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
+    return collate
+
+
+def _checkpointing(wanted: bool) -> dict[str, Any]:
+    known = {entry.name for entry in dataclasses.fields(TrainingArguments)}
+    # transformers 5.23 renamed it, and warns at the old name.
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+
+
+class _Uncached(Trainer):
+    """A trainer that asks for no key/value cache, and leaves what the model's config says of it."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+
+class AdaptationTrainer(Distilling, _Uncached):
+    """A trainer that knows the scheme's weights from the model's, and may listen to a teacher.
+
+    Args:
+        scheme_learning_rate: Peak, for the weights of the scheme.
+        **kwargs: Of `Distilling` and of `Trainer`.
+    """
+
+    def __init__(self, *, scheme_learning_rate: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.optimizer: torch.optim.Optimizer | None
-        self._settings = settings
+        self._scheme_learning_rate = scheme_learning_rate
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, as `Distilling` does; a teacher that has faded is let go, for it is as large as the model."""
+        if self._teacher is not None and not self._weight():
+            self._teacher = None
+        return super().compute_loss(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer with the groups of `parameter_groups`."""
@@ -160,23 +239,23 @@ class AdaptationTrainer(Distilling, Trainer):
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = parameter_groups(
                 model or self.model,
-                scheme_learning_rate=self._settings.scheme_learning_rate,
-                weight_decay=self._settings.weight_decay,
+                scheme_learning_rate=self._scheme_learning_rate,
+                weight_decay=self.args.weight_decay,
             )
             self.optimizer = kind(groups, **arguments)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
 
-class _Report(TrainerCallback):
-    """Tells a function how far the training is."""
+class LogAndSave(TrainerCallback):
+    """A line in the log at each checkpoint and at the end, and no checkpoint at the last step.
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._loss = math.nan
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self._loss = (logs or {}).get("loss", self._loss)
+    A logged loss is the mean since the line before. A resumed run begins to count at its checkpoint, so a run that was not
+    stopped must do so as well, or the two would log other numbers. At the last step the model itself is saved.
+    """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._progress(state.global_step, self._loss)
+        """Set the two, after the trainer decided on them."""
+        ends = state.global_step >= state.max_steps
+        control.should_log = control.should_log or control.should_save or ends
+        control.should_save = control.should_save and not ends

@@ -60,7 +60,7 @@ class PositionSkipping:
 
     def positions(self, ids: Tensor) -> Tensor:
         """Return the positions of one window of token ids, int64 `[n]`."""
-        tokens, draw = len(ids), _generator(ids, self.seed)
+        tokens, draw = len(ids), content_generator(ids, self.seed)
         cuts = torch.randperm(tokens - 1, generator=draw)[: self.chunks - 1].sort().values + 1
         # Gaps are sorted points in what is left out: each way of leaving out is as likely.
         free = self.length - tokens
@@ -90,7 +90,7 @@ class MixedLengths:
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch, every tensor `[B * n / length, length]`."""
         batch = self._collate(examples)
-        draw = _generator(batch["input_ids"], self.seed)
+        draw = content_generator(batch["input_ids"], self.seed)
         length = self.lengths[int(torch.randint(len(self.lengths), (1,), generator=draw))]
         tokens = batch["input_ids"].shape[1]
         if tokens % length:
@@ -98,5 +98,6 @@ class MixedLengths:
         return {name: tensor.reshape(-1, length) for name, tensor in batch.items()}
 
 
-def _generator(ids: Tensor, seed: int) -> torch.Generator:
+def content_generator(ids: Tensor, seed: int) -> torch.Generator:
+    """Return a generator whose draws depend on token ids and a seed alone."""
     return torch.Generator().manual_seed(zlib.crc32(ids.cpu().contiguous().numpy().tobytes(), seed))

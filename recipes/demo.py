@@ -6,8 +6,6 @@ It needs no network: the model comes with the package, its text with Python.
 from __future__ import annotations
 
 import copy
-import importlib.resources
-import math
 import subprocess
 import sys
 import tempfile
@@ -21,20 +19,31 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import TrainerCallback
 
 from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patching import patch
 from hf_posenc.planning import plan
-from hf_posenc.recipes.adapt import Settings, adapt
+from hf_posenc.recipes.adapt import adapt
+from hf_posenc.recipes.data import load_data
+from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.evaluation import TARGETS, ContextCurve, context_curve
+from hf_posenc.recipes.loading import TINY_LLAMA, load
 from hf_posenc.recipes.plots import plot_curves
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe, Training
 
 TABLE, PICTURE, MODEL, MARKER = "table.md", "perplexity.png", "model", ".posenc-demo"
 CONTEXTS = (64, 128, 256, 512, 1024)
@@ -124,17 +133,17 @@ def run(
     """
     torch.manual_seed(SEED)
     with console.status("reading the model and Python's documentation"):
-        original, tokenizer = load_tiny_llama()
-        train_ids, heldout_ids = (_token_ids(tokenizer, builtin_text(split)) for split in ("train", "heldout"))
-    length = original.config.max_position_embeddings
-    settings = Settings(steps=steps, length=length, seed=SEED, use_cpu=True)
+        original, tokenizer = load(TINY_LLAMA)
+        length = original.config.max_position_embeddings
+        recipe = _recipe(scheme, steps, length)
+        data = load_data(recipe.data, tokenizer, length=length, seed=SEED)
     console.print(
         f"A Llama of {original.num_parameters():,} parameters, trained on windows of {length} tokens with rotary "
         "positions."
     )
 
     converted = copy.deepcopy(original)
-    options = _OPTIONS.get(scheme, {})
+    options = recipe.conversion.options
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     console.print(f"\n[bold]hf_posenc.patch(model, {scheme!r}{given})[/bold]")
     console.print(f"{escape(str(plan(original, scheme, **options)))}\n", soft_wrap=True)
@@ -143,23 +152,23 @@ def run(
 
     def measure(name: str, model: Any) -> Subject:
         with console.status(f"measuring {name}"):
-            return Subject(name, model, context_curve(model, heldout_ids, contexts, windows=windows))
+            return Subject(name, model, context_curve(model, data.held_out, contexts, windows=windows))
 
     # Before the training, so that a scheme that cannot reach the longest context says so at once.
     before = [measure("original", original), measure(f"{scheme}, untrained", converted)]
     for name, model in (("the original", control), (scheme, adapted)):
-        with _progress(console, f"training {name}", steps) as report:
-            adapt(model, train_ids, settings, teacher=original, progress=report)
+        with _progress(console, f"training {name}", steps) as bar:
+            adapt(model, recipe, data.train, teacher=Teacher(original), callbacks=[bar], use_cpu=True)
     after = [measure("original + training", control), measure(f"{scheme} + training", adapted)]
     subjects = [before[0], after[0], before[1], after[1]]
 
-    note = _what_was_measured(settings, windows)
+    note = _what_was_measured(recipe.training, windows)
     title = f"Tiny Llama, RoPE replaced by {scheme}: perplexity on held-out text"
     plot_curves(folder / PICTURE, {s.name: s.curve for s in subjects}, trained_length=length, title=title)
     (folder / TABLE).write_text(_markdown(title, subjects, note), encoding="utf-8")
     for part in (_table(subjects), note, f"{_verdict(subjects[-1], subjects[0], length)}\n"):
         console.print(part)
-    prompt = heldout_ids[_PROSE : _PROSE + _PROMPT]
+    prompt = data.held_out[_PROSE : _PROSE + _PROMPT]
     _print_samples(console, subjects, tokenizer, prompt)
 
     adapted.save_pretrained(folder / MODEL)
@@ -180,10 +189,22 @@ def run(
     return Outcome(tuple(subjects), difference)
 
 
-def load_tiny_llama() -> tuple[Any, Any]:
-    """Return the model that comes with the package, and its tokenizer."""
-    with importlib.resources.as_file(importlib.resources.files("hf_posenc") / "tiny_llama") as folder:
-        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+def _recipe(scheme: str, steps: int, length: int) -> Recipe:
+    """Return what both trained models are adapted by; the control keeps its own encoding."""
+    return Recipe(
+        model=TINY_LLAMA,
+        conversion=Conversion(scheme=scheme, options=_OPTIONS.get(scheme, {})),
+        training=Training(
+            steps=steps,
+            length=length,
+            batch_size=16,
+            learning_rate=3e-3,
+            scheme_learning_rate=2e-2,
+            weight_decay=0.1,
+            seed=SEED,
+        ),
+        distillation=Distillation(share=0.5),
+    )
 
 
 def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
@@ -223,11 +244,11 @@ def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _what_was_measured(settings: Settings, windows: int) -> str:
+def _what_was_measured(training: Training, windows: int) -> str:
     return (
         f"Perplexity of the same {TARGETS} tokens in each of {windows} held-out windows (mean and standard error), "
         "after reading as many tokens as the column says. Both trained models (also the original, as a control) saw the same "
-        f"{settings.steps} batches of {settings.batch_size} windows of {settings.length} tokens, never longer, at the "
+        f"{training.steps} batches of {training.batch_size} windows of {training.length} tokens, never longer, at the "
         "same learning rates, staying close to the original model by distillation. One seed."
     )
 
@@ -319,8 +340,8 @@ def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any
 
 
 @contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """Show a bar with the time that is left, and give the function that moves it."""
+def _progress(console: Console, what: str, total: int) -> Iterator[TrainerCallback]:
+    """Show a bar with the time that is left, and give the callback that moves it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -331,13 +352,18 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=total, loss="")
-
-        def report(step: int, loss: float) -> None:
-            progress.update(task, completed=step, loss="" if math.isnan(loss) else f"loss {loss:.3f}")
-
-        yield report
+        yield _Bar(progress, progress.add_task(what, total=total, loss=""))
 
 
-def _token_ids(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+class _Bar(TrainerCallback):
+    """Moves a bar, and keeps the latest loss in it."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self._progress.update(self._task, loss=f"loss {logs['loss']:.3f}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.update(self._task, completed=state.global_step)

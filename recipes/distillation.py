@@ -144,14 +144,15 @@ class Distilling:
         Over accumulated batches the trainer divides the loss that it gets, or has the model divide by all their tokens.
         """
         by_the_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
-        return self.current_gradient_accumulation_steps if by_the_model else 1  # type: ignore[attr-defined,no-any-return]
+        return self.current_gradient_accumulation_steps if by_the_model else 1  # type: ignore[attr-defined]
 
     def _weight(self) -> float:
         """Return what is left of the teacher's influence at this step, from 1 to 0."""
         if not self._until:
             return 1.0
         state = self.state  # type: ignore[attr-defined]
-        return max(0.0, 1 - state.global_step / (self._until * max(1, state.max_steps)))
+        gone: float = state.global_step / max(1, state.max_steps)
+        return max(0.0, 1 - gone / self._until)
 
 
 def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Annotated, Any, Literal
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes import library, schema
+from hf_posenc.recipes import consistency, library, plain_yaml, schema
+from hf_posenc.recipes.schema import Such
+
+Count = Annotated[int, Such("of at least 1", lambda value: value >= 1)]
+CountOrNone = Annotated[int, Such("of at least 0", lambda value: value >= 0)]
+Seed = Annotated[int, Such("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
+Amount = Annotated[float, Such("of at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Such("above 0", lambda value: value > 0)]
+Share = Annotated[float, Such("from 0 to 1", lambda value: 0 <= value <= 1)]
+SomeShare = Annotated[float, Such("above 0 and up to 1", lambda value: 0 < value <= 1)]
+PartialShare = Annotated[float, Such("from 0 to below 1", lambda value: 0 <= value < 1)]
+Name = Annotated[str, Such("that is not empty", bool)]
+Names = Annotated[list[Name], Such("(at least one)", bool)]
+Counts = Annotated[list[Count], Such("(at least one)", bool)]
+Indices = Annotated[list[int], Such("(at least one)", bool)]
+Pattern = Annotated[str, Such('like "every:4"', lambda value: re.fullmatch("every:[1-9][0-9]*", value) is not None)]
+Stacks = Annotated[list[Literal["encoder", "decoder"]], Such("(at least one)", bool)]
+Schedule = Literal[
+    "cosine", "linear", "polynomial", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +45,13 @@ class Conversion:
         fit: Start an additive scheme by regression on the native encoding ("native") or on another scheme of this name.
     """
 
-    scheme: str | None
+    scheme: Name | None
     options: dict[str, Any] = field(default_factory=dict)
     native: Literal["remove", "keep", "handover"] = "remove"
-    handover: float = 0.3
-    layers: list[int] | str | None = None
-    stacks: list[str] | None = None
-    fit: str | None = None
+    handover: SomeShare = 0.3
+    layers: Indices | Pattern | None = None
+    stacks: Stacks | None = None
+    fit: Name | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +72,15 @@ class Data:
         limit: Use at most this many documents; null is all.
     """
 
-    source: str = "builtin"
-    config: str | None = None
-    split: str = "train"
-    column: str = "text"
-    held_out: str | None = None
-    held_out_share: float = 0.1
+    source: Name = "builtin"
+    config: Name | None = None
+    split: Name = "train"
+    column: Name = "text"
+    held_out: Name | None = None
+    held_out_share: Annotated[float, Such("between 0 and 1", lambda value: 0 < value < 1)] = 0.1
     streaming: bool = False
     packing: Literal["windows", "documents"] = "windows"
-    limit: int | None = None
+    limit: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +96,7 @@ class Training:
         scheme_learning_rate: Peak, for the weights of the scheme, which start from nothing.
         weight_decay: On the model's own matrices.
         warmup: Share of the steps over which the rates rise.
-        schedule: Name of a schedule of transformers, for instance "cosine", "linear", "constant_with_warmup".
+        schedule: How the rates go down after that, by the names of transformers.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
         new_parameters_first: Share of the steps at the beginning in which the scheme's weights alone are trained.
         mixed_lengths: Cut each batch into windows of one of these lengths, drawn at random; null is off.
@@ -88,22 +106,22 @@ class Training:
         seed: Of everything that is drawn.
     """
 
-    steps: int = 300
-    length: int | None = None
-    batch_size: int = 8
-    micro_batch_size: int | None = None
-    learning_rate: float = 1e-3
-    scheme_learning_rate: float = 5e-3
-    weight_decay: float = 0.0
-    warmup: float = 0.05
-    schedule: str = "cosine"
-    max_grad_norm: float = 1.0
-    new_parameters_first: float = 0.0
-    mixed_lengths: list[int] | None = None
-    skip_to: int | None = None
+    steps: Count = 300
+    length: Annotated[int, Such("of at least 2", lambda value: value >= 2)] | None = None
+    batch_size: Count = 8
+    micro_batch_size: Count | None = None
+    learning_rate: Amount = 1e-3
+    scheme_learning_rate: Amount = 5e-3
+    weight_decay: Amount = 0.0
+    warmup: Share = 0.05
+    schedule: Schedule = "cosine"
+    max_grad_norm: Amount = 1.0
+    new_parameters_first: Share = 0.0
+    mixed_lengths: Counts | None = None
+    skip_to: Count | None = None
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     gradient_checkpointing: bool = False
-    seed: int = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +134,9 @@ class Distillation:
         until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end.
     """
 
-    share: float = 0.0
-    hidden: float = 0.0
-    until: float = 0.0
+    share: Share = 0.0
+    hidden: Amount = 0.0
+    until: Share = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +153,10 @@ class Adapter:
     """
 
     kind: Literal["none", "lora", "scheme"] = "none"
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: list[str] | None = None
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: PartialShare = 0.0
+    targets: Names | None = None
     four_bit: bool = False
 
 
@@ -152,9 +170,9 @@ class Evaluation:
         every: Steps between measurements; 0 measures before and after only.
     """
 
-    contexts: list[int] | None = None
-    windows: int = 16
-    every: int = 0
+    contexts: Counts | None = None
+    windows: Count = 16
+    every: CountOrNone = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +185,9 @@ class Saving:
         loggers: Where the trainer reports to: "tensorboard", "trackio", "wandb".
     """
 
-    every: int = 100
-    keep: int = 2
-    loggers: list[str] = field(default_factory=list)
+    every: Count = 100
+    keep: Count = 2
+    loggers: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +207,7 @@ class Recipe:
     """
 
     summary: str = ""
-    model: str
+    model: Name
     conversion: Conversion
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
@@ -200,28 +218,40 @@ class Recipe:
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """Read a recipe.
+        """Read a recipe, all of it checked.
 
         Args:
             source: A YAML file, or the name of a recipe that comes with the package.
             overrides: `section.key=value` each, the value as in YAML; they win over the file.
 
         Raises:
-            RecipeError: There is no such recipe, it is not YAML, or a key or value is not as the schema says.
+            RecipeError: There is no such recipe, it is not YAML, a key or value is not as the schema says, keys contradict
+                each other, or the scheme does not exist or cannot be had like this.
         """
+        recipe = cls.parse(source, overrides)
+        consistency.check_scheme(recipe, str(source))
+        return recipe
+
+    @classmethod
+    def parse(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a recipe without looking its scheme up, which needs no torch; otherwise like `read`."""
         path = library.find(source)
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}.") from error
+        content = plain_yaml.parse(text, str(source))
         if not isinstance(content, dict):
-            raise RecipeError(
-                f"The recipe {path} holds a {type(content).__name__}; expected keys such as model and conversion."
-            )
-        for override in overrides:
-            schema.override(content, override)
-        return schema.build(cls, content, where=str(path))
+            raise RecipeError(f"{source} is {_kind(content)}; expected keys, such as model and conversion.")
+        schema.override(cls, content, overrides)
+        recipe = schema.build(cls, content, where=str(source))
+        consistency.check(recipe, str(source))
+        return recipe
 
     def text(self) -> str:
         """Return the recipe as YAML, every key written out."""
-        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=100)
+        return plain_yaml.write(asdict(self))
+
+
+def _kind(content: Any) -> str:
+    return "empty" if content is None else f"a {type(content).__name__}"

@@ -1,15 +1,16 @@
-"""Nested dataclasses as the schema of a YAML file: unknown keys, wrong types and overrides."""
+"""Nested dataclasses as the schema of a YAML file: unknown keys, wrong types, values out of range, and overrides."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import yaml
-
 from hf_posenc.errors import RecipeError, suggest
+from hf_posenc.recipes import plain_yaml
 
 T = TypeVar("T")
 
@@ -37,6 +38,19 @@ _ELSEWHERE = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Such:
+    """What a value of a type must be besides, for `Annotated`.
+
+    Attributes:
+        words: It, to be put after the words for the type.
+        holds: Whether it is.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
 def build(kind: type[T], content: Any, *, where: str, key: str = "") -> T:
     """Make a dataclass of nested mappings, all of it checked.
 
@@ -47,18 +61,17 @@ def build(kind: type[T], content: Any, *, where: str, key: str = "") -> T:
         key: The section, for errors.
 
     Raises:
-        RecipeError: A key is unknown or missing, or a value is of another type.
+        RecipeError: A key is unknown or missing, or a value is of another type or out of range.
     """
-    if not isinstance(content, dict):
-        raise RecipeError(f"{where}: {key or 'the recipe'} is {content!r}; expected keys: {', '.join(_fields(kind))}.")
     known = _fields(kind)
-    hints = typing.get_type_hints(kind)
+    if not isinstance(content, dict):
+        raise RecipeError(f"{where}: {key or 'the recipe'} is {content!r}; expected keys such as {', '.join(known)}.")
     for name in content:
-        if name not in known:
-            raise RecipeError(f"{where}: there is no key {_dotted(key, name)!r}. {_hint(str(name), known)}")
+        _look_up(kind, name, where, key)
     missing = [name for name, entry in known.items() if _is_required(entry) and name not in content]
     if missing:
-        raise RecipeError(f"{where}: {_dotted(key, missing[0])!r} is missing; it has no default.")
+        raise RecipeError(f"{where}: {_dotted(key, missing[0])!r} is missing; it has no default, so give it.")
+    hints = _hints(kind)
     values = {
         name: build(hints[name], value, where=where, key=_dotted(key, name))
         if dataclasses.is_dataclass(hints[name])
@@ -68,33 +81,78 @@ def build(kind: type[T], content: Any, *, where: str, key: str = "") -> T:
     return kind(**values)
 
 
-def override(content: dict[str, Any], pair: str) -> None:
-    """Put `section.key=value` into nested mappings, in place; `build` checks the result.
+def override(kind: type, content: dict[str, Any], pairs: Sequence[str]) -> None:
+    """Put each `section.key=value` into nested mappings, in place.
+
+    Args:
+        kind: The dataclass that the mappings are to become.
+        content: The mappings.
+        pairs: The overrides; the values are YAML.
 
     Raises:
-        RecipeError: It is not of that form, or the value is not YAML.
+        RecipeError: An override is not of that form, names no key or one that another has given, or its value is wrong.
     """
-    path, equals, text = pair.partition("=")
-    if not (path and equals):
-        raise RecipeError(f"{pair!r}: expected KEY=VALUE, for instance training.steps=500.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{pair!r}: the value is not YAML: {' '.join(str(error).split())}") from error
-    *sections, last = path.split(".")
+    given: list[tuple[str, ...]] = []
+    for pair in pairs:
+        dotted, equals, text = pair.partition("=")
+        path = tuple(dotted.split("."))
+        if not (equals and all(path)):
+            raise RecipeError(f"{pair!r}: expected KEY=VALUE, for instance training.steps=500.")
+        if any(path[: len(other)] == other[: len(path)] for other in given):
+            raise RecipeError(f"{pair!r}: {dotted} is given twice. Give each key once.")
+        given.append(path)
+        value = plain_yaml.parse(text, repr(pair))
+        _check_path(kind, path, value, where=repr(pair))
+        _put(content, path, value, where=repr(pair))
+
+
+def default(entry: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field that has one."""
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+def _check_path(kind: Any, path: tuple[str, ...], value: Any, where: str) -> None:
+    """Raise unless there is a key at a path and, where it is a single value, the value is one for it."""
+    hint = kind
+    for depth, name in enumerate(path):
+        if dataclasses.is_dataclass(hint):
+            above = ".".join(path[:depth])
+            _look_up(hint, name, where, above)
+            hint = _hints(hint)[name]
+        elif _takes_any_keys(hint):
+            return
+        else:
+            key = ".".join(path[:depth])
+            raise RecipeError(f"{where}: {key} has no keys; it is {_words(hint)}. Give {key}=VALUE.")
+    if dataclasses.is_dataclass(hint):
+        build(typing.cast(type, hint), value, where=where, key=".".join(path))
+    else:
+        _checked(hint, value, where, ".".join(path))
+
+
+def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, where: str) -> None:
     place = content
-    for section in sections:
+    for depth, section in enumerate(path[:-1], start=1):
         inner = place.setdefault(section, {})
-        if inner is None:
-            inner = place[section] = {}
         if not isinstance(inner, dict):
-            raise RecipeError(f"{pair!r}: {section!r} is {inner!r}, which has no keys.")
+            key = ".".join(path[:depth])
+            raise RecipeError(f"{where}: the recipe has {key}: {inner!r}, which has no keys. Correct it there.")
         place = inner
-    place[last] = value
+    place[path[-1]] = value
+
+
+def _look_up(kind: Any, name: Any, where: str, key: str) -> None:
+    known = _fields(kind)
+    if name not in known:
+        raise RecipeError(f"{where}: there is no key {_dotted(key, name)!r}. {_hint(str(name), known)}")
 
 
 def _fields(kind: Any) -> dict[str, dataclasses.Field[Any]]:
     return {entry.name: entry for entry in dataclasses.fields(kind)}
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _is_required(entry: dataclasses.Field[Any]) -> bool:
@@ -110,10 +168,16 @@ def _hint(name: str, known: dict[str, Any]) -> str:
     return f"It is called {renamed!r} here." if renamed in known else suggest(name, known)
 
 
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
 def _checked(hint: Any, value: Any, where: str, key: str) -> Any:
     found = _converted(hint, value)
     if found is _NO:
-        raise RecipeError(f"{where}: {key} is {value!r}; expected {_words(hint)}.")
+        is_word = isinstance(value, (int, float)) and _converted(hint, str(value)) is not _NO
+        raise RecipeError(
+            f"{where}: {key} is {value!r}; expected {_words(hint)}.{' Put it in quotes.' if is_word else ''}"
+        )
     return found
 
 
@@ -123,10 +187,13 @@ _NO = object()
 def _converted(hint: Any, value: Any) -> Any:
     """Return a value as of a type, or `_NO`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        found = _converted(inner[0], value)
+        return found if found is not _NO and all(such.holds(found) for such in inner[1:]) else _NO
     if origin in (typing.Union, types.UnionType):
         return next((found for part in inner if (found := _converted(part, value)) is not _NO), _NO)
     if origin is typing.Literal:
-        return value if value in inner and type(value) in map(type, inner) else _NO
+        return value if isinstance(value, str) and value in inner else _NO
     if origin is list:
         items = [_converted(inner[0], item) for item in value] if isinstance(value, list) else [_NO]
         return _NO if any(item is _NO for item in items) else items
@@ -134,24 +201,25 @@ def _converted(hint: Any, value: Any) -> Any:
         return value if isinstance(value, dict) and all(isinstance(name, str) for name in value) else _NO
     if hint is type(None):
         return None if value is None else _NO
-    if hint is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as a string, since it has no point.
-        try:
-            return float(value)
-        except ValueError:
-            return _NO
-    if hint is float and type(value) is int:
-        return float(value)
+    if hint is float:
+        # Neither nan nor infinity is at most the largest number.
+        return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else _NO
     return value if type(value) is hint else _NO
+
+
+def _takes_any_keys(hint: Any) -> bool:
+    return typing.get_origin(hint) is dict
 
 
 def _words(hint: Any) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return " ".join([_words(inner[0]), *(such.words for such in inner[1:])])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(part) for part in inner)
     if origin is typing.Literal:
         return " or ".join(map(str, inner))
     if origin is list:
-        return f"a list of {_words(inner[0])}"
+        return f"a list, each {_words(inner[0])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return "keys with values" if origin is dict else names[hint]

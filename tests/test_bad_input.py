@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ from hf_posenc import (
     OptionError,
     PosencError,
     PositionError,
+    RecipeError,
     ShapeError,
     UnknownSchemeError,
     WrappedModelError,
@@ -71,6 +72,7 @@ from hf_posenc import (
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.llama import PosencLlamaForCausalLM
+from hf_posenc.recipes.recipe import Recipe
 
 ERRORS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 IDS = torch.arange(14).view(2, 7)
@@ -443,6 +445,12 @@ def loading(what: str, spoil: Callable[[Path], object], *words: str, **more: Any
     return Case(f"from_pretrained(DIR), {what}", None, checkpoint(spoil, **more), CheckpointError, words)
 
 
+def reading(name: str, *words: str, given: Sequence[str] = ()) -> Case:
+    """A case that reads a recipe."""
+    call = f"Recipe.read({name!r}{f', {list(given)}' if given else ''})"
+    return Case(call, None, lambda model, folder: Recipe.read(name, given), RecipeError, words)
+
+
 def calling(what: str, make: Any, call: Callable[..., object], error: type[Exception], *words: str) -> Case:
     """A case that calls a model."""
     return Case(what, make, lambda model, folder: call(model), error, words)
@@ -545,6 +553,22 @@ def cases() -> list[Case]:
         patching(llama, "sinusoidal", OptionError, "base=1.0", "above 1", base=1.0),
         patching(llama, "learned", OptionError, "num_positions=0", "at least 1", num_positions=0),
         patching(llama, "learned", OptionError, "init='native'", "no learned table", init="native"),
+        # Recipes; more in tests/test_recipe_files.py.
+        reading("lama-fire", "no recipe 'lama-fire'", "Did you mean 'llama-fire'"),
+        reading("mine.yaml", "There is no file mine.yaml"),
+        reading("llama-fire", "'training.stpes'", "Did you mean 'steps'", given=["training.stpes=500"]),
+        reading("llama-fire", "called 'learning_rate' here", given=["training.lr=1e-3"]),
+        reading("llama-fire", "expected KEY=VALUE", given=["training.steps"]),
+        reading("llama-fire", "training.steps is given twice", given=["training.steps=5", "training.steps=6"]),
+        reading("llama-fire", "training.steps is 0", "of at least 1", given=["training.steps=0"]),
+        reading("llama-fire", "a number from 0 to 1", given=["distillation.share=1.5"]),
+        reading("llama-fire", "training.steps has no keys", given=["training.steps.more=5"]),
+        reading("llama-fire", "no scheme 'fier'", "Did you mean 'fire'", given=["conversion.scheme=fier"]),
+        reading("llama-fire", "Did you mean 'threshold'", given=["conversion.options.thresold=32"]),
+        reading("llama-alibi", "alibi has no weights", given=["conversion.fit=native"]),
+        reading("llama-fire", "without adapter.kind: lora", given=["adapter.four_bit=true"]),
+        reading("llama-fire", "a divisor of", given=["training.micro_batch_size=3"]),
+        reading("llama-fire", "Give data.held_out", given=["data.source=wikitext", "data.streaming=true"]),
         # Geometry and `attend`.
         Case(
             "build('alibi', {'heads': 4})",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_push_to_hub import TOKEN, Handler, Hub
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -30,6 +36,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
+from hf_posenc.recipes import library
+from hf_posenc.recipes.recipe import Recipe
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 IDS = torch.arange(2, 26).view(2, 12)
@@ -216,6 +224,271 @@ def test_interrupted_convert_leaves_nothing_behind(number: int, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_lists_every_recipe() -> None:
+    result = run("recipes")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    for name in library.names():
+        recipe = Recipe.parse(name)
+        for cell in (recipe.model, str(recipe.conversion.scheme), recipe.conversion.native, recipe.summary):
+            assert cell in rows[name]
+
+
+def test_show_prints_every_key_after_overrides() -> None:
+    overrides = ["training.steps=7", "conversion.options.threshold=32"]
+    assert run("recipes", "show", "llama-fire", *overrides).stdout == Recipe.read("llama-fire", overrides).text()
+
+
+def test_copy_writes_the_recipe_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "hf-posenc train llama-fire.yaml --out" in run("recipes", "copy", "llama-fire").stdout
+    assert run("recipes", "copy", "llama-fire", "mine.yaml").exit_code == 0
+    for name in ("llama-fire.yaml", "mine.yaml"):
+        assert (tmp_path / name).read_bytes() == library.find("llama-fire").read_bytes()
+    # And never over what is there.
+    (tmp_path / "mine.yaml").write_text("of mine", encoding="utf-8")
+    assert run("recipes", "copy", "llama-fire", "mine.yaml").exit_code == 1
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == "of mine"
+
+
+@pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
+def test_configs_are_there(name: str) -> None:
+    result = run("recipes", "config", name)
+    assert result.exit_code == 0
+    assert Path(result.stdout.strip()).is_file()
+
+
+class Calls:
+    """Stands for the runner of recipes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        monkeypatch.setattr("hf_posenc.recipes.run.train", self.train)
+        monkeypatch.setattr("hf_posenc.recipes.run.resume", self.resume)
+
+    def train(self, recipe: Recipe, folder: Path, *, console: Any, command: str) -> Any:
+        self.made.append((recipe, folder, command))
+        return SimpleNamespace(folder=folder, already=True)
+
+    def resume(self, folder: Path, *, console: Any) -> Any:
+        self.made.append((folder,))
+        return SimpleNamespace(folder=folder, already=True)
+
+
+def test_train_and_resume_run_what_was_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls, out = Calls(monkeypatch), tmp_path / "a run"
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run("train", "llama-fire", "training.steps=7", "--out", out, "data.limit=3").exit_code == 0
+    assert run("resume", out).exit_code == 0
+    recipe = Recipe.read("llama-fire", ["training.steps=7", "data.limit=3"])
+    command = f"hf-posenc train llama-fire training.steps=7 --out '{out}' data.limit=3"
+    assert calls.made == [(recipe, out, command), (out,)]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch)
+    result = run("train", "drope", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    for part in ("tiny-llama", "nope", "keep", "10 steps of 8 windows of 128 tokens, 10,240 in all"):
+        assert part in result.stdout
+    assert calls.made == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launch_starts_the_same_command_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The launcher is replaced by what it would start.
+    program = f"import os, sys; print(sys.argv[1:], os.environ['HF_POSENC_COMMAND'], file=open({str(tmp_path / 'seen')!r}, 'w'))"
+    started: list[list[str]] = []
+
+    def start(line: list[str], **kwargs: Any) -> Any:
+        started.append(line)
+        return stock([*line[line.index("--no_python") + 1 :]], **kwargs)
+
+    stock = subprocess.Popen
+    monkeypatch.setattr("hf_posenc.cli.processes._PROGRAM", f"{program}; sys.exit(7)")
+    monkeypatch.setattr(subprocess, "Popen", start)
+    typed = [
+        "train",
+        "llama-fire",
+        "training.steps=7",
+        "--out",
+        tmp_path / "out",
+        "--launch",
+        "ddp",
+        "--num-processes",
+        3,
+    ]
+    assert run(*typed).exit_code == 7
+    assert started[0][3:8] == ["--quiet", "--config_file", str(library.find_config("ddp")), "--num_processes", "3"]
+    inner = ["train", "llama-fire", "training.steps=7", "--out", str(tmp_path / "out")]
+    command = " ".join(["hf-posenc", *map(str, typed)])
+    assert (tmp_path / "seen").read_text(encoding="utf-8") == f"{inner} {command}\n"
+
+
+# What a test changes to make a run small.
+SMALL = [
+    "training.steps=4",
+    "training.batch_size=2",
+    "data.limit=400",
+    "evaluation.windows=2",
+    "evaluation.contexts=[64]",
+]
+
+
+def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    typed = ["train", "llama-kerple", *SMALL, "--out", str(out), "--launch", "one"]
+    done = run_process(*typed)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {out}: " in done.stdout
+    assert json.loads((out / "run.json").read_text(encoding="utf-8"))["command"] == shlex.join(["hf-posenc", *typed])
+    assert Recipe.read(out / "recipe.yaml") == Recipe.read("llama-kerple", SMALL)
+    assert run("verify", out / "model").stdout.startswith("active: kerple")
+    again = run("resume", out)
+    assert (again.exit_code, "finished" in again.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("begun", [True, False])
+def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path) -> None:
+    program = (
+        "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli import processes\n"
+        f"with processes.resumable(pathlib.Path({str(tmp_path)!r}), Console()):\n"
+        "    print('running', flush=True)\n    time.sleep(60)\n"
+    )
+    if begun:
+        (tmp_path / "recipe.yaml").touch()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    expected = (
+        f"stopped; hf-posenc resume {tmp_path} goes on."
+        if begun
+        else "stopped before there was anything to go on with."
+    )
+    assert (process.returncode, errors.decode()) == (128 + number, f"hf-posenc: {expected}\n")
+
+
+def test_terminated_launch_leaves_no_process_behind(tmp_path: Path) -> None:
+    program = (
+        "from hf_posenc.cli import app, processes\n"
+        'processes._PROGRAM = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"\n'
+        "app(['resume', 'run', '--launch', 'one'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        inner = int(process.stdout.readline())
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    # A moment later at most: it was sent the same signal.
+    deadline = time.monotonic() + 30
+    while is_alive(inner) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(inner)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# -- pushing -----------------------------------------------------------------------------------------------------------
+
+
+class RunHandler(Handler):
+    """Knows branches, and one repository that was there before and is public."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/models/me/"):
+            self.answer_json({"id": self.path[len("/api/models/") :], "private": not self.path.endswith("public")})
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        if "/branch/" in self.path:
+            self.read_body()
+            self.hub.commits.append(("branch", self.path.rpartition("/")[2]))
+            self.answer_json({})
+        else:
+            if "/commit/" in self.path:
+                self.hub.commits.append(("on", self.path.rpartition("/")[2]))
+            # Otherwise a branch is like main.
+            self.path = self.path.replace("/dev", "/main")
+            super().do_POST()
+
+    def read_body(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A server on loopback that new processes take for the hub."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (RunHandler,), {"hub": hub}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in os.environ:
+        if name.startswith(("HF_", "HUGGING")):
+            monkeypatch.delenv(name)
+    for name, value in {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """What a finished run looks like."""
+    folder = tmp_path / "run"
+    shutil.copytree(TINY_LLAMA, folder / "model")
+    for name in ("recipe.yaml", "run.json", "table.md", "perplexity.png"):
+        (folder / name).write_text(name, encoding="utf-8")
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def test_push_commits_model_recipe_table_and_picture_at_once(hub: Hub, finished: Path) -> None:
+    done = run_process("push", finished, "me/mine", "--private", "--revision", "dev")
+    assert done.returncode == 0, done.stderr
+    assert (hub.unknown, hub.unauthorised) == ([], [])
+    assert hub.commits == [("branch", "dev"), ("on", "dev"), ("me/mine", "Adapt with hf_posenc")]
+    assert done.stdout.startswith("pushed to http://127.0.0.1")
+    model = {path.name for path in TINY_LLAMA.iterdir()}
+    assert set(hub.files["me/mine"]) == model | {"recipe.yaml", "table.md", "perplexity.png"}
+    assert hub.files["me/mine"]["model.safetensors"] == (TINY_LLAMA / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["me/public", "--private"], "is public already"), (["me//mine"], "me//mine"), (["a/b/c"], "a/b/c")],
+)
+def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path, arguments: list[str], words: str) -> None:
+    done = run_process("push", finished, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"hf-posenc: Pushing to {arguments[0]} failed: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert hub.commits == []
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 # What is typed, in terms of a good checkpoint {llama}, a converted one {converted} and an empty directory {empty};
@@ -249,6 +522,24 @@ BAD = {
     "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
     "demo out exists": ("demo --out {llama}", ["exists and is not empty"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
+    "unknown recipe": ("recipes show lama-fire", ["'lama-fire'", "Did you mean 'llama-fire'?"]),
+    "unknown recipe, train": ("train lama-fire --out {empty}/out", ["Did you mean 'llama-fire'?"]),
+    "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
+    "unknown key": ("train llama-fire training.stpes=3 --out {empty}/out", ["no key 'training.stpes'", "'steps'"]),
+    "key out of range": ("train llama-fire training.steps=0 --out {empty}/out", ["training.steps is 0", "at least 1"]),
+    "recipe of a model that is not there": (
+        "train llama-fire model=./no --dry-run --out {empty}/out",
+        ["no directory"],
+    ),
+    "recipe over something else": ("train llama-fire --out {llama}", ["exists, and holds no run"]),
+    "copy over a file": ("recipes copy llama-fire {mine}", ["mine.yaml exists"]),
+    "copy to nowhere": ("recipes copy llama-fire {empty}/no/mine.yaml", ["There is no directory"]),
+    "copy to another kind of file": ("recipes copy llama-fire {empty}/mine.txt", ["ends in .yaml"]),
+    "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
+    "unknown config, launch": ("train llama-fire --launch dpp --out {empty}/out", ["Did you mean 'ddp'?"]),
+    "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
+    "push what is no run": ("push {empty} me/mine", ["holds no run"]),
+    "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
     "verify, missing": ("verify {empty}/nowhere", ["There is no directory"]),
 }
 
@@ -271,7 +562,12 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         return folder / name
 
     (folder / "empty").mkdir()
+    (folder / "started").mkdir()
+    for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
+        path.write_text(Recipe.parse("llama-fire").text(), encoding="utf-8")
     return {
+        "started": folder / "started",
+        "mine": folder / "mine.yaml",
         "llama": checkpoints["llama"],
         "converted": converted,
         "empty": folder / "empty",
@@ -297,7 +593,15 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
 
 
 def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
-    for arguments in (("plan",), ("dance",), ("plan", checkpoints["llama"], "fire", "--native", "some")):
+    for arguments in (
+        ("plan",),
+        ("dance",),
+        ("plan", checkpoints["llama"], "fire", "--native", "some"),
+        ("train", "llama-fire"),
+        ("recipes", "dance"),
+        ("train", "llama-fire", "--out", "run", "--num-processes", 2),
+        ("resume", "run", "--num-processes", 2),
+    ):
         result = run(*arguments)
         assert result.exit_code == 2
         assert "Traceback" not in result.output
@@ -309,11 +613,17 @@ def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
 def test_help_and_schemes_import_no_model_code() -> None:
     program = (
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_posenc.cli import app\n"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\nassert 'torch' not in sys.modules\n"
+        "for command in ('--help', 'train --help', 'recipes --help', 'recipes', 'recipes config one'):\n"
+        "    assert CliRunner().invoke(app, command.split()).exit_code == 0\nassert 'torch' not in sys.modules\n"
         "assert CliRunner().invoke(app, ['schemes']).exit_code == 0\nassert 'transformers' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "hf_posenc", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"hf-posenc {hf_posenc.__version__}\n"), done.stderr
 
 
 def test_process_prints_to_the_right_places(checkpoints: dict[str, Path], tmp_path: Path) -> None:

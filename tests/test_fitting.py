@@ -10,9 +10,9 @@ from models import SAME, logits, stock, tokens
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError
-from hf_posenc.recipes.demo import load_tiny_llama
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.fitting import additive, fit
+from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.text import builtin_text
 
 

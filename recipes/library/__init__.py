@@ -1,17 +1,20 @@
-"""The recipes that come with the package, one YAML file each."""
+"""The recipes that come with the package, one YAML file each, and the configs to launch them with."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError, suggest
 
 FOLDER = Path(__file__).parent
+CONFIGS = FOLDER.parent / "configs"
+SUFFIXES = (".yaml", ".yml")
 
 
 def names() -> list[str]:
     """Return the names of the recipes."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return _names(FOLDER)
 
 
 def find(source: str | Path) -> Path:
@@ -23,11 +26,33 @@ def find(source: str | Path) -> Path:
     Raises:
         RecipeError: There is neither.
     """
+    near = get_close_matches(str(source), names(), n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return _find(source, FOLDER, "recipe", f"{hint}All names: hf-posenc recipes.")
+
+
+def find_config(source: str | Path) -> Path:
+    """Return the file of a config for `accelerate launch`.
+
+    Args:
+        source: A YAML file, or a name.
+
+    Raises:
+        RecipeError: There is neither.
+    """
+    return _find(source, CONFIGS, "config", suggest(str(source), _names(CONFIGS)))
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def _find(source: str | Path, folder: Path, what: str, hint: str) -> Path:
     path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in SUFFIXES:
         if not path.is_file():
-            raise RecipeError(f"There is no file {path}. Give a YAML file, or a name: {', '.join(names())}.")
+            raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a {what}.")
         return path
-    if str(source) not in names():
-        raise RecipeError(f"There is no recipe {str(source)!r}. {suggest(str(source), names())} A file ends in .yaml.")
-    return FOLDER / f"{source}.yaml"
+    if str(source) not in _names(folder):
+        raise RecipeError(f"There is no {what} {str(source)!r}. {hint} A file ends in .yaml.")
+    return folder / f"{source}.yaml"

@@ -1,0 +1,69 @@
+"""The application that all commands belong to."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hf_posenc import __version__
+from hf_posenc.errors import PosencError
+
+
+class Commands(TyperGroup):
+    """Commands whose expected failures are one line on stderr."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; what was typed is kept for the record of a run."""
+        ctx.obj = shlex.join(["hf-posenc", *args])
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (PosencError, OSError) as error:
+            typer.echo(f"hf-posenc: {one_line(error)}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Replace the positional encoding of a Hugging Face model, and look at what that does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def quiet() -> None:
+    """Keep transformers from writing between our lines; what a user should know of a patch is in its plan."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("hf_posenc").setLevel(logging.ERROR)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-posenc {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Replace the positional encoding of a Hugging Face model, and look at what that does."""

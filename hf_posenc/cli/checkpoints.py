@@ -1,0 +1,99 @@
+"""The checkpoints that commands read."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.cli.application import one_line
+from hf_posenc.errors import ArchitectureError, CheckpointError, PosencError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """Return the config of a checkpoint."""
+    from transformers import AutoConfig
+
+    # A hub name has at most one slash. Anything else that is not there would be answered by a puzzling line on the hub.
+    if not Path(model).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
+        raise CheckpointError(
+            f"There is no directory {model}. Give a directory with a checkpoint, or a name on the hub."
+        )
+    if Path(model).is_dir() and not Path(model, "config.json").is_file():
+        raise CheckpointError(f"There is no config.json in {model}. Give the directory of a checkpoint.")
+    with _reading(model, "config"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+    return config
+
+
+def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """Return the model of a checkpoint, of the class that its config names."""
+    kind = _model_class(config)
+    with _reading(model, "weights"):
+        loaded: PreTrainedModel = kind.from_pretrained(model, dtype=dtype)
+    return loaded
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """Return the class that a config names, or the one that generates text."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from hf_posenc.patches.architecture import of_config
+
+    known = {kind.__name__: kind for pair in of_config(config).twins.items() for kind in pair}
+    named = [known[name] for name in config.architectures or [] if name in known]
+    if config.architectures and not named:
+        raise ArchitectureError(
+            f"The checkpoint holds a {config.architectures[0]}, which cannot be patched. "
+            f"Known: {', '.join(sorted(known))}."
+        )
+    fallback = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    return named[0] if named else fallback
+
+
+@contextlib.contextmanager
+def _reading(model: str, what: str) -> Iterator[None]:
+    """Turn what a damaged or unreachable checkpoint raises into one error; other errors of ours pass."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except PosencError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"The {what} of {model} cannot be read: {one_line(error)}") from error
+
+
+def copy_tokenizer(model: str, folder: Path) -> bool:
+    """Save the tokenizer of a checkpoint into a folder, if it has one."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    with _reading(model, "tokenizer"):
+        if not any(cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES):
+            return False
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return True
+
+
+def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
+    """Return the lines of Python that load what was written."""
+    from hf_posenc.patches import auto
+
+    names = [name for name, kind in auto.classes_for(type(model.config)).items() if kind is type(model)]
+    # Models that generate are listed under AutoModelForPreTraining as well, which says less.
+    name = names[-1] if names else "AutoModel"
+    lines = [
+        "    import hf_posenc",
+        f"    from transformers import {name}{', AutoTokenizer' if has_tokenizer else ''}",
+        f'    model = {name}.from_pretrained("{out}")',
+        f'    tokenizer = AutoTokenizer.from_pretrained("{out}")',
+    ]
+    return "\n".join(lines if has_tokenizer else lines[:-1])

@@ -1,0 +1,52 @@
+"""The model of a recipe, with its tokenizer."""
+
+from __future__ import annotations
+
+import importlib.resources
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+
+from hf_posenc.errors import PosencError, RecipeError
+
+# The name of the model that comes with the package.
+TINY_LLAMA = "tiny-llama"
+
+
+def load(name: str, **options: Any) -> tuple[Any, Any]:
+    """Return a language model and its tokenizer.
+
+    Args:
+        name: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
+        **options: Of `from_pretrained` of the model.
+
+    Raises:
+        RecipeError: It cannot be read.
+    """
+    if name == TINY_LLAMA:
+        return load_tiny_llama(**options)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(name, **options).eval(), AutoTokenizer.from_pretrained(name)
+    except PosencError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"The model {name!r} of the recipe cannot be loaded: {' '.join(str(error).split())}"
+        ) from error
+
+
+def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
+    """Return the model that comes with the package, and its tokenizer."""
+    with importlib.resources.as_file(importlib.resources.files("hf_posenc") / "tiny_llama") as folder:
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens per window a model was trained on, as its config says; T5's often says nothing."""
+    for name in ("max_position_embeddings", "n_positions"):
+        length = getattr(config, name, None)
+        if length:
+            return int(length)
+    return None

@@ -1,0 +1,373 @@
+"""A run of a recipe, from the model as it was to the converted and adapted one, in one folder, whatever interrupts it.
+
+OUT/recipe.yaml          the whole recipe as run
+OUT/run.json             command, versions, machine, counts
+OUT/measurements.json    what was measured so far
+OUT/checkpoints/         complete checkpoints to resume from
+OUT/logs/                of TensorBoard, if it is asked for
+OUT/table.md, OUT/perplexity.png
+OUT/model/               the final model or adapter, with tokenizer and card; it appears last, and ends the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import platform
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import TrainerCallback, set_seed
+
+from hf_posenc.errors import RecipeError
+from hf_posenc.patching import disabled, patch
+from hf_posenc.planning import Plan, plan
+from hf_posenc.recipes import display, report, saving
+from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer
+from hf_posenc.recipes.adapter import attach, quantization
+from hf_posenc.recipes.data import Prepared, load_data
+from hf_posenc.recipes.distillation import Teacher
+from hf_posenc.recipes.fitting import fit
+from hf_posenc.recipes.handover import Handover
+from hf_posenc.recipes.loading import load, trained_length
+from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve
+from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.recipe import Conversion, Recipe
+
+RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
+    "recipe.yaml",
+    "run.json",
+    "measurements.json",
+    "checkpoints",
+    "logs",
+    "model",
+)
+
+# Windows of text that `fit` looks at.
+_FITTED = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        folder: Of the run.
+        model: The folder of the final model or adapter, ready for `from_pretrained`.
+        measurements: What was measured.
+        loss: The last that was logged, in nats per token; `None` if nothing was done.
+        already: Whether the run was finished before, so that nothing was done.
+    """
+
+    folder: Path
+    model: Path
+    measurements: Measurements
+    loss: float | None
+    already: bool = False
+
+
+def train(recipe: Recipe, folder: Path, *, console: Console | None = None, command: str = "") -> Outcome:
+    """Run a recipe; where a run of the same recipe was stopped, go on from its last complete checkpoint.
+
+    Works in one process and in those that `accelerate launch` starts; the main one writes and prints.
+
+    Args:
+        recipe: What to do.
+        folder: Where everything goes; new, empty, or of a run of the same recipe.
+        console: Where to print; `None` is silent.
+        command: What was typed, for the model card.
+
+    Raises:
+        RecipeError: The recipe cannot be run, or the folder holds something else.
+        PosencError: What `patch` raises.
+    """
+    together = processes()
+    if not together.is_main_process:
+        console = None
+    _check_folder(folder, recipe)
+    measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
+    if (folder / MODEL).is_dir():
+        if console:
+            console.print(f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
+        return Outcome(folder, folder / MODEL, measurements, None, already=True)
+    return _Run(recipe, folder, console, command, measurements).complete()
+
+
+def resume(folder: Path, *, console: Console | None = None) -> Outcome:
+    """Go on with a run that was stopped.
+
+    Raises:
+        RecipeError: The folder holds no run.
+        PosencError: As from `train`.
+    """
+    if not (folder / RECIPE).is_file():
+        raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
+    return train(Recipe.read(folder / RECIPE), folder, console=console, command=_record(folder).get("command", ""))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a finished run."""
+    return (folder / RECIPE).is_file() and (folder / MODEL).is_dir()
+
+
+class _Run:
+    """The parts of one run, made in order."""
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, console: Console | None, command: str, measurements: Measurements
+    ) -> None:
+        self.recipe, self.folder, self.console = recipe, folder, console
+        self.command = command or _record(folder).get("command", "")
+        self.measurements = measurements
+        self.processes = processes()
+        self.checkpoint = next(reversed(saving.checkpoints(folder / CHECKPOINTS)), None)
+
+    def complete(self) -> Outcome:
+        recipe = self.recipe
+        set_seed(recipe.training.seed)
+        model, tokenizer = self._load()
+        length, own_length = _lengths(recipe, model)
+        data = load_data(
+            recipe.data,
+            tokenizer,
+            length=length,
+            seed=recipe.training.seed,
+            denoising=bool(model.config.is_encoder_decoder),
+        )
+        contexts, notes = contexts_for(
+            own_length,
+            len(data.held_out),
+            windows=recipe.evaluation.windows,
+            contexts=recipe.evaluation.contexts,
+        )
+        planned = _plan(model, recipe.conversion)
+        self._convert(model, data)
+        teacher = _copied_teacher(model, recipe)
+        model = attach(model, recipe.adapter)
+        if teacher is None and _distils(recipe):
+            teacher = Teacher.within(model)
+        facts = display.Facts.of(
+            model,
+            recipe,
+            planned,
+            trained_length=own_length,
+            data_tokens=data.tokens,
+            processes=self.processes.num_processes,
+            command=self.command,
+        )
+        self._claim(facts)
+        if self.console:
+            display.print_header(self.console, facts)
+            for note in notes:
+                self.console.print(note)
+        measure = partial(
+            readable_curve, ids=data.held_out, contexts=contexts, windows=recipe.evaluation.windows, **_reading(data)
+        )
+        measuring = Measuring(self.measurements, measure, every=recipe.evaluation.every, console=self.console)
+        handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
+        checkpoints = saving.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
+        # TensorBoard would write beside the unfinished checkpoints, which are removed.
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
+        with display.Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
+            trainer = adaptation_trainer(
+                model,
+                recipe,
+                data.train,
+                folder=checkpoints.unfinished,
+                collate=data.collate,
+                teacher=teacher,
+                callbacks=[_NativeFirst(measuring), measuring, progress, checkpoints],
+            )
+            # From here on the trainer alone has it, and lets go of it when it has faded.
+            del teacher
+            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        log = trainer.state.log_history
+        if self.processes.is_main_process:
+            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=progress.pace)
+        self._save(trainer, tokenizer, facts, progress.pace)
+        loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
+        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss)
+
+    def _load(self) -> tuple[Any, Any]:
+        adapter = self.recipe.adapter
+        packed = quantization(adapter, precision=self.recipe.training.precision)
+        # What is trained is trained in float32; what lies under an adapter stays as it is stored.
+        options = (
+            {"dtype": torch.float32} if adapter.kind == "none" else {"quantization_config": packed} if packed else {}
+        )
+        return load(self.recipe.model, **options)
+
+    def _convert(self, model: Any, data: Prepared) -> None:
+        conversion = self.recipe.conversion
+        if conversion.scheme is None:
+            return
+        patch(model, conversion.scheme, **_selection(conversion))
+        # The weights of a checkpoint replace what would be fitted.
+        if conversion.fit is not None and self.checkpoint is None:
+            fit(model, conversion.fit, ids=_first_windows(data).to(model.device))
+
+    def _claim(self, facts: display.Facts) -> None:
+        """Make the folder that of this run, now that nothing of the recipe is wrong any more."""
+        if self.processes.is_main_process:
+            (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            saving.clear(self.folder)
+            saving.clear(self.folder / CHECKPOINTS)
+            saving.write_text(self.folder / RECIPE, self.recipe.text())
+            saving.write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
+        self.processes.wait_for_everyone()
+
+    def _record(self, facts: display.Facts) -> dict[str, Any]:
+        step = 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2])
+        start = {
+            "step": step,
+            "processes": self.processes.num_processes,
+            "device": str(self.processes.device),
+            "machine": platform.platform(),
+            "cpus": os.cpu_count(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        return {**dataclasses.asdict(facts), "starts": [*_record(self.folder).get("starts", []), start]}
+
+    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: display.Facts, pace: Any) -> None:
+        """Write the final model, its tokenizer and its card; all at once for whoever looks."""
+        unfinished = self.folder / f"{saving.UNFINISHED}-{MODEL}"
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            # Shards are for resuming; a model that is done is to be loaded anywhere.
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(str(unfinished))
+        self.processes.wait_for_everyone()
+        if self.processes.is_main_process:
+            (unfinished / "training_args.bin").unlink(missing_ok=True)
+            tokenizer.save_pretrained(unfinished)
+            card = unfinished / "README.md"
+            existing = card.read_text(encoding="utf-8") if card.exists() else ""
+            log = trainer.state.log_history
+            text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
+            card.write_text(text, encoding="utf-8")
+            saving.clear(self.folder / CHECKPOINTS)
+            saving.publish(unfinished, self.folder / MODEL)
+        self.processes.wait_for_everyone()
+
+
+class _NativeFirst(TrainerCallback):
+    """Measures the model as it was before the first step: on its device, and sharded if it will be."""
+
+    def __init__(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            with disabled(model) if getattr(model.config, "posenc", None) else contextlib.nullcontext():
+                self._measuring.take(NATIVE, 0, model)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: Path, recipe: Recipe) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"{folder} exists and is a file. Choose another name for the run.")
+    if not folder.parent.is_dir():
+        raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
+    if _has_begun(folder):
+        there = Recipe.read(folder / RECIPE)
+        differences = _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
+        if differences:
+            raise RecipeError(
+                f"{folder} holds a run of another recipe: {'; '.join(differences)}. Choose another folder, or resume that run."
+            )
+    elif (
+        folder.is_dir()
+        and not (folder / RECIPE).is_file()
+        and any(not path.name.startswith(saving.UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
+    ):
+        raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a run left something that would be lost with its recipe."""
+    made = (
+        (folder / MEASUREMENTS).exists()
+        or (folder / MODEL).exists()
+        or any((folder / CHECKPOINTS).glob("checkpoint-*"))
+    )
+    return (folder / RECIPE).is_file() and made
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "") -> list[str]:
+    """Return the keys at which two recipes differ, with both values."""
+    found = []
+    for key, value in here.items():
+        if isinstance(value, dict) and isinstance(there[key], dict) and not section:
+            found += _differences(there[key], value, f"{key}.")
+        elif value != there.get(key):
+            found.append(f"{section}{key} is {there.get(key)!r} there and {value!r} here")
+    return found
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """Return what run.json holds."""
+    path = folder / RUN
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
+    """Return the tokens per window, and those of the model's own training."""
+    own = trained_length(model.config)
+    length = recipe.training.length or own
+    if length is None:
+        raise RecipeError(
+            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. Give a "
+            "number of tokens, for instance training.length=512."
+        )
+    return length, own or length
+
+
+def _selection(conversion: Conversion) -> dict[str, Any]:
+    """Return the keywords of `patch`."""
+    native = "keep" if conversion.native == "handover" else conversion.native
+    return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
+
+
+def _plan(model: Any, conversion: Conversion) -> Plan | None:
+    return None if conversion.scheme is None else plan(model, conversion.scheme, **_selection(conversion))
+
+
+def _first_windows(data: Prepared) -> Tensor:
+    return torch.stack([example["input_ids"] for example in itertools.islice(iter(data.train), _FITTED)])
+
+
+def _reading(data: Prepared) -> dict[str, Any]:
+    """Return what `context_curve` must know of how the model reads."""
+    return {} if data.corrupt is None else {"corrupt": data.corrupt}
+
+
+def _copied_teacher(model: Any, recipe: Recipe) -> Teacher | None:
+    """Return a teacher that is a copy of the model as it was, where there must be one."""
+    converted = recipe.conversion.scheme is not None
+    if not _distils(recipe) or (converted and recipe.adapter.kind != "none"):
+        return None
+    if converted:
+        return Teacher.copy_of(model)
+    twin = copy.deepcopy(model)
+    twin.requires_grad_(False)
+    return Teacher(twin)
+
+
+def _distils(recipe: Recipe) -> bool:
+    return bool(recipe.distillation.share or recipe.distillation.hidden)

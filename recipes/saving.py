@@ -1,0 +1,124 @@
+"""Files and folders that are there whole or not at all, also when the process is killed while it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+# What is still being written, or being removed, lies under a name that begins like this.
+UNFINISHED = ".unfinished"
+# Written last into a checkpoint: the sizes of its files.
+MARKER = "complete.json"
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, so that there is the old one or the new one at any time."""
+    beside = path.with_name(f"{UNFINISHED}-{path.name}")
+    beside.write_text(text, encoding="utf-8")
+    publish(beside, path)
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Bring a finished file or folder to the disk and under its name; a folder must not be there yet."""
+    # safetensors makes its files private; these are as readable as the user's other files.
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (*unfinished.rglob("*"), unfinished):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        _sync(path)
+    os.replace(unfinished, final)
+    _sync(final.parent)
+
+
+def clear(folder: Path) -> None:
+    """Remove what was left unfinished in a folder."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, the last one last."""
+    found = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(path.name))}
+    return [path for _, path in sorted(found.items()) if _is_complete(path)]
+
+
+class WholeCheckpoints(TrainerCallback):
+    """Makes the checkpoints of any `Trainer` appear whole or not at all.
+
+    The trainer writes into a folder of its own (`TrainingArguments(output_dir=str(callback.unfinished))`); when all processes
+    have written their part, the checkpoint is marked as complete, brought to the disk and renamed. Of older ones, some are kept.
+    All processes must see the same folder.
+
+    Args:
+        folder: Where the checkpoints are to be.
+        keep: How many.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    @property
+    def unfinished(self) -> Path:
+        """Where the trainer writes."""
+        return self.folder / UNFINISHED
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the checkpoint that was written."""
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if state.is_world_process_zero:
+            name = f"checkpoint-{state.global_step}"
+            _mark(self.unfinished / name)
+            # One without its marker may be in the way.
+            self._remove(self.folder / name)
+            publish(self.unfinished / name, self.folder / name)
+            for old in checkpoints(self.folder)[: -self.keep]:
+                self._remove(old)
+        processes.wait_for_everyone()
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint, which is whole until it is gone."""
+        if checkpoint.exists():
+            waste = self.unfinished / f"old-{checkpoint.name}"
+            os.replace(checkpoint, waste)
+            shutil.rmtree(waste)
+
+
+def _mark(checkpoint: Path) -> None:
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in sorted(_files(checkpoint))}
+    (checkpoint / MARKER).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        sizes = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _sync(path: Path) -> None:
+    # Windows cannot open folders, and keeps renamed ones without.
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

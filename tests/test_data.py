@@ -1,0 +1,526 @@
+"""The data of a recipe: where text comes from, what is held out, windows, the cache, and what an encoder-decoder gets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets.exceptions import DatasetNotFoundError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import DIRECTORIES, SAME, stock
+from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+
+import hf_posenc
+from hf_posenc import RecipeError
+from hf_posenc.recipes import data as preparation
+from hf_posenc.recipes import packing, sources
+from hf_posenc.recipes.data import Prepared, load_data
+from hf_posenc.recipes.denoising import Denoising
+from hf_posenc.recipes.recipe import Data
+from hf_posenc.recipes.text import builtin_documents
+
+few_examples = settings(max_examples=50, deadline=None, derandomize=True)
+
+# Each about forty tokens; no two share a line.
+DOCUMENTS = [f"Document {number}.\n\n" + f"It is about the number {number * 37 % 101}. " * 4 for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keeps what `datasets` stores away from the user's home."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", folder / "downloads")
+    monkeypatch.setattr(datasets.config, "EXTRACTED_DATASETS_PATH", folder / "downloads" / "extracted")
+    return folder
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenised."""
+    seen: list[str] = []
+    encode = preparation._encode
+
+    def spy(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+        seen.extend(texts)
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(preparation, "_encode", spy)
+    return seen
+
+
+def write(path: Path, documents: list[str], column: str = "text") -> Path:
+    """Write documents to a file of the kind that its name says."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind == ".parquet":
+        datasets.Dataset.from_dict({column: documents, "other": list(range(len(documents)))}).to_parquet(path)
+        return path
+    rows = [{column: document, "other": 1} for document in documents]
+    text = {".txt": "".join(documents), ".json": json.dumps(rows), ".jsonl": "\n".join(map(json.dumps, rows))}[kind]
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def stream(tokenizer: Any, documents: list[str]) -> list[int]:
+    """Documents as one row of tokens."""
+    return [
+        token
+        for document in documents
+        for token in [*tokenizer(document, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ]
+
+
+def rows(prepared: Prepared, column: str = "input_ids") -> list[list[int]]:
+    return [example[column].tolist() for example in prepared.train]
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_rows_are_documents(name: str, column: str, tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / name, DOCUMENTS, column)
+    prepared = load_data(Data(source=str(path), column=column, held_out_share=0.2), tokenizer, length=32)
+    expected = stream(tokenizer, DOCUMENTS[:16])
+    assert rows(prepared) == [expected[start : start + 32] for start in range(0, len(expected) - 31, 32)]
+    assert rows(prepared, "labels") == rows(prepared)
+    assert prepared.held_out.tolist() == stream(tokenizer, DOCUMENTS[16:])
+    assert prepared.held_out.dtype == prepared.train[0]["input_ids"].dtype == torch.int64
+    assert prepared.tokens == 32 * len(prepared.train)
+    assert (prepared.collate, prepared.corrupt) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_file_is_one_document_cut_at_a_blank_line(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    parts = [f"Part {number}.\nIt is about {number * 37 % 101}, and no other number.\n\n" for number in range(50)]
+    path = write(tmp_path / name, parts)
+    prepared = load_data(Data(source=str(path), held_out_share=0.15), tokenizer, length=16)
+    held_out = tokenizer.decode(prepared.held_out[:-1])
+    assert held_out == "".join(parts[42:])
+    # One end of sequence, at the very end.
+    assert (prepared.held_out == tokenizer.eos_token_id).nonzero().tolist() == [[len(prepared.held_out) - 1]]
+    trained = tokenizer.decode([token for row in rows(prepared) for token in row])
+    assert "".join(parts[:42]).startswith(trained)
+
+
+def test_a_text_without_blank_lines_is_cut_at_a_line_or_anywhere() -> None:
+    lines = sources._before("one line\n" * 10, 65)
+    assert lines == 63
+    assert sources._before("x" * 100, 90) == 90
+    # Not at a blank line far before the place.
+    assert sources._before("a\n\n" + "x" * 97, 90) == 90
+
+
+def test_a_folder_of_text_files_holds_a_document_each(tmp_path: Path, tokenizer: Any) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deeper").mkdir(parents=True)
+    for number, document in enumerate(DOCUMENTS):
+        (folder / ("deeper" if number % 2 else ".") / f"{number:02}.txt").write_text(document, encoding="utf-8")
+    (folder / "README.md").write_text("About the texts.", encoding="utf-8")
+    in_order = DOCUMENTS[::2] + DOCUMENTS[1::2]
+    prepared = load_data(Data(source=str(folder), held_out_share=0.25), tokenizer, length=32)
+    assert prepared.held_out.tolist() == stream(tokenizer, in_order[15:])
+    assert rows(prepared)[0] == stream(tokenizer, in_order)[:32]
+
+
+def test_the_builtin_text(tokenizer: Any) -> None:
+    prepared = load_data(Data(limit=4), tokenizer, length=64)
+    expected = stream(tokenizer, builtin_documents("train")[:4])
+    assert rows(prepared)[-1] == expected[len(prepared.train) * 64 - 64 : len(prepared.train) * 64]
+    assert len(expected) - len(prepared.train) * 64 < 64
+    assert prepared.held_out.tolist() == stream(tokenizer, builtin_documents("heldout"))
+
+
+def test_a_held_out_file_and_a_limit(tmp_path: Path, tokenizer: Any) -> None:
+    train = write(tmp_path / "train.jsonl", DOCUMENTS[:15])
+    held_out = write(tmp_path / "held_out.parquet", DOCUMENTS[15:])
+    prepared = load_data(Data(source=str(train), held_out=str(held_out), limit=3), tokenizer, length=16)
+    assert prepared.held_out.tolist() == stream(tokenizer, DOCUMENTS[15:])
+    assert len(prepared.train) == len(stream(tokenizer, DOCUMENTS[:3])) // 16
+
+
+def test_copies_of_held_out_documents_are_not_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [*DOCUMENTS, DOCUMENTS[3], DOCUMENTS[7]])
+    some, others = write(tmp_path / "b.jsonl", DOCUMENTS[:2]), write(tmp_path / "c.jsonl", DOCUMENTS[:4])
+    data = (Data(source=str(path), held_out=str(file)) for file in (some, others))
+    first, second = (rows(load_data(one, tokenizer, length=16))[0] for one in data)
+    assert (first, second) == (stream(tokenizer, DOCUMENTS[2:])[:16], stream(tokenizer, DOCUMENTS[4:])[:16])
+    prepared = load_data(Data(source=str(path), held_out_share=0.1), tokenizer, length=16)
+    kept = [document for number, document in enumerate(DOCUMENTS) if number not in (3, 7)]
+    assert prepared.held_out.tolist() == stream(tokenizer, [DOCUMENTS[3], DOCUMENTS[7]])
+    assert len(prepared.train) == len(stream(tokenizer, kept)) // 16
+    with pytest.raises(RecipeError, match="too few tokens"):
+        load_data(Data(source=str(path), held_out=str(path)), tokenizer, length=16)
+
+
+def test_the_hub_is_asked_for_configuration_and_splits(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, encoded: list[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def pretend(**arguments: Any) -> Any:
+        asked.append(arguments)
+        return datasets.Dataset.from_dict({"body": DOCUMENTS[15:] if arguments["split"] == "test" else DOCUMENTS[:15]})
+
+    monkeypatch.setattr(datasets, "load_dataset", pretend)
+    data = Data(source="someone/texts", config="en", split="train", column="body", held_out="test")
+    assert load_data(data, tokenizer, length=16).held_out.tolist() == stream(tokenizer, DOCUMENTS[15:])
+    shared = {"path": "someone/texts", "name": "en", "streaming": False}
+    assert asked == [shared | {"split": "test"}, shared | {"split": "train"}]
+    assert len(encoded) == 20
+
+
+def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(**arguments: Any) -> Any:
+        raise DatasetNotFoundError("Dataset 'someone/texts' doesn't exist on the Hub or cannot be accessed.")
+
+    monkeypatch.setattr(datasets, "load_dataset", pretend)
+    with pytest.raises(RecipeError, match=r"someone/texts cannot be read: Dataset .* doesn't exist"):
+        load_data(Data(source="someone/texts"), tokenizer, length=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "missing.txt"}, r"There is no file or folder .*missing\.txt"),
+        ({"source": "a.jsonl", "column": "body"}, "no column 'body'.* It has: text, other"),
+        ({"source": "a.jsonl", "column": "other"}, "column 'other' holds int; expected text"),
+        ({"source": "empty.txt"}, "is empty"),
+        ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
+        ({"source": "spaces.jsonl"}, "all documents are empty"),
+        ({"source": "nulls.jsonl"}, "holds NoneType"),
+        ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
+        ({"source": "mixed"}, "files of 2 kinds, json and text"),
+        ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),
+        ({"source": "a.jsonl", "split": "test"}, "local text has neither"),
+        ({"config": "en"}, "built-in text has neither"),
+        ({"streaming": True}, "data.held_out is null"),
+        ({"streaming": True, "held_out": "a.jsonl"}, "built-in text is here already"),
+        ({"source": "a.jsonl", "held_out": "validation"}, "no such file or folder"),
+        ({"source": "someone/texts", "held_out": "train"}, "the split that is trained on"),
+        ({"source": "a.jsonl", "held_out": "b.txt"}, "no file or folder .*b.txt"),
+        ({"source": "a.jsonl", "held_out_share": 1.0}, "expected a share between 0 and 1"),
+        ({"source": "a.jsonl", "limit": 0}, "at least one document"),
+        ({"source": "a.jsonl", "held_out_share": 0.01}, "held-out text has .* expected more than a window, 64"),
+        ({"source": "a.jsonl", "held_out_share": 0.99}, "too few tokens for one window"),
+        ({"source": "words.txt"}, "held-out text has"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
+    write(tmp_path / "a.jsonl", DOCUMENTS)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.jsonl").write_text("\n", encoding="utf-8")
+    (tmp_path / "spaces.jsonl").write_text('{"text": ""}\n' * 3, encoding="utf-8")
+    (tmp_path / "nulls.jsonl").write_text('{"text": null}\n', encoding="utf-8")
+    (tmp_path / "words.txt").write_text("Two words.", encoding="utf-8")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
+    for folder in ("mixed", "none"):
+        (tmp_path / folder).mkdir()
+    write(tmp_path / "mixed" / "a.jsonl", DOCUMENTS)
+    write(tmp_path / "mixed" / "b.txt", DOCUMENTS)
+    there = {"a.jsonl", "b.txt", *(path.name for path in tmp_path.iterdir())} | {"missing.txt"}
+    placed = {key: str(tmp_path / value) if value in there else value for key, value in changes.items()}
+    with pytest.raises(RecipeError, match=message):
+        load_data(Data(**placed), tokenizer, length=64)
+
+
+def test_a_tokenizer_without_an_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(RecipeError, match="no end-of-sequence token"):
+        load_data(Data(), tokenizer, length=64)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path, tokenizer: Any) -> None:
+    documents = [f"{number} <|endoftext|> and <pad> are words here." for number in range(10)]
+    path = write(tmp_path / "a.jsonl", documents)
+    prepared = load_data(Data(source=str(path), held_out_share=0.2), tokenizer, length=16)
+    special = torch.tensor(tokenizer.all_special_ids)
+    assert torch.isin(prepared.held_out, special).sum() == 2
+    assert tokenizer.decode(prepared.held_out).startswith(documents[8])
+
+
+def test_long_texts_are_tokenised_in_parts(
+    tmp_path: Path, tokenizer: Any, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_PART", 300)
+    text = "".join(DOCUMENTS)
+    assert "".join(preparation._parts(text)) == text
+    assert all(len(part) <= 300 for part in preparation._parts(text))
+    assert list(preparation._parts("x" * 700)) == ["x" * 300, "x" * 300, "x" * 100]
+    path = write(tmp_path / "a.txt", DOCUMENTS)
+    prepared = load_data(Data(source=str(path), held_out_share=0.3), tokenizer, length=16)
+    assert len(encoded) > 4
+    assert prepared.held_out.tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_no_more_is_held_out_than_can_be_measured(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "HELD_OUT_TOKENS", 50)
+    path = write(tmp_path / "a.jsonl", DOCUMENTS)
+    prepared = load_data(Data(source=str(path), held_out_share=0.5), tokenizer, length=16)
+    assert prepared.held_out.tolist() == stream(tokenizer, DOCUMENTS[10:])[:50]
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+documents_of_ids = st.lists(st.lists(st.integers(1, 99), max_size=20), max_size=30)
+
+
+@few_examples
+@given(documents_of_ids, st.integers(1, 16))
+def test_windows_are_the_stream(documents: list[list[int]], length: int) -> None:
+    found = [window["input_ids"] for window in packing.windows(documents, length)]
+    whole = [token for ids in documents for token in ids]
+    assert all(len(window) == length for window in found)
+    flat = [token for window in found for token in window]
+    assert flat == whole[: len(flat)]
+    assert len(whole) - len(flat) < length
+
+
+@few_examples
+@given(documents_of_ids, st.integers(2, 16), st.integers(1, 3))
+def test_windows_of_whole_documents(documents: list[list[int]], length: int, waiting: int) -> None:
+    before, packing.OPEN_WINDOWS = packing.OPEN_WINDOWS, waiting
+    try:
+        found = list(packing.whole_documents(documents, length, padding=0))
+    finally:
+        packing.OPEN_WINDOWS = before
+    pieces = [tuple(ids[start : start + length]) for ids in documents for start in range(0, len(ids), length)]
+    packed: list[tuple[int, ...]] = []
+    for window in found:
+        assert [len(row) for row in window.values()] == [length] * 3
+        starts = [place for place, position in enumerate(window["position_ids"]) if position == 0]
+        for start, end in zip(starts, [*starts[1:], length], strict=True):
+            segment = window["input_ids"][start:end]
+            assert window["position_ids"][start:end] == list(range(end - start))
+            if segment[0] == 0:
+                assert set(window["labels"][start:end]) == {-100}
+            else:
+                assert window["labels"][start:end] == [-100, *segment[1:]]
+                packed.append(tuple(segment))
+    assert sorted(packed) == sorted(piece for piece in pieces if len(piece) > 1)
+
+
+def test_documents_fill_windows_well() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 65, (2000,), generator=generator).tolist()
+    found = list(packing.whole_documents([[1] * length for length in lengths], 128, padding=0))
+    assert sum(lengths) / (128 * len(found)) > 0.98
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("scheme", [None, "fire"])
+def test_packed_documents_do_not_see_each_other(
+    architecture: str, scheme: str | None, tmp_path: Path, tokenizer: Any
+) -> None:
+    path = write(tmp_path / "a.jsonl", [document[:60] for document in DOCUMENTS])
+    data = Data(source=str(path), held_out_share=0.3, packing="documents")
+    prepared = load_data(data, tokenizer, length=96)
+    model = stock(architecture)
+    if scheme:
+        hf_posenc.patch(model, scheme)
+    # As a trainer calls it: without a cache.
+    batch = default_data_collator([prepared.train[0]])
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) >= 3
+    with torch.no_grad():
+        packed = model(**batch, use_cache=False)
+        for start, end in zip(starts, [*starts[1:], 96], strict=True):
+            alone = model(input_ids=batch["input_ids"][:, start:end], use_cache=False).logits
+            torch.testing.assert_close(packed.logits[:, start:end], alone, **SAME)
+        # The first token of the second document is no label, or the document before would have to foresee it.
+        other = batch["labels"].clone()
+        assert other[0, starts[1]] == -100
+        other[0, starts[1]] = 5
+        assert model(**batch | {"labels": other}, use_cache=False).loss > packed.loss
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", ["windows", "documents"])
+def test_a_stream_is_the_same_text_in_seeded_order(packed: Any, tmp_path: Path, tokenizer: Any) -> None:
+    train = write(tmp_path / "train.jsonl", DOCUMENTS[:15])
+    held_out = write(tmp_path / "held_out.jsonl", DOCUMENTS[15:])
+    data = {"source": str(train), "held_out": str(held_out), "packing": packed}
+    stored = load_data(Data(**data), tokenizer, length=16)
+    first, again, other = (load_data(Data(**data, streaming=True), tokenizer, length=16, seed=s) for s in (1, 1, 2))
+    assert first.tokens is None
+    assert first.held_out.tolist() == stored.held_out.tolist()
+    assert rows(first) == rows(again) != rows(other)
+    assert sorted(rows(first)) == sorted(rows(stored))
+    assert first.train.column_names == stored.train.column_names
+    first.train.set_epoch(1)
+    assert rows(first) != rows(again)
+
+
+def test_a_stream_that_is_too_short(tmp_path: Path, tokenizer: Any) -> None:
+    train, held_out = write(tmp_path / "train.jsonl", DOCUMENTS[:1]), write(tmp_path / "b.jsonl", DOCUMENTS[1:])
+    data = Data(source=str(train), held_out=str(held_out), streaming=True)
+    with pytest.raises(RecipeError, match="too few tokens"):
+        load_data(data, tokenizer, length=128)
+
+
+# -- cache -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_text_is_tokenised_once(name: str, tmp_path: Path, tokenizer: Any, encoded: list[str]) -> None:
+    path = write(tmp_path / name, DOCUMENTS)
+    data = Data(source=str(path), held_out_share=0.2)
+    first = rows(load_data(data, tokenizer, length=16))
+    count = len(encoded)
+    assert count == (20 if name == "a.jsonl" else 2)
+    # A tokenizer that has been used is another one to `datasets`.
+    tokenizer("some text", truncation=True, max_length=4, padding="max_length")
+    assert rows(load_data(data, tokenizer, length=16)) == first
+    fresh = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    assert rows(load_data(data, fresh, length=16)) == first
+    # Other windows are cut of the same tokens.
+    assert len(rows(load_data(data, tokenizer, length=32))[0]) == 32
+    load_data(Data(source=str(path), held_out_share=0.2, packing="documents"), tokenizer, length=32)
+    assert len(encoded) == count
+
+
+def test_another_text_or_tokenizer_is_tokenised_anew(tmp_path: Path, tokenizer: Any, encoded: list[str]) -> None:
+    path = write(tmp_path / "a.jsonl", DOCUMENTS)
+    data = Data(source=str(path), held_out_share=0.2)
+    first = rows(load_data(data, tokenizer, length=16))
+    tokenizer.add_tokens(["number"])
+    assert rows(load_data(data, tokenizer, length=16)) != first
+    assert len(encoded) == 40
+    write(path, DOCUMENTS[::-1])
+    os.utime(path, ns=(10**18, 10**18))
+    assert rows(load_data(data, tokenizer, length=16))[0] == stream(tokenizer, DOCUMENTS[::-1])[:16]
+
+
+# Imports once, and forks for each process.
+SCRIPT = """
+import json, os, signal, sys
+from transformers import AutoTokenizer
+from hf_posenc.recipes import data as preparation
+from hf_posenc.recipes.recipe import Data
+
+source, tokenizer, folder = sys.argv[1:]
+seen, encode = 0, preparation._encode
+
+def work(number, last_text):
+    def spy(tokenizer, texts):
+        global seen
+        seen += len(texts)
+        if seen > last_text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(tokenizer, texts)
+
+    preparation._encode = spy
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    prepared = preparation.load_data(Data(source=source, held_out_share=0.02), loaded, length=16)
+    last = prepared.train[-1]["input_ids"].tolist()
+    with open(f"{folder}/{number}.json", "w") as file:
+        json.dump({"seen": seen, "tokens": prepared.tokens, "last": last}, file)
+
+def start(number, last_text):
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work(number, last_text)
+    finally:
+        os._exit(0)
+
+killed = os.waitpid(start(0, 1000), 0)[1]
+assert os.WTERMSIG(killed) == signal.SIGKILL, killed
+for child in [start(1, 10**6), start(2, 10**6)]:
+    os.waitpid(child, 0)
+"""
+
+
+def test_killed_and_concurrent_processes_leave_one_whole_cache(tmp_path: Path, cache: Path, tokenizer: Any) -> None:
+    documents = [f"{number}. {document}" for number in range(75) for document in DOCUMENTS]
+    path = write(tmp_path / "a.jsonl", documents)
+    # A process of its own reads the settings of `datasets` from the environment.
+    environment = os.environ | {"HF_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
+    command = [sys.executable, "-c", SCRIPT, str(path), str(DIRECTORIES["llama"]), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    found = [json.loads((tmp_path / f"{number}.json").read_text(encoding="utf-8")) for number in (1, 2)]
+    assert not (tmp_path / "0.json").exists()
+    # One of the two does the work, and the other waits for it.
+    assert sorted(one.pop("seen") for one in found) == [0, 1500]
+    expected = stream(tokenizer, documents[:1470])
+    count = len(expected) // 16 * 16
+    assert found == [{"tokens": count, "last": expected[count - 16 : count]}] * 2
+
+
+# -- encoder-decoders --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def t5_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
+
+
+def test_denoising_replaces_a_share_and_keeps_the_labels(t5_tokenizer: Any) -> None:
+    ids = torch.randint(20, 900, (50, 100))
+    collate = Denoising(t5_tokenizer, seed=1)
+    batch = collate([{"input_ids": row, "labels": row} for row in ids])
+    sentinel = t5_tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    replaced = batch["input_ids"] == sentinel
+    assert replaced.float().mean().item() == pytest.approx(0.15, abs=0.02)
+    assert torch.equal(batch["input_ids"][~replaced], ids[~replaced])
+    assert torch.equal(batch["labels"], ids)
+    # The same for a window, whatever is beside it; another for another seed.
+    assert torch.equal(collate.corrupt(ids[7:9]), batch["input_ids"][7:9])
+    assert not torch.equal(Denoising(t5_tokenizer, seed=2).corrupt(ids), batch["input_ids"])
+    assert (Denoising(t5_tokenizer, share=1.0).corrupt(ids) == sentinel).all()
+
+
+def test_denoising_takes_a_sentinel_and_windows(tokenizer: Any, t5_tokenizer: Any) -> None:
+    with pytest.raises(RecipeError, match="has no token <extra_id_0>"):
+        load_data(Data(), tokenizer, length=16, denoising=True)
+    with pytest.raises(RecipeError, match="cannot tell apart"):
+        load_data(Data(packing="documents"), t5_tokenizer, length=16, denoising=True)
+
+
+def test_t5_trains_on_it(tmp_path: Path, t5_tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", DOCUMENTS)
+    prepared = load_data(Data(source=str(path), held_out_share=0.2), t5_tokenizer, length=32, seed=3, denoising=True)
+    model = hf_posenc.patch(stock("t5"), "fire")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=8,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=prepared.train, data_collator=prepared.collate)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.9 * losses[0]
+    assert prepared.corrupt is not None
+    window = prepared.held_out[None, :32]
+    assert torch.equal(prepared.corrupt(window), Denoising(t5_tokenizer, seed=3).corrupt(window))

@@ -1,0 +1,300 @@
+"""The header and the bar of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import stock, tokens
+from rich.console import Console
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import hf_posenc
+from hf_posenc.recipes.display import Facts, Progress, print_header
+from hf_posenc.recipes.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+FACTS = Facts(
+    model="tiny-llama",
+    architecture="llama",
+    native="rotary encoding (RoPE)",
+    trained_length=128,
+    parameters=468_600,
+    new_parameters=792,
+    trained_parameters=468_600,
+    scheme="fire",
+    options={"decoder": {"threshold": 64.0, "gate": False}},
+    layers={"decoder": 4},
+    fate="removed",
+    start="break, after a fit to the native encoding",
+    cautions=("The patched model computes another function and must be adapted.",),
+    steps=200,
+    batch_size=16,
+    length=128,
+    source="builtin",
+    data_tokens=1_000_000,
+    processes=2,
+    device="CPU with 2 threads",
+    precision="bfloat16",
+    teacher="the model as it was (50% of the loss)",
+    trained="all weights",
+    command="hf-posenc train llama-fire --out run",
+    versions={"hf-posenc": "0.1.0", "python": "3.11.7"},
+)
+
+HEADER = """\
+model    tiny-llama (llama, 468,600 parameters, trained on 128 tokens)
+scheme   fire on 4 decoder layers
+options  threshold=64.0, gate=False
+native   rotary encoding (RoPE): removed
+start    break, after a fit to the native encoding
+trained  all weights: 468,600 parameters, 792 of them new
+tokens   409,600 (200 steps x 16 windows x 128 tokens)
+data     builtin, 1,000,000 tokens to train on: 0.41 times through them
+teacher  the model as it was (50% of the loss)
+compute  2 x CPU with 2 threads, bfloat16
+time     unknown until the first steps are done
+caution  The patched model computes another function and must be adapted.
+"""
+
+
+def shown(facts: Facts) -> str:
+    console = Console(record=True, width=100, file=io.StringIO())
+    print_header(console, facts)
+    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines())
+
+
+def test_header() -> None:
+    assert shown(FACTS) == HEADER
+    print_header(None, FACTS)
+
+
+def test_header_of_two_stacks_a_control_and_a_stream() -> None:
+    stacks = dataclasses.replace(
+        FACTS,
+        layers={"encoder": 3, "decoder": 4},
+        options={"encoder": {"init": "zero"}, "decoder": {"init": "[x]"}},
+        data_tokens=None,
+        teacher=None,
+        cautions=(),
+    )
+    lines = shown(stacks).splitlines()
+    assert "scheme           fire on 3 encoder layers and 4 decoder layers" in lines
+    assert "options encoder  init='zero'" in lines
+    assert "options decoder  init='[x]'" in lines  # no markup
+    assert "data             builtin" in lines
+    assert not [line for line in lines if line.startswith(("teacher", "caution"))]
+    control = shown(dataclasses.replace(FACTS, scheme=None, options={}, layers={}))
+    assert "scheme   none (a control)" in control
+    assert "options" not in control
+
+
+def recipe(conversion: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    return Recipe(model="tiny-llama", conversion=Conversion(**{"scheme": "fire", **(conversion or {})}), **sections)
+
+
+def facts_of(given: Recipe, model: Any = None, **changes: Any) -> Facts:
+    native = "remove" if given.conversion.native == "remove" else "keep"
+    stock_model = stock("llama")
+    planned = hf_posenc.plan(stock_model, "fire", native=native) if given.conversion.scheme else None
+    if model is None:
+        model = hf_posenc.patch(stock_model, "fire", native=native) if given.conversion.scheme else stock_model
+    return Facts.of(model, given, planned, trained_length=128, data_tokens=None, **changes)
+
+
+def test_facts_of_a_conversion() -> None:
+    model = stock("llama")
+    own = model.num_parameters()
+    found = facts_of(recipe(training=Training(steps=3, batch_size=5, length=7), data=Data(source="text.txt")))
+    added = found.new_parameters
+    assert added > 0
+    assert (found.parameters, found.trained_parameters) == (own + added, own + added)
+    assert (found.tokens_per_step, found.tokens, found.source) == (35, 105, "text.txt")
+    assert (found.scheme, found.layers, found.fate, found.start) == ("fire", {"decoder": 4}, "removed", "break")
+    assert found.options["decoder"]["width"] == 32
+    assert found.cautions
+    assert found.teacher is None
+    assert (found.architecture, found.native, found.processes) == ("llama", "rotary encoding (RoPE)", 1)
+    assert found.versions["hf-posenc"] == hf_posenc.__version__
+    assert facts_of(recipe(training=Training(steps=3))).length == 128
+
+
+@pytest.mark.parametrize(
+    ("conversion", "fate", "start"),
+    [
+        ({"native": "keep"}, "kept", "exact with native kept"),
+        (
+            {"native": "handover", "handover": 0.25},
+            "handed over from during the first 25% of the steps, then removed",
+            "exact: the native encoding at full strength, the scheme at none",
+        ),
+        ({"fit": "native"}, "removed", "break, after a fit to the native encoding"),
+        ({"fit": "kerple"}, "removed", "break, after a fit to kerple"),
+        ({"scheme": None}, "kept", "exact: the model is not converted"),
+    ],
+)
+def test_fate_and_start(conversion: dict[str, Any], fate: str, start: str) -> None:
+    found = facts_of(recipe(conversion))
+    assert (found.fate, found.start) == (fate, start)
+
+
+def test_a_near_start_says_how_near() -> None:
+    model = stock("llama")
+    planned = hf_posenc.plan(model, "fox", native="keep")
+    found = Facts.of(
+        hf_posenc.patch(model, "fox", native="keep"),
+        recipe({"scheme": "fox", "native": "keep"}),
+        planned,
+        trained_length=128,
+        data_tokens=None,
+    )
+    assert planned.start_tolerance
+    assert found.start == f"near with native kept (logits of attention within {planned.start_tolerance:g})"
+
+
+def test_teacher_and_adapter_in_words() -> None:
+    found = facts_of(recipe(distillation=Distillation(share=0.5, hidden=2.0, until=0.3)))
+    assert found.teacher == (
+        "the model as it was (50% of the loss and its hidden states by 2, fading until 30% of the steps)"
+    )
+    assert facts_of(recipe(adapter=Adapter(kind="lora", rank=4))).trained == "LoRA of rank 4 and the scheme's weights"
+    assert facts_of(recipe(adapter=Adapter(kind="scheme"))).trained == "the scheme's weights alone"
+
+
+def test_facts_under_an_adapter() -> None:
+    from peft import get_peft_model
+
+    model = hf_posenc.patch(stock("llama"), "fire")
+    under = get_peft_model(model, hf_posenc.PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM"))
+    found = facts_of(recipe(adapter=Adapter(kind="scheme")), under)
+    assert found.architecture == "llama"
+    assert 0 < found.trained_parameters == found.new_parameters < found.parameters
+
+
+# -- the bar -----------------------------------------------------------------------------------------------------------
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, steps: int = 6, **arguments: Any) -> Trainer:
+    windows = [{"input_ids": row, "labels": row} for row in tokens("llama", 2 * steps, 16, seed=4)]
+    made = Trainer(
+        model=stock("llama"),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy=arguments.pop("save_strategy", "no"),
+            logging_steps=1,
+            dataloader_pin_memory=False,
+            **arguments,
+        ),
+        train_dataset=windows,
+        callbacks=list(callbacks),
+    )
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def small(**changes: Any) -> Facts:
+    return dataclasses.replace(FACTS, steps=6, batch_size=2, length=16, **{"teacher": None, **changes})
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60)
+    with Progress(console, small(), strength=lambda step, steps: step / steps, interval=0) as progress:
+        trainer(tmp_path, progress).train()
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    # One for each loss, and the last one.
+    assert [line.split(",")[0] for line in lines] == [f"step {step}/6" for step in (1, 2, 3, 4, 5, 6, 6)]
+    assert "tokens/s" not in lines[0]
+    assert " left" not in lines[0]
+    pattern = (
+        r"step 3/6, loss \d+\.\d{3}, perplexity [\d.e+]+, [\d,]+ tokens/s, [\d,]+ MiB at most, scheme at 50%, "
+        r"\d:\d\d:\d\d gone, \d:\d\d:\d\d left, ends about \d\d:\d\d"
+    )
+    assert re.fullmatch(pattern, lines[2])
+    assert lines[-1].endswith(" gone")
+
+
+def test_few_lines_and_none_without_a_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out), small(), interval=3600)
+    trainer(tmp_path, progress).train()
+    assert len(out.getvalue().splitlines()) == 1
+    capsys.readouterr()
+    silent = Progress(None, small(), interval=0)
+    trainer(tmp_path, silent).train()
+    assert capsys.readouterr().out == ""
+    assert silent.pace is not None
+    assert silent.pace.steps == 5  # the first is not timed
+    assert silent.pace.tokens == pytest.approx(2 * 16 / silent.pace.seconds)
+
+
+def test_the_loss_is_a_running_mean_and_the_perplexity_that_of_text(tmp_path: Path) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200), small(teacher="x"), interval=0)
+    run = trainer(tmp_path)
+    progress.on_train_begin(run.args, run.state, run.control)
+    progress.on_log(run.args, run.state, run.control, logs={"loss": 4.0})
+    progress.on_log(run.args, run.state, run.control, logs={"loss": 1.0, "text_loss": 2.0})
+    progress.on_log(run.args, run.state, run.control, logs={"train_runtime": 1.0})
+    progress.on_train_end(run.args, run.state, run.control)
+    first, second, third = out.getvalue().splitlines()
+    assert "loss 4.000, 0:00" in first  # no perplexity: with a teacher the loss is none of text
+    # Weights 0.09 and 0.1: the newer counts for more.
+    assert "loss 2.421, perplexity 7.389" in second
+    assert "loss 2.421, perplexity 7.389" in third
+
+
+def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=90, force_terminal=True, legacy_windows=False, color_system=None)
+    with Progress(console, small()) as progress:
+        trainer(tmp_path, progress).train()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"step 6/6 ━+ 0:0\d:\d\d gone", plain)
+    assert re.search(r"loss \d+\.\d{3}, perplexity", plain)
+    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_the_terminal_is_in_order_after_an_error(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("stop")
+
+    out = io.StringIO()
+    console = Console(file=out, width=90, force_terminal=True, legacy_windows=False)
+    with pytest.raises(RuntimeError, match="stop"), Progress(console, small()) as progress:
+        trainer(tmp_path, progress, Fails()).train()
+    assert "\x1b[?25l" in out.getvalue()
+    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def run(checkpoint: str | None = None) -> tuple[list[str], Progress]:
+        out = io.StringIO()
+        progress = Progress(Console(file=out, width=200), small(), interval=0)
+        made = trainer(tmp_path, progress, save_strategy="steps", save_steps=3)
+        made.train(resume_from_checkpoint=checkpoint)
+        return out.getvalue().splitlines(), progress
+
+    whole, _ = run()
+    lines, progress = run(str(tmp_path / "checkpoint-3"))
+    assert [line.split(",")[0] for line in lines] == [f"step {step}/6" for step in (4, 5, 6, 6)]
+    # The running mean remembers the steps before.
+    assert [line.split(",")[1] for line in lines] == [line.split(",")[1] for line in whole[3:]]
+    # What is left is reckoned from the steps of this process: the first of them was not timed.
+    assert " left" not in lines[0]
+    assert " left" in lines[1]
+    assert progress.pace is not None
+    assert progress.pace.steps == 2

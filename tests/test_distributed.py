@@ -1,0 +1,131 @@
+"""The same recipe in one process and in two (gloo, on the CPU): the same losses, and checkpoints that load anywhere.
+
+DDP is in the normal suite; FSDP2 takes half a minute: pytest -m slow tests/test_distributed.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_posenc.recipes import library, run
+from hf_posenc.recipes.recipe import Recipe
+
+RECIPE = """
+model: tiny-llama
+conversion: {{scheme: fire_s, options: {{threshold: 64.0}}, native: handover, handover: 0.5}}
+data: {{source: {text}}}
+training: {{steps: 6, length: 32, batch_size: 8, learning_rate: 1e-3, new_parameters_first: 0.2}}
+distillation: {{share: 0.5, hidden: 0.1}}
+evaluation: {{contexts: [64], windows: 2}}
+saving: {{every: 3}}
+"""
+
+WORK = """
+import sys, warnings
+from pathlib import Path
+import torch
+from transformers.utils import logging
+from hf_posenc.recipes import run
+from hf_posenc.recipes.recipe import Recipe
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+run.train(Recipe.read(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+# The sums over a batch are made in another order, which moves a float32 by some 1e-7 of its size; six steps of Adam, which
+# divides small gradients by themselves, make up to 1e-5 of it. A window too many or too few would make 1e-2.
+TOLERANCE = 5e-5
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    text, path = tmp_path / "text.txt", tmp_path / "recipe.yaml"
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
+    path.write_text(RECIPE.format(text=text), encoding="utf-8")
+    return path
+
+
+def launch(config: str, recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a recipe as `accelerate launch` does, in two processes without accelerators."""
+    script = recipe.with_name("work.py")
+    script.write_text(WORK, encoding="utf-8")
+    for name, value in (("OMP_NUM_THREADS", "1"), ("ACCELERATE_USE_CPU", "true")):
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(library.find_config(config)),
+            "--num_processes",
+            "2",
+            str(script),
+            str(recipe),
+            str(folder),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def losses(folder: Path) -> list[float]:
+    state = json.loads((folder / "checkpoints" / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
+    return [entry["loss"] for entry in state["log_history"]]
+
+
+@torch.no_grad()
+def logits(folder: Path) -> Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(40)[None] + 30).logits
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run.train(Recipe.read(recipe), tmp_path / "one")
+    launch(config, recipe, tmp_path / "two", monkeypatch)
+    record = json.loads((tmp_path / "two" / "run.json").read_text(encoding="utf-8"))
+    assert record["starts"][0]["processes"] == 2
+    # With FSDP2 the optimizer's state is that of a sharded model; with DDP it is the trainer's own.
+    files = {path.name for path in (tmp_path / "two" / "checkpoints" / "checkpoint-3").iterdir()}
+    assert ("optimizer.bin" in files) == (config == "fsdp2")
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= files
+
+    assert len(losses(tmp_path / "one")) == 3
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=TOLERANCE)
+    curves = [
+        json.loads((tmp_path / name / "measurements.json").read_text(encoding="utf-8")) for name in ("one", "two")
+    ]
+    torch.testing.assert_close(*map(torch.tensor, map(numbers, curves)), rtol=10 * TOLERANCE, atol=0)
+    for part in ("model", "checkpoints/checkpoint-3"):
+        torch.testing.assert_close(logits(tmp_path / "one" / part), logits(tmp_path / "two" / part), atol=5e-3, rtol=0)
+    assert alone.loss is not None
+
+
+def numbers(content: object) -> list[float]:
+    """Return all fractions in some JSON."""
+    if isinstance(content, dict):
+        return [number for value in content.values() for number in numbers(value)]
+    if isinstance(content, list):
+        return [number for value in content for number in numbers(value)]
+    return [content] if isinstance(content, float) else []
+
+
+@pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
+def test_configs_are_those_of_accelerate(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = library.find_config(name)
+    config = load_config_from_file(str(path))
+    assert config.to_dict().keys() >= yaml.safe_load(path.read_text(encoding="utf-8")).keys()

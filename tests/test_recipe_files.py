@@ -1,0 +1,375 @@
+"""Recipes: what comes with the package, the schema, overrides, and what each wrong recipe says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_posenc
+from hf_posenc import RecipeError
+from hf_posenc.recipes import library, plain_yaml, schema
+from hf_posenc.recipes.recipe import Conversion, Recipe, Training
+
+PLAIN = "model: tiny-llama\nconversion:\n  scheme: fire\n"
+
+
+def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe:
+    """Read a recipe with this text."""
+    path = folder / "mine.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Recipe.read(path, overrides)
+
+
+# -- what comes with the package ---------------------------------------------------------------------------------------
+
+
+def architecture_of(recipe: Recipe) -> str:
+    return {"tiny-llama": "llama", "openai-community/gpt2": "gpt2", "google-t5/t5-small": "t5"}[recipe.model]
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_recipe_reads_and_says_what_it_is_in_one_sentence(name: str) -> None:
+    recipe = Recipe.read(name)
+    assert re.fullmatch(r"[A-Z][^.!?\n]*\.", recipe.summary)
+    architecture, _, scheme = name.partition("-")
+    if architecture in models.ARCHITECTURES:
+        assert (architecture, scheme) == (architecture_of(recipe), recipe.conversion.scheme)
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_recipe_builds_on_its_architecture(name: str) -> None:
+    recipe = Recipe.read(name)
+    conversion, architecture = recipe.conversion, architecture_of(recipe)
+    assert conversion.scheme is not None
+    native = "remove" if conversion.native == "remove" else "keep"
+    selection: dict[str, Any] = {"layers": conversion.layers, "stacks": conversion.stacks}
+    model = hf_posenc.patch(
+        models.stock(architecture), conversion.scheme, native=native, **selection, **conversion.options
+    )
+    hf_posenc.verify(model)
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_recipe_repeats_no_default(name: str) -> None:
+    content = plain_yaml.parse(library.find(name).read_text(encoding="utf-8"), name)
+    full = dataclasses.asdict(Recipe.read(name))
+    for section, keys in content.items():
+        if isinstance(keys, dict):
+            for key in keys:
+                without = {**content, section: {k: v for k, v in keys.items() if k != key}}
+                if (section, key) != ("conversion", "scheme"):
+                    assert dataclasses.asdict(schema.build(Recipe, without, where=name)) != full, f"{section}.{key}"
+
+
+def test_each_architecture_has_a_recipe_of_each_family_and_llama_of_each_scheme() -> None:
+    found: dict[str, set[str | None]] = {name: set() for name in models.ARCHITECTURES}
+    for name in library.names():
+        recipe = Recipe.parse(name)
+        found[architecture_of(recipe)].add(recipe.conversion.scheme)
+    known = hf_posenc.schemes()
+    families = {info.family for info in known.values()}
+    for schemes in found.values():
+        assert {known[name].family for name in schemes if name} == families
+    assert found["llama"] == set(known)
+
+
+def test_listing_recipes_needs_no_torch() -> None:
+    program = (
+        "import sys\nfrom hf_posenc.recipes import library\nfrom hf_posenc.recipes.recipe import Recipe\n"
+        "assert [Recipe.parse(name) for name in library.names()]\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
+    assert read(tmp_path, PLAIN) == Recipe(model="tiny-llama", conversion=Conversion(scheme="fire"))
+
+
+def test_overrides_win_over_the_file_and_reach_keys_that_it_lacks(tmp_path: Path) -> None:
+    recipe = read(
+        tmp_path,
+        PLAIN + "training: {steps: 5}\n",
+        "training.steps=7",
+        "conversion.options.threshold=32",
+        "conversion.layers=[0, 2]",
+        "data.held_out=null",
+        "model=a=b",
+        "saving={every: 3, loggers: [wandb]}",
+    )
+    assert (recipe.training.steps, recipe.conversion.options, recipe.model) == (7, {"threshold": 32}, "a=b")
+    assert recipe.conversion.layers == [0, 2]
+    assert (recipe.saving.every, recipe.saving.keep, recipe.saving.loggers) == (3, 2, ["wandb"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("2E5", 200000.0), ("1", 1.0), ("1_000.5", 1000.5), (".5", 0.5), ("1.", 1.0)],
+)
+def test_numbers(text: str, value: float, tmp_path: Path) -> None:
+    assert read(tmp_path, PLAIN, f"training.learning_rate={text}").training.learning_rate == value
+    found = plain_yaml.parse(f"x: {text}", "x")["x"]
+    assert found == value
+
+
+@pytest.mark.parametrize("word", ["no", "on", "off", "yes", "y", "0:8", "12:30", "2024-01-01", "<<", "=", "012", "1e"])
+def test_words_are_words(word: str, tmp_path: Path) -> None:
+    recipe = read(tmp_path, PLAIN + "data: {source: wikipedia}", f"data.config={word}")
+    assert recipe.data.config == word
+    assert yaml.safe_load(recipe.text())["data"]["config"] == word
+
+
+def test_reading_draws_no_random_numbers(tmp_path: Path) -> None:
+    import torch
+
+    before = torch.get_rng_state()
+    read(tmp_path, PLAIN)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1) | st.sampled_from(
+    ["1e-3", "no", "012", "null", "~", "1:30", "- x", "a: b", "#", "'", '"', "&a", "*a", "!t", ".nan", "0x1f", "1_0"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    summary=words,
+    model=words,
+    rate=st.floats(0, 1e300),
+    steps=st.integers(1, 10**30),
+    init_c=st.floats(1e-300, 1e300),
+    loggers=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), max_size=2),
+    targets=st.none() | st.lists(words, min_size=1, max_size=3),
+)
+def test_text_reads_as_the_recipe(
+    tmp_path_factory: pytest.TempPathFactory,
+    summary: str,
+    model: str,
+    rate: float,
+    steps: int,
+    init_c: float,
+    loggers: list[Any],
+    targets: list[str] | None,
+) -> None:
+    plain = Recipe(model=model, summary=summary, conversion=Conversion(scheme="fire", options={"init_c": init_c}))
+    recipe = dataclasses.replace(
+        plain,
+        training=Training(learning_rate=rate, steps=steps),
+        saving=dataclasses.replace(plain.saving, loggers=loggers),
+        adapter=dataclasses.replace(plain.adapter, kind="lora", targets=targets),
+    )
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(recipe.text(), encoding="utf-8")
+    assert Recipe.parse(path) == recipe
+    # And other readers of YAML see the same.
+    assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_text_of_each_recipe_reads_as_the_recipe(name: str, tmp_path: Path) -> None:
+    (tmp_path / "again.yaml").write_text(Recipe.parse(name).text(), encoding="utf-8")
+    assert Recipe.parse(tmp_path / "again.yaml") == Recipe.parse(name)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        content = plain_yaml.parse(text, "mine.yaml")
+        recipe = schema.build(Recipe, content, where="mine.yaml")
+    except RecipeError:
+        return
+    assert isinstance(recipe, Recipe)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("modelcnvrsi.=xy {}[]:1", max_size=30) | st.text())
+def test_any_override_is_read_or_refused(pair: str) -> None:
+    content: dict[str, Any] = {"model": "tiny-llama", "conversion": {"scheme": "fire"}}
+    try:
+        schema.override(Recipe, content, [pair])
+        recipe = schema.build(Recipe, content, where="mine.yaml")
+    except RecipeError as error:
+        assert "mine.yaml" not in str(error)  # noqa: PT017 - the override is at fault, and says so
+        return
+    assert isinstance(recipe, Recipe)
+
+
+# -- what wrong recipes say --------------------------------------------------------------------------------------------
+
+# The text after the plain recipe, or the whole text if it is bytes; overrides; words of the error.
+WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
+    # The file.
+    "empty": (b"", [], ["is empty", "model and conversion"]),
+    "only a comment": (b"# nothing\n", [], ["is empty"]),
+    "a list": (b"- model\n", [], ["is a list", "expected keys"]),
+    "a word": (b"tiny-llama\n", [], ["is a str"]),
+    "tab": (b"model: x\nconversion:\n\tscheme: fire\n", [], ["cannot start any token", "line 3"]),
+    "not UTF-8": ("model: é\n".encode("latin-1"), [], ["cannot be read", "utf-8"]),
+    "two documents": (b"model: x\n---\nmodel: y\n", [], ["is not a recipe's YAML", "another document"]),
+    "key twice": ("model: other\n", [], ["the key 'model' is there twice", "line 4"]),
+    "key twice in a section": ("training:\n  steps: 1\n  steps: 2\n", [], ["the key 'steps' is there twice", "line 6"]),
+    "object of Python": ("data: !!python/object:os.system {}\n", [], ["is not a recipe's YAML"]),
+    "deep": (b"[" * 5000, [], ["is not a recipe's YAML"]),
+    "endless number": (b"model: " + b"9" * 5000, [], ["is not a recipe's YAML"]),
+    # Keys.
+    "unknown key": ("training: {stpes: 5}\n", [], ["no key 'training.stpes'", "Did you mean 'steps'?"]),
+    "unknown section": ("trainig: {steps: 5}\n", [], ["no key 'trainig'", "Did you mean 'training'?"]),
+    "key that is no text": ("training: {1: 5}\n", [], ["no key 'training.1'"]),
+    "renamed key": ("training: {lr: 5}\n", [], ["no key 'training.lr'", "called 'learning_rate' here"]),
+    "missing key": (b"model: x\n", [], ["'conversion' is missing"]),
+    "missing key in a section": (b"model: x\nconversion: {native: keep}\n", [], ["'conversion.scheme' is missing"]),
+    "section without keys": ("training:\n", [], ["training is None", "steps, length"]),
+    "section that is a list": ("training: [5]\n", [], ["training is [5]"]),
+    # Values.
+    "text for a number": (
+        "training: {steps: many}\n",
+        [],
+        ["training.steps is 'many'", "a whole number of at least 1"],
+    ),
+    "fraction for a count": ("training: {steps: 1e3}\n", [], ["training.steps is 1000.0", "a whole number"]),
+    "truth for a count": ("training: {steps: true}\n", [], ["training.steps is True"]),
+    "null for a count": ("training: {steps: null}\n", [], ["training.steps is None"]),
+    "no steps": ("training: {steps: 0}\n", [], ["training.steps is 0", "of at least 1"]),
+    "share": ("distillation: {share: 1.5}\n", [], ["distillation.share is 1.5", "a number from 0 to 1"]),
+    "until": ("distillation: {share: 1, until: -0.1}\n", [], ["distillation.until is -0.1"]),
+    "nan": ("training: {learning_rate: .nan}\n", [], ["learning_rate is nan", "a number of at least 0"]),
+    "infinity": ("training: {learning_rate: 1e999}\n", [], ["learning_rate is inf"]),
+    "too large": ("training: {learning_rate: 1" + "0" * 400 + "}\n", [], ["a number of at least 0"]),
+    "negative rate": ("training: {learning_rate: -1}\n", [], ["learning_rate is -1"]),
+    "held-out share": ("data: {held_out_share: 1}\n", [], ["held_out_share is 1", "between 0 and 1"]),
+    "handover share": (PLAIN.encode() + b"  native: handover\n  handover: 0\n", [], ["above 0 and up to 1"]),
+    "native": (PLAIN.encode() + b"  native: drop\n", [], ["native is 'drop'", "remove or keep or handover"]),
+    "layers": (PLAIN.encode() + b"  layers: every:0\n", [], ["layers is 'every:0'", 'like "every:4"', "or null"]),
+    "no layers": (PLAIN.encode() + b"  layers: []\n", [], ["layers is []", "(at least one)"]),
+    "stacks": (PLAIN.encode() + b"  stacks: [middle]\n", [], ["stacks is ['middle']", "each encoder or decoder"]),
+    "precision": ("training: {precision: fp8}\n", [], ["precision is 'fp8'", "float32 or bfloat16"]),
+    "schedule": ("training: {schedule: stairs}\n", [], ["schedule is 'stairs'", "cosine"]),
+    "loggers": ("saving: {loggers: [mlflow]}\n", [], ["loggers is ['mlflow']", "tensorboard or trackio or wandb"]),
+    "seed": ("training: {seed: -1}\n", [], ["seed is -1", "from 0 to"]),
+    "number for text": ("data: {source: x, config: 20220301}\n", [], ["config is 20220301", "Put it in quotes."]),
+    "empty name": (b"model: ''\nconversion: {scheme: fire}\n", [], ["model is ''", "not empty"]),
+    "dropout": ("adapter: {kind: lora, dropout: 1}\n", [], ["dropout is 1", "from 0 to below 1"]),
+    "contexts": ("evaluation: {contexts: []}\n", [], ["contexts is []"]),
+    # The scheme.
+    "unknown scheme": ("", ["conversion.scheme=fyre"], ["conversion.scheme", "'fyre'", "Did you mean 'fire'?"]),
+    "unknown option": ("", ["conversion.options.widht=3"], ["no option 'widht'", "Did you mean 'width'?"]),
+    "option of patch": ("", ["conversion.options.native=keep"], ["fire has no option 'native'"]),
+    "option of another scheme": (
+        PLAIN.encode() + b"  options: {threshold: 64}\n",
+        ["conversion.scheme=alibi"],
+        ["alibi has no option 'threshold'", "conversion.options={}"],
+    ),
+    "type of an option": ("", ["conversion.options.width=wide"], ["width='wide'", "expected int"]),
+    "option in an option": ("", ["conversion.options.width.x=3"], ["width={'x': 3}"]),
+    "fit of a scheme without bias": ("", ["conversion.scheme=cope", "conversion.fit=native"], ["cope adds no bias"]),
+    "fit to a scheme without bias": ("", ["conversion.fit=cope"], ["conversion.fit is 'cope'", "an additive scheme"]),
+    "fit to a typo": ("", ["conversion.fit=nativ"], ["Did you mean 'native'?"]),
+    "fit without weights": ("", ["conversion.scheme=alibi", "conversion.fit=native"], ["alibi has no weights"]),
+    "fit beside native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
+    "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
+    "first weights without weights": (
+        "",
+        ["conversion.scheme=nope", "training.new_parameters_first=0.5"],
+        ["training.new_parameters_first", "nope has no weights"],
+    ),
+    # Keys that do nothing.
+    "options of nothing": ("", ["conversion.scheme=null", "conversion.options.width=3"], ["without a scheme"]),
+    "native of nothing": ("", ["conversion.scheme=null", "conversion.native=keep"], ["conversion.native is 'keep'"]),
+    "layers of nothing": ("", ["conversion.scheme=null", "conversion.layers=[0]"], ["without a scheme"]),
+    "fit of nothing": ("", ["conversion.scheme=null", "conversion.fit=native"], ["without a scheme"]),
+    "first weights of nothing": (
+        "",
+        ["conversion.scheme=null", "training.new_parameters_first=0.5"],
+        ["new_parameters_first is 0.5", "without a scheme"],
+    ),
+    "adapter of nothing": ("", ["conversion.scheme=null", "adapter.kind=scheme"], ["nothing would be trained"]),
+    "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
+    "until without distillation": ("", ["distillation.until=0.5"], ["without distillation.share"]),
+    "rank without LoRA": ("", ["adapter.rank=4"], ["adapter.rank is 4", "without adapter.kind: lora"]),
+    "four bits without LoRA": ("", ["adapter.four_bit=true"], ["without adapter.kind: lora"]),
+    "four bits, scheme alone": ("", ["adapter.kind=scheme", "adapter.four_bit=true"], ["without adapter.kind: lora"]),
+    "split of the built-in text": ("", ["data.split=test"], ["another data.source than builtin"]),
+    # Keys that contradict each other.
+    "streaming the built-in text": ("", ["data.streaming=true"], ["the builtin text is there at once"]),
+    "streaming without held-out text": ("", ["data.streaming=true", "data.source=c4"], ["Give data.held_out"]),
+    "micro batches": ("", ["training.micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
+    "mixed lengths": (
+        "",
+        ["training.length=128", "training.mixed_lengths=[64, 48]"],
+        ["mixed_lengths has 48", "divisors of training.length = 128"],
+    ),
+    "skipping nothing": ("", ["training.length=128", "training.skip_to=128"], ["more than training.length = 128"]),
+    "skipping and mixing": ("", ["training.skip_to=512", "training.mixed_lengths=[64]"], ["Give one of them"]),
+    "skipping in documents": ("", ["training.skip_to=512", "data.packing=documents"], ["data.packing is 'documents'"]),
+    # Overrides.
+    "no equals": ("", ["training.steps"], ["'training.steps': expected KEY=VALUE"]),
+    "no key": ("", ["=5"], ["expected KEY=VALUE"]),
+    "empty part": ("", ["training..steps=5"], ["expected KEY=VALUE"]),
+    "not YAML": ("", ["conversion.options={"], ["'conversion.options={' is not a recipe's YAML"]),
+    "tab in a value": ("", ["model=\tx: y\n\t- z"], ["is not a recipe's YAML"]),
+    "unknown key in an override": ("", ["training.stpes=5"], ["'training.stpes=5': there is no key", "'steps'"]),
+    "unknown section in an override": ("", ["trainig.steps=5"], ["'trainig.steps=5'", "no key 'trainig'"]),
+    "renamed key in an override": ("", ["training.lr=5"], ["called 'learning_rate' here"]),
+    "wrong value in an override": ("", ["training.steps=0"], ["'training.steps=0': training.steps is 0"]),
+    "section as a value": ("", ["training=5"], ["'training=5': training is 5"]),
+    "value as a section": ("", ["training.steps.more=5"], ["training.steps has no keys", "training.steps=VALUE"]),
+    "override twice": ("", ["training.steps=5", "training.steps=6"], ["training.steps is given twice"]),
+    "override of an override": (
+        "",
+        ["conversion.options.width=8", "conversion.options={}"],
+        ["conversion.options is given twice"],
+    ),
+    "override of what is no section": ("training: 5\n", ["training.steps=5"], ["training: 5", "has no keys"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_recipe_is_one_error(case: str, tmp_path: Path) -> None:
+    text, overrides, expected = WRONG[case]
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, text if isinstance(text, bytes) else PLAIN + text, *overrides)
+    message = str(caught.value)
+    for part in expected:
+        assert part in message
+    assert "\n" not in message
+    assert message.endswith((".", "?"))
+
+
+def test_there_is_no_such_recipe(tmp_path: Path) -> None:
+    for source, expected in {
+        "lama-fire": "Did you mean 'llama-fire'?",
+        str(tmp_path / "none.yaml"): "There is no file",
+        str(tmp_path): "There is no recipe",
+    }.items():
+        with pytest.raises(RecipeError, match=re.escape(expected)):
+            Recipe.read(source)
+
+
+def test_words_from_elsewhere_lead_to_keys_that_are_there() -> None:
+    sections = [hint for hint in typing.get_type_hints(Recipe).values() if dataclasses.is_dataclass(hint)]
+    keys = {entry.name for section in sections for entry in dataclasses.fields(section)}
+    assert set(schema._ELSEWHERE.values()) <= keys
+    assert not set(schema._ELSEWHERE) & keys - {"name"}
+
+
+@pytest.mark.parametrize("kind", [hint for hint in typing.get_type_hints(Recipe).values()] + [Recipe])
+def test_every_key_is_documented(kind: Any) -> None:
+    if dataclasses.is_dataclass(kind):
+        for entry in dataclasses.fields(kind):
+            assert f"\n        {entry.name}: " in f"{kind.__doc__}"

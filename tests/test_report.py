@@ -1,0 +1,250 @@
+"""What a run leaves to read: table, picture and model card."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from models import stock
+from peft import get_peft_model
+from test_display import FACTS
+
+import hf_posenc
+from hf_posenc.recipes import plots, report
+from hf_posenc.recipes.display import Pace
+from hf_posenc.recipes.evaluation import ContextCurve, Estimate
+from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements
+from hf_posenc.recipes.recipe import Adapter, Conversion, Data, Recipe
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
+LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
+PNG = b"\x89PNG"
+
+
+def losses(*rows: tuple[float, float], contexts: tuple[int, ...] = (64, 128, 1024)) -> ContextCurve:
+    return ContextCurve(contexts[: len(rows)], torch.tensor(rows, dtype=torch.float64))
+
+
+def measured(course: bool = False) -> Measurements:
+    """The native model cannot read 1,024 tokens; the trained one is worse by 0.1 and 0.3 nats at 128."""
+    measurements = Measurements()
+    measurements.record(NATIVE, 0, losses((2.0, 3.0), (1.0, 2.0)))
+    measurements.record(CONVERTED, 0, losses((5.0, 6.0), (4.0, 6.0), (5.0, 7.0)))
+    if course:
+        measurements.record(CONVERTED, 100, losses((2.5, 3.5), (1.5, 2.5), (1.5, 2.5)))
+    measurements.record(CONVERTED, 200, losses((2.0, 3.0), (1.1, 2.3), (1.2, 2.2)))
+    return measurements
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe(**{"model": "tiny-llama", "conversion": Conversion(scheme="fire"), **changes})
+
+
+def rows_under(text: str, heading: str) -> dict[str, list[str]]:
+    """Return the cells of the table that follows a line, by the first of their row."""
+    lines = text[text.index(heading) :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    found = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = cells
+    return found
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_table(tmp_path: Path) -> None:
+    report.write(tmp_path, recipe(), measured(), FACTS, log=LOG, pace=PACE)
+    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    assert text.startswith("# tiny-llama with fire: perplexity on held-out text\n")
+    perplexity = rows_under(text, "Perplexity per token")
+    assert list(perplexity) == ["tokens read", "---", "native", "fire, before training", "fire, after 200 steps"]
+    assert perplexity["tokens read"] == ["64", "128", "1,024"]
+    e = math.exp
+    assert perplexity["native"] == [f"{e(2.5):.1f} ± {e(2.5) / 2:.1f}", f"{e(1.5):.1f} ± {e(1.5) / 2:.1f}", "-"]
+    ratio = rows_under(text, "As a percentage")
+    # 0.2 +- 0.1 nats, window by window, is 122.1 +- 12.2 percent.
+    assert ratio["fire, after 200 steps"] == ["100.000 ± 0.000 %", "122 ± 12 %", "-"]
+    assert "native" not in ratio
+    difference = rows_under(text, "Difference from the native model")
+    assert difference["fire, after 200 steps"] == ["+0.000 ± 0.000", "+0.20 ± 0.10", "-"]
+    assert difference["fire, before training"] == ["+3.000 ± 0.000", "+3.50 ± 0.50", "-"]
+    assert rows_under(text, "Loss in nats")["fire, after 200 steps"][1:] == ["1.70 ± 0.60", "1.70 ± 0.50"]
+    assert "2 held-out windows" in text
+    assert "native cannot read more than 128 tokens" in text
+    assert "first and last logged: 4.5000 and 2.2500" in text
+    assert (
+        "Speed on the machine of this run (2 x CPU with 2 threads, bfloat16), over 199 steps: 0.25 s per step" in text
+    )
+    assert "8,192 tokens/s, 300 MiB" in text
+    assert "by optimizer step" not in text
+    assert (tmp_path / report.PICTURE).read_bytes().startswith(PNG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [report.PICTURE, report.TABLE]
+
+
+def test_table_of_the_course(tmp_path: Path) -> None:
+    report.write(tmp_path, recipe(), measured(course=True), FACTS)
+    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    assert list(rows_under(text, "Perplexity by optimizer step"))[2:] == ["0", "100", "200"]
+    assert "Speed: not measured" in text
+    assert "logged" not in text
+
+
+def test_table_of_a_control(tmp_path: Path) -> None:
+    control = dataclasses.replace(FACTS, scheme=None)
+    report.write(tmp_path, recipe(conversion=Conversion(scheme=None)), measured(), control, log=LOG)
+    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    assert text.startswith("# tiny-llama trained on as it is: ")
+    assert list(rows_under(text, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
+
+
+def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
+    report.write(tmp_path, recipe(), Measurements(), FACTS, log=LOG)
+    assert "Nothing was measured." in (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    assert not (tmp_path / report.PICTURE).exists()
+
+
+def test_a_model_that_diverged_has_a_report(tmp_path: Path) -> None:
+    measurements = measured()
+    measurements.record(CONVERTED, 200, losses((math.nan, 3.0), (1.1, math.inf), (1.2, 2.2)))
+    report.write(tmp_path, recipe(), measurements, FACTS, log=[{"step": 1, "loss": math.nan}])
+    cells = rows_under((tmp_path / report.TABLE).read_text(encoding="utf-8"), "Perplexity per token")
+    assert cells["fire, after 200 steps"][:2] == ["nan", "inf"]
+
+
+@pytest.mark.parametrize("native", ["remove", "handover"])
+def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        report, "plot_run", lambda path, curves, **given: (shown.update(given), path.write_bytes(PNG), curves)
+    )
+    given = recipe(conversion=Conversion(scheme="fire", native=native, handover=0.5))
+    report.write(tmp_path, given, measured(course=True), FACTS, log=LOG)
+    assert shown["losses"] == [(1, 4.5), (200, 2.25)]
+    assert (shown["course_length"], shown["trained_length"]) == (128, 128)
+    assert [step for step, _ in shown["course"]] == [0, 100, 200]
+    assert shown["course"][1][1].mean == pytest.approx(math.exp(2.0))
+    assert shown["native"].mean == pytest.approx(math.exp(1.5))
+    strengths = dict(shown["strength"])
+    assert (strengths == {}) == (native == "remove")
+    if strengths:
+        assert [strengths[step] for step in (0, 50, 100, 200)] == [0, 0.5, 1, 1]
+
+
+def test_round_ticks() -> None:
+    assert plots._round_numbers(3, 120) == [5, 10, 20, 50, 100]
+    assert plots._round_numbers(3.9, 6.3) == [4, 5, 6]
+    near = plots._round_numbers(4.05, 4.45)
+    assert near == [4.1, 4.2, 4.3, 4.4]
+    assert plots._round_numbers(101, 102) == []
+    assert len(plots._round_numbers(1.0, 2.9)) >= 3
+
+
+def test_a_picture_of_one_point_and_no_log(tmp_path: Path) -> None:
+    plots.plot_run(
+        tmp_path / "one.png",
+        {"native": losses((2.0, 2.0))},
+        trained_length=64,
+        title="one",
+        losses=[],
+        course=[(0, Estimate(3.0, math.nan))],
+        native=None,
+        course_length=64,
+    )
+    assert (tmp_path / "one.png").read_bytes().startswith(PNG)
+
+
+# -- the model card ----------------------------------------------------------------------------------------------------
+
+
+def test_card_of_a_converted_model(tmp_path: Path) -> None:
+    """It goes around the part that saving writes, which says how to load, and saving again leaves it."""
+    model = hf_posenc.patch(stock("llama"), "fire")
+    model.save_pretrained(tmp_path)
+    readme = tmp_path / "README.md"
+    given = recipe(data=Data(source="roneneldan/TinyStories"), model="meta/some-llama")
+    facts = dataclasses.replace(FACTS, model="meta/some-llama")
+    text = report.model_card(given, measured(), facts, existing=readme.read_text(encoding="utf-8"), log=LOG, pace=PACE)
+    card = ModelCard(text)
+    assert card.data.library_name == "transformers"
+    assert card.data.base_model == "meta/some-llama"
+    assert card.data.datasets == ["roneneldan/TinyStories"]
+    assert card.data.tags == ["hf_posenc", "fire"]
+    assert card.data.license is None
+    headings = [line for line in card.text.splitlines() if line.startswith("#")]
+    assert headings == [
+        "# meta/some-llama with fire",
+        "## Positional encoding",
+        "## What was measured",
+        "## How it was made",
+    ]
+    assert "`fire` in place of its rotary encoding (RoPE)" in text
+    assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
+    assert "Learned from the model as it was (50% of the loss)." in text
+    assert text.count("from_pretrained(") == 1
+    assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 ± 12 %"
+    assert "0.25 s per step" in text
+    assert "```bash\nhf-posenc train llama-fire --out run\n```" in text
+    assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text
+    written = text.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(written) == dataclasses.asdict(given)
+    readme.write_text(text, encoding="utf-8")
+    model.save_pretrained(tmp_path)
+    assert readme.read_text(encoding="utf-8") == text
+
+
+def test_card_of_an_adapter(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "fire")
+    model.name_or_path = model.config._name_or_path = "/home/me/models/tiny"
+    get_peft_model(model, hf_posenc.PosencLoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(
+        str(tmp_path), save_embedding_layers=False
+    )
+    existing = (tmp_path / "README.md").read_text(encoding="utf-8")
+    given = recipe(adapter=Adapter(kind="lora", rank=2))
+    text = report.model_card(given, measured(), FACTS, existing=existing)
+    card = ModelCard(text)
+    assert card.data.library_name == "peft"
+    assert card.data.base_model is None
+    assert {"hf_posenc", "fire", "lora"} <= set(card.data.tags or [])
+    assert "/home/me" in existing
+    assert "/home/me" not in text
+    assert "More Information Needed" not in text
+    assert 'base = AutoModelForCausalLM.from_pretrained("path/of/tiny-llama")' in text
+    assert "import hf_posenc" in text
+    hub = report.model_card(recipe(adapter=Adapter(kind="scheme"), model="meta/llama"), measured(), FACTS)
+    assert 'from_pretrained("meta/llama")' in hub
+    assert ModelCard(hub).data.base_model == "meta/llama"
+
+
+def test_card_of_a_control_and_of_a_local_text(tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text("text")
+    given = recipe(conversion=Conversion(scheme=None), data=Data(source=str(tmp_path / "my.txt")))
+    facts = dataclasses.replace(FACTS, scheme=None, architecture="t5", command="", teacher=None)
+    text = report.model_card(given, Measurements(), facts)
+    assert "tokens of `my.txt`: all weights" in text
+    assert "import hf_posenc" not in text
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("path/or/repo")' in text
+    assert ModelCard(text).data.datasets is None
+    assert "The command" not in text
+    assert "Nothing was measured." in text
+
+
+def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert report.on_the_hub("meta/llama-1.0")
+    for name in ("tiny-llama", "a/b/c", "/a/b", "", "a b/c"):
+        assert not report.on_the_hub(name)
+    Path("meta/llama-1.0").mkdir(parents=True)
+    assert not report.on_the_hub("meta/llama-1.0")

@@ -1,0 +1,271 @@
+"""A run of a recipe, and its folder: what is in it, and that a stopped run ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES
+from peft import AutoPeftModelForCausalLM
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+from hf_posenc import RecipeError
+from hf_posenc.recipes import run, saving
+from hf_posenc.recipes.adapt import divide_batch, whole_batches
+from hf_posenc.recipes.recipe import Recipe, Training
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+BASE = """
+model: tiny-llama
+conversion: {scheme: fire, options: {threshold: 64.0}}
+training: {steps: 6, length: 32, batch_size: 4, learning_rate: 1e-3}
+evaluation: {contexts: [64], windows: 2}
+saving: {every: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def read(text: Path, tmp_path: Path) -> Any:
+    """A function that makes a tiny recipe with overrides."""
+
+    def make(*overrides: str) -> Recipe:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(BASE, encoding="utf-8")
+        return Recipe.read(path, [f"data.source={text}", *overrides])
+
+    return make
+
+
+class Stop(Exception):
+    """What stops a run in these tests."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
+    """Have the next run stop after so many checkpoints."""
+    on_save, left = saving.WholeCheckpoints.on_save, [saves]
+
+    def stopping(self: Any, *args: Any, **kwargs: Any) -> None:
+        on_save(self, *args, **kwargs)
+        left[0] -= 1
+        if not left[0]:
+            monkeypatch.setattr(saving.WholeCheckpoints, "on_save", on_save)
+            raise Stop
+
+    monkeypatch.setattr(saving.WholeCheckpoints, "on_save", stopping)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    [path] = [*folder.glob("*.safetensors")]
+    return load_file(path)
+
+
+def curves(folder: Path) -> Any:
+    return json.loads((folder / "measurements.json").read_text(encoding="utf-8"))
+
+
+def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "out", read("training.mixed_lengths=[16,32]", "saving.keep=1")
+    outcome = run.train(recipe, out, command="hf-posenc train it")
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoints",
+        "measurements.json",
+        "model",
+        "perplexity.png",
+        "recipe.yaml",
+        "run.json",
+        "table.md",
+    }
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"checkpoint-4"}
+    assert Recipe.read(out / "recipe.yaml") == recipe
+    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    assert record["command"] == "hf-posenc train it"
+    assert [start["step"] for start in record["starts"]] == [0]
+    assert (outcome.folder, outcome.model, outcome.already) == (out, out / "model", False)
+    native, before, after = (outcome.measurements.curve(name) for name in ("native", "before", "after"))
+    assert native.perplexity(64).mean < after.perplexity(64).mean < before.perplexity(64).mean
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert model.config.use_cache
+    assert hf_posenc.verify(model).groups[0][0] == "fire"
+    assert len(AutoTokenizer.from_pretrained(out / "model")) == model.config.vocab_size
+    assert "hf-posenc train it" in (out / "model" / "README.md").read_text(encoding="utf-8")
+    assert AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "checkpoint-4").config.use_cache
+
+
+def test_a_finished_run_is_left_alone(read: Any, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "out", read("training.steps=2")
+    run.train(recipe, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with Console().capture() as _, (tmp_path / "screen").open("w", encoding="utf-8") as screen:
+        again = run.train(recipe, out, console=Console(file=screen, width=300))
+        resumed = run.resume(out)
+    assert again.already
+    assert resumed.already
+    assert "finished" in (tmp_path / "screen").read_text(encoding="utf-8")
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_another_recipe_is_refused(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(read(), out)
+    with pytest.raises(
+        RecipeError, match=r"training\.steps is 6 there and 7 here; training\.seed is 0 there and 1 here"
+    ):
+        run.train(read("training.steps=7", "training.seed=1"), out)
+    with pytest.raises(RecipeError, match=r"conversion\.options is .* there"):
+        run.train(read("conversion.options={}"), out)
+
+
+def test_other_folders_are_refused(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(RecipeError, match="holds no run"):
+        run.train(read(), tmp_path / "mine")
+    with pytest.raises(RecipeError, match="is a file"):
+        run.train(read(), tmp_path / "mine" / "notes.txt")
+    with pytest.raises(RecipeError, match="Make it first"):
+        run.train(read(), tmp_path / "nowhere" / "out")
+    with pytest.raises(RecipeError, match=r"no recipe\.yaml"):
+        run.resume(tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_recipe_that_cannot_be_run_leaves_nothing(read: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="batch_size is 100000"):
+        run.train(read("training.batch_size=100000", "saving.every=1"), tmp_path / "out")
+    # Nothing was trained, so nothing is lost by another recipe.
+    assert run.train(read("training.steps=1"), tmp_path / "out").loss is not None
+
+
+VARIANTS = {
+    "handover": ["conversion.native=handover", "conversion.handover=0.7"],
+    "other lengths": ["training.mixed_lengths=[8,32]", "training.new_parameters_first=0.5"],
+    "skipping": ["training.skip_to=200", "conversion.scheme=kerple", "conversion.options={}", "conversion.fit=native"],
+    "teacher": ["distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"],
+    "lora": [
+        "adapter.kind=lora",
+        "adapter.dropout=0.3",
+        "conversion.native=handover",
+        "conversion.handover=1.0",
+        "distillation.share=0.5",
+    ],
+    "scheme alone": ["adapter.kind=scheme"],
+    "documents": ["data.packing=documents"],
+    "t5": [f"model={DIRECTORIES['t5']}", "conversion.scheme=kerple", "conversion.options={}"],
+    "gpt2": [f"model={DIRECTORIES['gpt2']}", "conversion.scheme=rope", "conversion.options={}", "evaluation.every=3"],
+    "control": [
+        "conversion.scheme=null",
+        "conversion.options={}",
+        "distillation.share=0.5",
+        "training.micro_batch_size=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_a_stopped_run_ends_with_the_same_weights(
+    overrides: list[str], read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = read(*overrides)
+    whole = run.train(recipe, tmp_path / "whole")
+    stop_after(monkeypatch, 2)
+    with pytest.raises(Stop):
+        run.train(recipe, tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "model").exists()
+    # Whatever was drawn since then must not matter.
+    torch.manual_seed(99)
+    resumed = run.resume(tmp_path / "stopped")
+    record = json.loads((tmp_path / "stopped" / "run.json").read_text(encoding="utf-8"))
+    assert [start["step"] for start in record["starts"]] == [0, 4]
+    assert resumed.loss == whole.loss
+    one, other = weights(whole.model), weights(resumed.model)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert curves(tmp_path / "whole") == curves(tmp_path / "stopped")
+
+
+def test_an_adapter_is_saved_as_one(read: Any, tmp_path: Path) -> None:
+    outcome = run.train(read("adapter.kind=lora", "training.steps=2"), tmp_path / "out")
+    model = AutoPeftModelForCausalLM.from_pretrained(outcome.model)
+    assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
+
+
+def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:
+    losses = [
+        run.train(
+            read("training.steps=3", "distillation.share=0.5", f"training.micro_batch_size={size}"),
+            tmp_path / str(size),
+        ).loss
+        for size in (1, 4)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_batches_are_divided() -> None:
+    assert divide_batch(Training(batch_size=8), 2) == (4, 1)
+    assert divide_batch(Training(batch_size=8, micro_batch_size=2), 2) == (2, 2)
+    with pytest.raises(RecipeError, match="3 processes cannot share"):
+        divide_batch(Training(batch_size=8), 3)
+    with pytest.raises(RecipeError, match="divisor of 4"):
+        divide_batch(Training(batch_size=8, micro_batch_size=3), 2)
+    assert len(whole_batches(list(range(10)), 4)) == 8
+    with pytest.raises(RecipeError, match="makes 3 windows"):
+        whole_batches(list(range(3)), 4)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    for step, size in ((2, 5), (10, 5), (9, 4)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "weights").write_bytes(b"x" * 5)
+        (folder / saving.MARKER).write_text(json.dumps({"weights": size}), encoding="utf-8")
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-other").mkdir()
+    assert [path.name for path in saving.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / ".unfinished-run.json").write_text("{", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    saving.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_files_and_folders_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = tmp_path / "file.json", tmp_path / ".unfinished-model"
+    saving.write_text(path, "old")
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"x")
+
+    def fail(*args: Any) -> None:
+        raise Stop
+
+    monkeypatch.setattr(saving.os, "replace", fail)
+    with pytest.raises(Stop):
+        saving.write_text(path, "new")
+    with pytest.raises(Stop):
+        saving.publish(folder, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert path.read_text(encoding="utf-8") == "old"

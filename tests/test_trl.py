@@ -1,0 +1,110 @@
+"""TRL's `SFTTrainer` adapts a converted model with no code beyond `patch`; on demand.
+
+Needs trl, which is no dependency of this package:
+
+    pip install trl    # or: pip install --no-deps --target somewhere, and PYTHONPATH=somewhere
+    python -m pytest tests/test_trl.py -m slow
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from models import DIRECTORIES, logits, new_parameters, tokens
+from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+from hf_posenc import PosencLoraConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl, see above"),
+    # PEFT and TRL ask transformers 5.23 for names that are deprecated there.
+    pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|FSDP).* is deprecated:FutureWarning"),
+]
+
+SENTENCES = ["The quick brown fox jumps over the lazy dog.", "A loop runs.", "Numbers are added in order, one by one."]
+ADAPTERS: dict[str, Any] = {
+    "none": lambda: None,
+    "lora": lambda: LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["hf_posenc", "hf_posenc_shared"]),
+    "posenc": lambda: PosencLoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "scheme": lambda: PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM"),
+}
+
+
+def converted(scheme: str) -> Any:
+    torch.manual_seed(0)
+    return hf_posenc.patch(AutoModelForCausalLM.from_pretrained(DIRECTORIES["llama"]), scheme)
+
+
+def sft(model: Any, folder: Path, config: PeftConfig | None, *, packing: bool, steps: int = 30) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        output_dir=str(folder / "run"),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        max_length=48,
+        packing=packing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        dataloader_pin_memory=False,
+    )
+    return SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": 40 * SENTENCES}),
+        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+        peft_config=config,
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("scheme", ["fire", "cope", "t5"])
+@pytest.mark.parametrize("adapter", list(ADAPTERS))
+def test_sft(adapter: str, scheme: str, packing: bool, tmp_path: Path) -> None:
+    trainer = sft(converted(scheme), tmp_path, ADAPTERS[adapter](), packing=packing)
+    before = {name: p.detach().clone() for name, p in new_parameters(trainer.model).items() if p.requires_grad}
+    assert before
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    after = new_parameters(trainer.model)
+    # PEFT leaves what it trains under its name of it.
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+
+    ids = tokens("llama", 2, 15)
+    wanted = logits(trainer.model.eval(), "llama", ids)
+    trainer.save_model(str(tmp_path / "saved"))
+    if adapter == "lora":  # Plain PEFT does not carry the scheme; the base is patched again.
+        loaded = PeftModel.from_pretrained(converted(scheme), tmp_path / "saved")
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(loaded.eval(), "llama", ids), wanted)
+
+
+@pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
+def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None:
+    trainer = sft(converted(scheme), tmp_path, None, packing=True)
+    model = trainer.model.eval()
+    batch = next(iter(trainer.get_train_dataloader()))
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) > 4
+    labels = batch.pop("labels")
+    assert (labels[0, starts] == -100).all()
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0]
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            alone = model(batch["input_ids"][:, start:end], use_cache=False).logits[0]
+            torch.testing.assert_close(together[start:end], alone, atol=2e-4, rtol=1e-4)
