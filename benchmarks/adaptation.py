@@ -44,7 +44,7 @@ KEPT = {
     "kerple": ["conversion.options={gate: true, shared: false}"],
     "alibi": ["conversion.options={gate: true}"],
 }
-LEVERED = ("fire", "kerple", "fox", "alibi")
+LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
     "as shipped": [],
     "no teacher": ["distillation.share=0", "distillation.hidden=0"],
@@ -52,13 +52,14 @@ LEVERS: dict[str, list[str]] = {
     "teacher alone": ["distillation.share=1", "distillation.until=0"],
     "hidden states too": ["distillation.hidden=2"],
     "no fit": ["conversion.fit=null"],
-    "handed over": ["conversion.native=handover"],
+    "swapped at once": ["conversion.native=remove"],
+    "handed over, no fit": ["conversion.native=handover", "conversion.fit=null"],
     "new parameters first": ["training.new_parameters_first=0.1"],
     "mixed lengths": ["training.mixed_lengths=[64, 128, 256]"],
     "positions skipped": ["training.skip_to=2048"],
     "half the learning rate": ["training.learning_rate=5e-4"],
     "twice the learning rate": ["training.learning_rate=2e-3"],
-    "twice as many, half as large steps": ["training.steps={twice}", "training.batch_size={half}"],
+    "twice as many steps, half as large": ["training.steps={twice}", "training.batch_size={half}"],
     "LoRA": ["adapter.kind=lora", "adapter.rank=16", "training.learning_rate=5e-3"],
 }
 

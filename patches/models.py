@@ -28,6 +28,9 @@ class PosencModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        # Quantizers ask this list, and not the strict one, which modules to leave alone.
+        own = {rf".*\.{name}" for name in (surgery.OWN, surgery.SHARED)}
+        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *own}
         attach_recorded(of_model(self), self)  # type: ignore[arg-type]
 
     def _init_weights(self, module: nn.Module) -> None:
