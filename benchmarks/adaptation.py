@@ -2,6 +2,8 @@
 
     python benchmarks/adaptation.py schemes CHECKPOINT TRAIN HELD_OUT --runs DIR --output TABLE.md
     python benchmarks/adaptation.py levers CHECKPOINT TRAIN HELD_OUT --runs DIR --output TABLE.md
+    python benchmarks/adaptation.py schemes tests/checkpoints/gpt2 builtin --runs DIR --length 128 --batch 16
+    python benchmarks/adaptation.py schemes tests/checkpoints/t5 builtin --runs DIR --length 64 --batch 32
 
 `schemes` takes the recipes of the architecture as they come with the package, one per scheme; `levers` takes a few schemes and
 changes one lever of their recipe at a time. Every run is an ordinary run of `hf-posenc train`, in a folder of its own below
@@ -51,6 +53,11 @@ LEVERS: dict[str, list[str]] = {
     "teacher to the end": ["distillation.until=0"],
     "teacher alone": ["distillation.share=1", "distillation.until=0"],
     "hidden states too": ["distillation.hidden=2"],
+    "teacher alone at first, hidden states too": [
+        "distillation.share=1",
+        "distillation.hidden=2",
+        "distillation.until=0.8",
+    ],
     "no fit": ["conversion.fit=null"],
     "swapped at once": ["conversion.native=remove"],
     "handed over, no fit": ["conversion.native=handover", "conversion.fit=null"],
@@ -87,8 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["schemes", "levers"])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("train", type=Path, help="text to train on")
-    parser.add_argument("held_out", type=Path, help="text to measure on")
+    parser.add_argument("train", help="text to train on, or builtin")
+    parser.add_argument("held_out", nargs="?", help="text to measure on; none for builtin")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", help="these rows only")
@@ -118,7 +125,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     common = [
         f"model={arguments.checkpoint}",
         f"data.source={arguments.train}",
-        f"data.held_out={arguments.held_out}",
+        f"data.held_out={arguments.held_out or 'null'}",
         f"training.steps={arguments.steps}",
         f"training.batch_size={arguments.batch}",
         f"training.length={arguments.length}",
@@ -198,7 +205,7 @@ def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace
     controls = losses.get(NATIVE, {})
     contexts = sorted(next(iter(controls.values()), {}))
     own = json.loads((arguments.checkpoint / "config.json").read_text())
-    trained = next((own[key] for key in ("max_position_embeddings", "n_positions") if key in own), arguments.length)
+    trained = next((own[key] for key in ("max_position_embeddings", "n_positions") if own.get(key)), arguments.length)
 
     def ratio(row: dict[int, dict[int, float]], context: int) -> str:
         ratios = [

@@ -21,6 +21,7 @@ class PosencModel:
 
     config: Any
     # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32.
+    _keep_in_fp32_modules: Any
     _keep_in_fp32_modules_strict = {surgery.OWN, surgery.SHARED}
     _supports_flash_attn = False
     _supports_flex_attn = False

@@ -32,7 +32,7 @@ from transformers import TrainerCallback, set_seed
 from hf_posenc.errors import RecipeError
 from hf_posenc.patching import disabled, patch
 from hf_posenc.planning import Plan, plan
-from hf_posenc.recipes import display, report, saving
+from hf_posenc.recipes import consistency, display, report, saving
 from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer
 from hf_posenc.recipes.adapter import attach, quantization
 from hf_posenc.recipes.data import Prepared, load_data
@@ -91,6 +91,9 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         RecipeError: The recipe cannot be run, or the folder holds something else.
         PosencError: What `patch` raises.
     """
+    # A recipe that was not read from a file is not checked yet.
+    consistency.check(recipe, "the recipe")
+    consistency.check_scheme(recipe, "the recipe")
     together = processes()
     if not together.is_main_process:
         console = None
@@ -173,7 +176,8 @@ class _Run:
         measure = partial(
             readable_curve, ids=data.held_out, contexts=contexts, windows=recipe.evaluation.windows, **_reading(data)
         )
-        measuring = Measuring(self.measurements, measure, every=recipe.evaluation.every, console=self.console)
+        every = recipe.evaluation.every
+        measuring = Measuring(self.measurements, measure, every=every, contexts=contexts, console=self.console)
         handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
         checkpoints = saving.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
         # TensorBoard would write beside the unfinished checkpoints, which are removed.

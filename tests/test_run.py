@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -153,6 +154,15 @@ def test_a_recipe_that_cannot_be_run_leaves_nothing(read: Any, tmp_path: Path) -
         run.train(read("training.batch_size=100000", "saving.every=1"), tmp_path / "out")
     # Nothing was trained, so nothing is lost by another recipe.
     assert run.train(read("training.steps=1"), tmp_path / "out").loss is not None
+
+
+def test_a_recipe_made_in_python_is_checked(read: Any, tmp_path: Path) -> None:
+    recipe = read()
+    for changes, words in (({"handover": 0.5}, "does nothing without"), ({"scheme": "fier"}, "Did you mean 'fire'")):
+        wrong = dataclasses.replace(recipe, conversion=dataclasses.replace(recipe.conversion, **changes))
+        with pytest.raises(RecipeError, match=words):
+            run.train(wrong, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 VARIANTS = {
