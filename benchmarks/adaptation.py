@@ -38,6 +38,13 @@ RECIPES = {
     "gpt2": ("alibi", "rope", "fire", "kerple", "fox", "cope", "shaw", "sinusoidal", "nope"),
     "t5": ("kerple", "fire", "rope", "alibi", "fox", "cope", "disentangled", "sinusoidal", "stick_breaking"),
 }
+# Recipes of a Llama that do something else with its encoding than to remove it.
+REMOVED = {
+    "fox": ["conversion.native=remove", "conversion.options={}"],
+    "cope": ["conversion.native=remove"],
+    "cape": ["conversion.native=remove", "conversion.options={}"],
+    "rope": ["conversion.options={}", "training.skip_to=null"],
+}
 # Schemes over the encoding that stays; all but FoX start as an exact no-op.
 KEPT = {
     "fox": ["conversion.options={init: horizon}"],
@@ -45,6 +52,10 @@ KEPT = {
     "cope": [],
     "kerple": ["conversion.options={gate: true, shared: false}"],
     "alibi": ["conversion.options={gate: true}"],
+}
+# Other forms of a scheme.
+FORMS = {
+    "alibi, learned slopes": ("alibi", ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"]),
 }
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
@@ -140,7 +151,9 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
         for scheme in RECIPES[architecture]:
-            rows[scheme] = (f"{architecture}-{scheme}", [])
+            rows[scheme] = (f"{architecture}-{scheme}", REMOVED.get(scheme, []) if architecture == "llama" else [])
+        for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
+            rows[form] = (f"{architecture}-{scheme}", changes)
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]
             rows[f"{scheme}, native kept"] = (f"{architecture}-{scheme}", kept)
