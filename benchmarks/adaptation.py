@@ -55,7 +55,10 @@ KEPT = {
 }
 # Other forms of a scheme.
 FORMS = {
-    "alibi, learned slopes": ("alibi", ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"]),
+    "alibi, learned slopes": (
+        "alibi",
+        ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
+    ),
 }
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,22 +179,26 @@ def verify(model: nn.Module) -> Verification:
         raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
     expected: dict[int, int] = {}
     calls: dict[int, int] = {}
-    for group in groups:
-        for scheme in schemes_of(architecture, model, group):
-            expected[id(scheme)] = 1
-            calls[id(scheme)] = 0
-            if scheme.overrides("carry") and not scheme.geometry.last:
-                expected[id(scheme)] += 1  # and once behind the feed-forward
-            if scheme.shared:
-                # Once for each layer, and once where the embeddings are made.
-                body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
-                name = next(n for n, b in architecture.stacks(model).items() if b is body)
-                expected[id(scheme)] = len(group.stacks[name].layers) + scheme.overrides("embed")
+    schemes = [(group, scheme) for group in groups for scheme in schemes_of(architecture, model, group)]
+    for group, scheme in schemes:
+        expected[id(scheme)] = 1
+        calls[id(scheme)] = 0
+        if scheme.overrides("carry") and not scheme.geometry.last:
+            expected[id(scheme)] += 1  # and once behind the feed-forward
+        if scheme.shared:
+            # Once for each layer, and once where the embeddings are made.
+            body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
+            name = next(n for n, b in architecture.stacks(model).items() if b is body)
+            expected[id(scheme)] = len(group.stacks[name].layers) + scheme.overrides("embed")
 
-    def count(module: nn.Module, args: Any, output: Any) -> None:
-        calls[id(module)] += 1
+    def count(key: int, module: nn.Module, args: Any, output: Any) -> None:
+        calls[key] += 1
 
-    handles = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, Scheme) and id(m) in calls]
+    handles = [
+        inside.register_forward_hook(functools.partial(count, id(scheme)))
+        for _, scheme in schemes
+        for inside in _outermost(scheme)
+    ]
     try:
         active = _hidden_states(architecture, model)
     finally:
@@ -246,6 +251,13 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
             per_token += growing + _POSITION_BYTES
             per_sequence += fixed
     return per_token, per_sequence
+
+
+def _outermost(module: nn.Module) -> list[Scheme]:
+    """Return a scheme itself, or those that a wrapper holds: PEFT's `modules_to_save` has a copy per adapter."""
+    if isinstance(module, Scheme):
+        return [module]
+    return [scheme for child in module.children() for scheme in _outermost(child)]
 
 
 def _tolerance(schemes: list[Scheme], native: str) -> float | None:

@@ -49,6 +49,7 @@ def trained(base: Any, architecture: str, *, scheme_only: bool) -> PeftModel:
 def test_an_adapter_converts_the_stock_model_it_is_loaded_onto(architecture: str, scheme: str, tmp_path: Path) -> None:
     ids = tokens(architecture, 2, 15)
     model = adapted(architecture, scheme)
+    hf_posenc.verify(model)
     trained = logits(model, architecture, ids)
     model.save_pretrained(tmp_path)
     own = [name for name in model.state_dict() if "hf_posenc" in name and ".modules_to_save." in name]  # and buffers
