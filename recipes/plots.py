@@ -77,7 +77,7 @@ def plot_run(
     if strength:
         _draw_strength(upper, strength)
     upper.plot(*_columns(losses), color=_COURSE, linewidth=1.2)
-    upper.set_ylabel("training loss (nats)")
+    upper.set_ylabel("training loss on text (nats)")
     upper.tick_params(labelbottom=False)
     if native is not None:
         lower.axhline(native.mean, color=_STYLES[0][0], linewidth=1.2, linestyle="--", label="native")

@@ -169,9 +169,9 @@ def _by_context(
 
 def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
     """Return where the loss ended, and how fast it got there."""
-    losses = [entry["loss"] for entry in log if "loss" in entry]
+    losses = [loss for _, loss in _losses(log)]
     lines = (
-        [f"Training loss, first and last logged: {losses[0]:.4f} and {losses[-1]:.4f} nats per token.", ""]
+        [f"Training loss on the text, first and last logged: {losses[0]:.4f} and {losses[-1]:.4f} nats per token.", ""]
         if losses
         else []
     )
@@ -185,6 +185,11 @@ def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
         f"{pace.tokens:,.0f} tokens/s{memory}. Another machine, or a busier one, has other figures.",
         "",
     ]
+
+
+def _losses(log: Log) -> list[tuple[int, float]]:
+    """Return the logged losses on the text with their steps: a mixture with a fading teacher goes up as it goes well."""
+    return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in log if "loss" in entry]
 
 
 def _line(*cells: str) -> str:
@@ -250,7 +255,7 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
         subjects,
         trained_length=facts.trained_length,
         title=f"{_title(facts)}: perplexity on held-out text",
-        losses=[(entry["step"], entry["loss"]) for entry in log if "loss" in entry],
+        losses=_losses(log),
         course=[(step, curve.perplexity(length)) for step, curve in measurements.course() if length in curve.contexts],
         native=native.perplexity(length) if native is not None and length in native.contexts else None,
         course_length=length,

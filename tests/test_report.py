@@ -110,6 +110,17 @@ def test_table_of_a_control(tmp_path: Path) -> None:
     assert list(rows_under(text, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
 
 
+def test_the_loss_is_that_on_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(report, "plot_run", lambda path, *args, **kwargs: path.touch() or drawn.update(kwargs))
+    # With a teacher, the loss is a mixture: it begins with the distance from the teacher alone.
+    log = [{"step": 1, "loss": 0.5, "text_loss": 4.5}, {"step": 200, "loss": 2.25, "text_loss": 2.0}]
+    report.write(tmp_path, recipe(), measured(), FACTS, log=log)
+    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    assert "Training loss on the text, first and last logged: 4.5000 and 2.0000 nats" in text
+    assert drawn["losses"] == [(1, 4.5), (200, 2.0)]
+
+
 def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
     report.write(tmp_path, recipe(), Measurements(), FACTS, log=LOG)
     assert "Nothing was measured." in (tmp_path / report.TABLE).read_text(encoding="utf-8")
