@@ -66,7 +66,7 @@ def _needs(recipe: Recipe) -> list[_Need]:
         _Need("data", ("config", "split", "column"), data.source != "builtin", "another data.source than builtin"),
         _Need(
             "distillation",
-            ("until",),
+            ("until", "teacher"),
             distillation.share > 0 or distillation.hidden > 0,
             "distillation.share or distillation.hidden above 0",
         ),

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_posenc import __version__
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.planning import Plan
-from hf_posenc.recipes.recipe import Adapter, Conversion, Recipe
+from hf_posenc.recipes.recipe import Adapter, Conversion, Distillation, Recipe
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 # Of the running mean of the loss: it forgets half of what it saw after about seven entries.
@@ -158,7 +158,7 @@ class Facts:
             processes=processes,
             device=_device(PartialState().device),
             precision=training.precision,
-            teacher=_teacher(distillation.share, distillation.hidden, distillation.until),
+            teacher=_teacher(distillation),
             trained=_trained(recipe.adapter),
             command=command,
             versions={
@@ -197,12 +197,13 @@ def _device(device: torch.device) -> str:
     return f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
 
 
-def _teacher(share: float, hidden: float, until: float) -> str | None:
-    parts = [f"{share:.0%} of the loss"] * bool(share) + [f"its hidden states by {hidden:g}"] * bool(hidden)
+def _teacher(wanted: Distillation) -> str | None:
+    parts = [f"{wanted.share:.0%} of the loss"] * bool(wanted.share)
+    parts += [f"its hidden states by {wanted.hidden:g}"] * bool(wanted.hidden)
     if not parts:
         return None
-    fading = f", fading until {until:.0%} of the steps" if until else ""
-    return f"the model as it was ({' and '.join(parts)}{fading})"
+    fading = f", fading until {wanted.until:.0%} of the steps" if wanted.until else ""
+    return f"{wanted.teacher or 'the model as it was'} ({' and '.join(parts)}{fading})"
 
 
 def _trained(adapter: Adapter) -> str:

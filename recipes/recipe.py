@@ -126,17 +126,20 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """Learning from the model as it was.
+    """Learning from the model as it was, or from another.
 
     Attributes:
-        share: Share of the loss that is the divergence from the original's predictions, from 0 to 1; 0 is off.
-        hidden: Factor on the distance from the original's hidden states; 0 is off.
+        share: Share of the loss that is the divergence from the teacher's predictions, from 0 to 1; 0 is off.
+        hidden: Factor on the distance from the teacher's hidden states; 0 is off.
         until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end.
+        teacher: Another model of the same vocabulary to learn from, as for `model`: the original after some training on the
+            same text, for instance, which is a better goal. Null is the original.
     """
 
     share: Share = 0.0
     hidden: Amount = 0.0
     until: Share = 0.0
+    teacher: Name | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +203,7 @@ class Recipe:
         conversion: The swap.
         data: The text.
         training: How long and how fast.
-        distillation: Learning from the model as it was.
+        distillation: Learning from the model as it was, or from another.
         adapter: Training a small adapter instead.
         evaluation: What is measured.
         saving: What is kept while it runs.

@@ -42,7 +42,7 @@ from hf_posenc.recipes.handover import Handover
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.recipe import Conversion, Recipe
+from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
 
 RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
     "recipe.yaml",
@@ -155,7 +155,7 @@ class _Run:
         )
         planned = _plan(model, recipe.conversion)
         self._convert(model, data)
-        teacher = _copied_teacher(model, recipe)
+        teacher = _own_teacher(model, recipe)
         model = attach(model, recipe.adapter)
         if teacher is None and _distils(recipe):
             teacher = Teacher.within(model)
@@ -361,16 +361,31 @@ def _reading(data: Prepared) -> dict[str, Any]:
     return {} if data.corrupt is None else {"corrupt": data.corrupt}
 
 
-def _copied_teacher(model: Any, recipe: Recipe) -> Teacher | None:
-    """Return a teacher that is a copy of the model as it was, where there must be one."""
+def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:
+    """Return a teacher with weights of its own, where there must be one: another model, or a copy of this one as it was."""
     converted = recipe.conversion.scheme is not None
-    if not _distils(recipe) or (converted and recipe.adapter.kind != "none"):
+    if not _distils(recipe):
+        return None
+    if recipe.distillation.teacher is not None:
+        return Teacher(_other_teacher(model, recipe.distillation))
+    if converted and recipe.adapter.kind != "none":
         return None
     if converted:
         return Teacher.copy_of(model)
-    twin = copy.deepcopy(model)
-    twin.requires_grad_(False)
-    return Teacher(twin)
+    return Teacher(copy.deepcopy(model).requires_grad_(False))
+
+
+def _other_teacher(model: Any, distillation: Distillation) -> Any:
+    assert distillation.teacher is not None
+    other, _ = load(distillation.teacher, dtype=torch.float32)
+    for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
+        here, there = (getattr(config, name, None) for config in (model.config, other.config))
+        if here != there:
+            raise RecipeError(
+                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model {here}. Give "
+                "a model of the same vocabulary, and of the same shape where hidden states are learned from."
+            )
+    return other.requires_grad_(False)
 
 
 def _distils(recipe: Recipe) -> bool:

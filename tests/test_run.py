@@ -165,6 +165,21 @@ def test_a_recipe_made_in_python_is_checked(read: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_another_teacher(read: Any, tmp_path: Path) -> None:
+    wanted = ["distillation.share=1", "distillation.hidden=1", "training.learning_rate=1e-9"]
+    wanted += ["training.scheme_learning_rate=1e-9", "conversion.scheme=null", "conversion.options={}"]
+    # From itself there is nothing to learn; from a model that was trained there is.
+    itself = run.train(read(*wanted, "distillation.teacher=tiny-llama"), tmp_path / "itself")
+    assert itself.loss == pytest.approx(0, abs=1e-4)
+    run.train(read("conversion.scheme=null", "conversion.options={}"), tmp_path / "trained")
+    other = run.train(read(*wanted, f"distillation.teacher={tmp_path / 'trained' / 'model'}"), tmp_path / "other")
+    assert other.loss is not None
+    assert other.loss > 1e-3
+    assert json.loads((tmp_path / "other" / "run.json").read_text())["teacher"].startswith(str(tmp_path))
+    with pytest.raises(RecipeError, match="vocab_size is 1040, and that of the model 1024"):
+        run.train(read(*wanted, f"distillation.teacher={DIRECTORIES['t5']}"), tmp_path / "wrong")
+
+
 VARIANTS = {
     "handover": ["conversion.native=handover", "conversion.handover=0.7"],
     "other lengths": ["training.mixed_lengths=[8,32]", "training.new_parameters_first=0.5"],
