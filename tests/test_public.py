@@ -117,6 +117,7 @@ ROOMS = [
     ("hf_posenc.planning",),
     ("hf_posenc.recipes",),
     ("hf_posenc.cli",),
+    ("hf_posenc.__main__",),
 ]
 
 
