@@ -219,7 +219,8 @@ def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace
         if native is not None:
             untrained = {c: native.perplexity(c).mean for c in native.contexts}
     controls = losses.get(NATIVE, {})
-    contexts = sorted(next(iter(controls.values()), {}))
+    # A learned table of positions ends somewhere, so the control may have fewer.
+    contexts = sorted({context for row in losses.values() for at in row.values() for context in at})
     own = json.loads((arguments.checkpoint / "config.json").read_text())
     trained = next((own[key] for key in ("max_position_embeddings", "n_positions") if own.get(key)), arguments.length)
 
@@ -251,7 +252,7 @@ def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace
     first = [
         "native, untrained",
         *(ratio({seed: {c: math.log(p) for c, p in untrained.items()} for seed in controls}, c) for c in contexts),
-        *(f"{untrained[c] / untrained[trained]:.3f}" if trained in untrained else "-" for c in far),
+        *(f"{untrained[c] / untrained[trained]:.3f}" if {c, trained} <= untrained.keys() else "-" for c in far),
         "",
     ]
     lines.append("| " + " | ".join(first) + " |")
@@ -259,7 +260,11 @@ def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace
         cells = [name, *(ratio(row, c) for c in contexts), *(cliff(row, c) for c in far), str(len(row))]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(f"Failed: {folder}: {reason}" for folder, reason in failed.items())]
-    absolute = ", ".join(f"{c}: {math.exp(statistics.mean(at[c] for at in controls.values())):.2f}" for c in contexts)
+    absolute = ", ".join(
+        f"{c}: {math.exp(statistics.mean(at[c] for at in controls.values())):.2f}"
+        for c in contexts
+        if all(c in at for at in controls.values())
+    )
     lines += [f"Perplexity of the native model with the training, mean over seeds: {absolute}.", ""]
     command = " ".join([Path(sys.executable).name, *sys.argv])
     lines += [f"{machine()}", "", f"{date.today()}: `{command}`", ""]
