@@ -124,10 +124,10 @@ class Distilling:
             self._text_losses.append(parts * loss.detach())
         if teacher is not None:
             wanted = teacher(inputs, **wants)
-            keep = inputs.get("attention_mask")
-            loss = (1 - share) * loss + share / parts * divergence(outputs.logits, wanted.logits, keep)
-            if wants:
-                loss = loss + hidden / parts * hidden_distance(outputs.hidden_states, wanted.hidden_states, keep)
+            masks = _masks(inputs, outputs)
+            loss = (1 - share) * loss + share / parts * divergence(outputs.logits, wanted.logits, masks.pop("logits"))
+            for name, keep in masks.items() if wants else ():
+                loss = loss + hidden / parts * hidden_distance(outputs[name], wanted[name], keep)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -153,6 +153,17 @@ class Distilling:
         state = self.state  # type: ignore[attr-defined]
         gone: float = state.global_step / max(1, state.max_steps)
         return max(0.0, 1 - gone / self._until)
+
+
+def _masks(inputs: dict[str, Any], outputs: Any) -> dict[str, Tensor | None]:
+    """Return which tokens count, `[B, S]` or `None` for all, by the name of the outputs that they belong to."""
+    mask: Tensor | None = inputs.get("attention_mask")
+    if "encoder_last_hidden_state" not in outputs:
+        return {"logits": mask, "hidden_states": mask}
+    # A decoder stands where its labels are, and they end where they are not to be predicted.
+    labels: Tensor | None = inputs.get("labels")
+    written = None if labels is None else labels != -100
+    return {"logits": written, "decoder_hidden_states": written, "encoder_hidden_states": mask}
 
 
 def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -323,6 +323,29 @@ def test_accumulated_batches_teach_as_one_does(tmp_path: Path) -> None:
     assert logs[0]["text_loss"] == pytest.approx(float(text), rel=1e-4)
 
 
+def test_padding_teaches_an_encoder_decoder_nothing(tmp_path: Path) -> None:
+    """Two sources of different lengths in one batch, and two texts to write, teach what each teaches alone."""
+
+    def loss(rows: list[tuple[int, int]], hidden: float) -> tuple[float, int]:
+        student = hf_posenc.patch(stock("t5"), "alibi")
+        run = trainer(
+            student, tmp_path, kind=DistillingTrainer, teacher=Teacher.copy_of(student), share=1.0, hidden=hidden
+        )
+        source, written = torch.full((len(rows), 9), 1), torch.full((len(rows), 12), -100)
+        for row, (read, write) in enumerate(rows):
+            source[row, :read] = tokens("t5", 1, read, seed=read)[0]
+            written[row, :write] = tokens("t5", 1, write, seed=write)[0]
+        mask = (torch.arange(9)[None] < torch.tensor([[read] for read, _ in rows])).long()
+        batch = {"input_ids": source, "attention_mask": mask, "labels": written}
+        with torch.no_grad():
+            return float(run.compute_loss(student.eval(), batch)), sum(write for _, write in rows)
+
+    (one, first), (two, second), (both, _) = (loss(rows, 0.0) for rows in ([(9, 12)], [(6, 5)], [(9, 12), (6, 5)]))
+    assert both == pytest.approx((first * one + second * two) / (first + second), rel=1e-4)
+    assert one != pytest.approx(two, rel=1e-2)
+    assert loss([(9, 12), (6, 5)], 1.0)[0] > both
+
+
 def test_padding_teaches_nothing() -> None:
     got, wanted = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
     keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])

@@ -194,7 +194,13 @@ VARIANTS = {
     ],
     "scheme alone": ["adapter.kind=scheme"],
     "documents": ["data.packing=documents"],
-    "t5": [f"model={DIRECTORIES['t5']}", "conversion.scheme=kerple", "conversion.options={}"],
+    "t5": [
+        f"model={DIRECTORIES['t5']}",
+        "conversion.scheme=kerple",
+        "conversion.options={}",
+        "distillation.share=1",
+        "distillation.hidden=2",
+    ],
     "gpt2": [f"model={DIRECTORIES['gpt2']}", "conversion.scheme=rope", "conversion.options={}", "evaluation.every=3"],
     "control": [
         "conversion.scheme=null",
