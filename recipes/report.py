@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.checkpoint import encoding_section
 from hf_posenc.recipes.display import Facts, Pace
@@ -332,7 +333,8 @@ def _text(recipe: Recipe, facts: Facts) -> str:
 
 def _loading(recipe: Recipe, facts: Facts) -> str:
     """Say how to load a model that has no part of its own on that: an adapter, or a model without a scheme."""
-    auto = "AutoModelForSeq2SeqLM" if facts.architecture == "t5" else "AutoModelForCausalLM"
+    has_encoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    auto = "AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM"
     needs_us = facts.scheme is not None
     lines = ["## How to load it", "", "```python"]
     lines += ["import hf_posenc  # pip install hf-posenc"] * needs_us
