@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.errors import OptionError, PositionError, ShapeError
 
 Result = TypeVar("Result")
 
@@ -46,6 +46,7 @@ class Geometry:
         scale: Factor on `q @ k.T`; `None` means `head_dim ** -0.5` (T5 uses 1).
         layer: Index of the layer in its stack.
         causal: Whether queries see earlier keys only (decoders) or all keys (encoders).
+        axes: Coordinates that say where a token stands: 1 in a text, 2 in an image.
         inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one.
         max_positions: The length the model was trained for, if it says so.
         rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
@@ -63,6 +64,7 @@ class Geometry:
     scale: float | None = None
     layer: int = 0
     causal: bool = True
+    axes: int = 1
     inv_freq: Tensor | None = None
     max_positions: int | None = None
     rotary_scaling: float = 1.0
@@ -73,7 +75,7 @@ class Geometry:
     last: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim", "hidden_size"):
+        for name in ("heads", "kv_heads", "head_dim", "hidden_size", "axes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"Geometry({name}={value!r}): expected a positive integer.")
@@ -96,12 +98,31 @@ class Positions:
     Attributes:
         query: int64 `[B|1, Q]`.
         key: int64 `[B|1, K]`.
-        coords: Optional float coordinates of the queries' tokens for n-dimensional schemes, `[B|1, Q, n]`.
+        query_coords: Where the queries' tokens stand in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` for tokens of
+            a text, which have the same coordinate, their position, on every axis.
+        key_coords: The same of the keys' tokens, `[B|1, K, n]`.
     """
 
     query: Tensor
     key: Tensor
-    coords: Tensor | None = None
+    query_coords: Tensor | None = None
+    key_coords: Tensor | None = None
+
+    def of_queries(self, axes: int, dtype: torch.dtype) -> Tensor:
+        """Return the coordinates of the queries' tokens, `[B|1, Q, axes]`."""
+        return _coordinates(self.query, self.query_coords, axes, dtype)
+
+    def of_keys(self, axes: int, dtype: torch.dtype) -> Tensor:
+        """Return the coordinates of the keys' tokens, `[B|1, K, axes]`."""
+        return _coordinates(self.key, self.key_coords, axes, dtype)
+
+
+def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
+    if coords is None:
+        return positions.to(dtype)[..., None].expand(*positions.shape, axes)
+    if coords.shape[-1] != axes:
+        raise PositionError(f"Got coordinates with {coords.shape[-1]} axes; the scheme has {axes}.")
+    return coords.to(dtype)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -247,6 +268,8 @@ class Scheme(nn.Module):
     reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.
     shared: bool = False
+    # How many coordinates of a token the scheme reads; 0 reads positions only.
+    axes: int = 0
     # How many tokens of `Projection.recent` a cache keeps; no crop can take more away.
     history: int = 0
 

@@ -34,6 +34,7 @@ class Context:
 
     Attributes:
         positions: int64 `[B|1, S]`; `None` while the patch is disabled, which sends every layer to its stock forward.
+        coords: Their coordinates in n dimensions, float `[B|1, S, n]`, where the caller gave some.
         reach: The largest position, a bound on every distance.
         real: Which new tokens are no padding, bool `[B|1, S]`; `None` means all.
         shared: Holds the schemes that are shared by layers, by group.
@@ -55,13 +56,15 @@ class Context:
     real: Tensor | None = None
     carried: dict[int, Tensor | None] = field(default_factory=dict)
     passage: Passage | None = None
+    coords: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
         if self.positions is None:
             return self
         real = None if self.real is None else self.real.to(device, non_blocking=non_blocking)
-        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking), real=real)
+        coords = None if self.coords is None else self.coords.to(device, non_blocking=non_blocking)
+        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking), coords=coords, real=real)
 
 
 def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
@@ -140,3 +143,39 @@ def resolve_positions(
         # The bias of one row serves all.
         positions = positions[:1]
     return positions
+
+
+def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device: torch.device) -> Tensor:
+    """Return coordinates that were given for the new tokens, float32 or float64 `[B|1, S, n]`.
+
+    Args:
+        coords: As given.
+        axes: How many coordinates the model's schemes read; 0 stands for a scheme that reads none.
+        batch: B.
+        length: S.
+        device: Of the inputs.
+
+    Raises:
+        PositionError: No scheme reads coordinates, or they do not fit the schemes or the inputs.
+    """
+    wanted = axes - {0}
+    if not wanted:
+        raise PositionError(
+            "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a scheme that has "
+            "axes (rope2d, liere, comrope_ap, comrope_ld)."
+        )
+    shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
+    if (
+        coords.ndim != 3
+        or coords.shape[1] != length
+        or coords.shape[0] not in (1, batch)
+        or {coords.shape[2]} != wanted
+    ):
+        raise PositionError(
+            f"Got position_coords of shape {list(coords.shape)}; expected {shapes}: the coordinates of each input token."
+        )
+    if not coords.is_floating_point():
+        coords = coords.double()
+    if not bool(coords.isfinite().all()):
+        raise PositionError("Got position_coords that are not finite; expected a number for each axis of each token.")
+    return coords.to(device=device, dtype=torch.promote_types(coords.dtype, torch.float32))

@@ -16,7 +16,15 @@ from hf_posenc import cache as token_cache
 from hf_posenc.attention import Mask, Task, from_tensor, run
 from hf_posenc.blending import Blended
 from hf_posenc.errors import AttentionBackendError, NotPatchedError
-from hf_posenc.patches.context import Context, Passage, real_tokens, resolve_positions, same_sequence, sequences
+from hf_posenc.patches.context import (
+    Context,
+    Passage,
+    check_coords,
+    real_tokens,
+    resolve_positions,
+    same_sequence,
+    sequences,
+)
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.record import FULL, Strengths
 from hf_posenc.scheme import Positions, Scheme, Tokens
@@ -119,7 +127,7 @@ class PosencAttention:
                 assert layer is not None
                 past = token_cache.past(cache, layer, q.device)
             tokens = Tokens(
-                positions=Positions(here, here),
+                positions=Positions(here, here, context.coords, context.coords),
                 hidden=hidden,
                 real=context.real,
                 past=past,
@@ -265,12 +273,13 @@ class PosencBody:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        coords = self.given_coords(call)
         if vars(self).get("posenc_disabled"):
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
-        return super().forward(**self.prepare(call))  # type: ignore[misc]
+        return super().forward(**self.prepare(call, coords))  # type: ignore[misc]
 
-    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
@@ -285,6 +294,8 @@ class PosencBody:
         positions = resolve_positions(given, mask, past, batch, length, inputs.device)
         if given is not None and mask is None and not int(past):
             call["attention_mask"] = self.mask_of(positions, batch)
+        if coords is not None:
+            coords = check_coords(coords, self.axes(), batch, length, inputs.device)
         shared, strengths = self._modules.get(SHARED), self.strengths()
         for scheme in () if shared is None else shared.schemes():
             if embeds(scheme):
@@ -292,8 +303,12 @@ class PosencBody:
                     call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
                 call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions, strengths.scheme)
         reach = int(positions.max()) if positions.numel() else 0
-        context = Context(positions, reach, shared, strengths.scheme, real=real_tokens(mask, past, length))
-        return self.hand_down(call, context)
+        real = real_tokens(mask, past, length)
+        return self.hand_down(call, Context(positions, reach, shared, strengths.scheme, real=real, coords=coords))
+
+    def axes(self) -> set[int]:
+        """Return how many coordinates of a token the schemes of this body read."""
+        return {module.axes for module in self.modules() if isinstance(module, Scheme)}
 
     def mask_of(self, positions: Tensor, batch: int) -> Tensor | None:
         """Return the mask that explicit positions of the first tokens ask for.
@@ -324,6 +339,11 @@ class PosencBody:
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         """Return the positions that the caller passed, if any."""
         return call.get("position_ids")
+
+    def given_coords(self, call: dict[str, Any]) -> Tensor | None:
+        """Take the coordinates that the caller passed out of the arguments, if there are any."""
+        coords: Tensor | None = call.pop("position_coords", None)
+        return coords
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         """Put positions and context into the arguments of the stock forward."""

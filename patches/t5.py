@@ -98,6 +98,12 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
 
+    def given_coords(self, call: dict[str, Any]) -> Tensor | None:
+        # As for positions, both stacks get the keywords of the model's forward.
+        encoder, decoder = call.pop("position_coords", None), call.pop("decoder_position_coords", None)
+        coords: Tensor | None = decoder if self.is_decoder else encoder
+        return coords
+
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         # Both stacks get the keywords of the model's forward: position_ids are those of the encoder's tokens.
         encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)
