@@ -8,7 +8,8 @@
 `schemes` takes the recipes of the architecture as they come with the package, one per scheme; `levers` takes a few schemes and
 changes one lever of their recipe at a time. Every run is an ordinary run of `hf-posenc train`, in a folder of its own below
 DIR: what is finished is not run again, and what was stopped goes on. The native model is trained on the same windows, for as
-many steps, without a teacher; ratios are to it, seed by seed, on the same held-out tokens.
+many steps, without a teacher; ratios are to it, seed by seed, on the same held-out tokens. Long contexts, which take as long
+to measure as a tiny model takes to train, are measured once, at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 NATIVE = "native + training"
+UNTRAINED = "native, untrained"
+# What is measured beyond the trained length, and at how many times it.
+FAR = "far.json"
+TIMES = (1, 2, 4, 8)
 RECIPES = {
     "llama": (
         *("rope", "tape", "learned", "fire", "fire_s", "kerple", "cape", "t5", "t5_clipped", "alibi", "sandwich"),
@@ -38,8 +43,10 @@ RECIPES = {
     "gpt2": ("alibi", "rope", "fire", "kerple", "fox", "cope", "shaw", "sinusoidal", "nope"),
     "t5": ("kerple", "fire", "rope", "alibi", "fox", "cope", "disentangled", "sinusoidal", "stick_breaking"),
 }
-# Recipes of a Llama that do something else with its encoding than to remove it.
+# Recipes of a Llama that do something else with its encoding than to remove it; and how far positions are skipped to.
 REMOVED = {
+    "fire": ["training.skip_to={far}"],
+    "fire_s": ["training.skip_to={far}"],
     "fox": ["conversion.native=remove", "conversion.options={}"],
     "cope": ["conversion.native=remove"],
     "cape": ["conversion.native=remove", "conversion.options={}"],
@@ -48,7 +55,7 @@ REMOVED = {
 # Schemes over the encoding that stays; all but FoX start as an exact no-op.
 KEPT = {
     "fox": ["conversion.options={init: horizon}"],
-    "fire": ["conversion.options={init: zero, threshold: 64.0}"],
+    "fire": ["conversion.options={init: zero, threshold: 64.0}", "training.skip_to=null"],
     "cope": [],
     "kerple": ["conversion.options={gate: true, shared: false}"],
     "alibi": ["conversion.options={gate: true}"],
@@ -76,7 +83,7 @@ LEVERS: dict[str, list[str]] = {
     "swapped at once": ["conversion.native=remove"],
     "handed over, no fit": ["conversion.native=handover", "conversion.fit=null"],
     "new parameters first": ["training.new_parameters_first=0.1"],
-    "mixed lengths": ["training.mixed_lengths=[64, 128, 256]"],
+    "mixed lengths": ["training.mixed_lengths=[64, 128, 256]", "training.skip_to=null"],
     "positions skipped": ["training.skip_to=2048"],
     "half the learning rate": ["training.learning_rate=5e-4"],
     "twice the learning rate": ["training.learning_rate=2e-3"],
@@ -106,26 +113,31 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["schemes", "levers"])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("train", help="text to train on, or builtin")
+    parser.add_argument("what", choices=["schemes", "levers", "measure"])
+    parser.add_argument("checkpoint", type=Path, help="to measure: the folder of a run")
+    parser.add_argument("train", nargs="?", help="text to train on, or builtin")
     parser.add_argument("held_out", nargs="?", help="text to measure on; none for builtin")
-    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", help="these rows only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--contexts", type=int, nargs="+", help="default: a quarter to eight times the trained length")
-    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--windows", type=int, default=64, help="held-out windows at and below the trained length")
+    parser.add_argument(
+        "--far-windows", type=int, default=16, help="and beyond it, for comparisons of a model with itself"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one thread")
     parser.add_argument("--set", dest="changes", nargs="*", default=[], help="changes to every recipe")
     arguments = parser.parse_args()
+    if arguments.what == "measure":
+        measure(arguments.checkpoint, arguments.far_windows)
+        return
 
     arguments.runs.mkdir(parents=True, exist_ok=True)
     runs = list(planned(arguments))
-    failed = complete(runs, arguments.jobs)
+    failed = complete(runs, arguments)
     text = table(runs, failed, arguments)
     sys.stdout.write(text)
     if arguments.output:
@@ -144,7 +156,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         f"training.batch_size={arguments.batch}",
         f"training.length={arguments.length}",
         evaluation,
-        *([f"evaluation.contexts={arguments.contexts}"] if arguments.contexts else []),
+        f"evaluation.contexts={sorted({max(64, trained_length(arguments) // 4), trained_length(arguments)})}",
         *arguments.changes,
     ]
     control = [
@@ -154,7 +166,9 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
         for scheme in RECIPES[architecture]:
-            rows[scheme] = (f"{architecture}-{scheme}", REMOVED.get(scheme, []) if architecture == "llama" else [])
+            changes = REMOVED.get(scheme, []) if architecture == "llama" else []
+            far = 8 * trained_length(arguments)
+            rows[scheme] = (f"{architecture}-{scheme}", [change.replace("{far}", str(far)) for change in changes])
         for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
             rows[form] = (f"{architecture}-{scheme}", changes)
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
@@ -179,93 +193,132 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
                 yield Run(row, recipe, everything, seed, arguments.runs / f"{name}.{seed}")
 
 
-def complete(runs: list[Run], jobs: int) -> dict[str, str]:
+def trained_length(arguments: argparse.Namespace) -> int:
+    """Return the length that the checkpoint was trained for."""
+    own = json.loads((arguments.checkpoint / "config.json").read_text())
+    length: int = next(
+        (own[key] for key in ("max_position_embeddings", "n_positions") if own.get(key)), arguments.length
+    )
+    return length
+
+
+def measure(folder: Path, windows: int) -> None:
+    """Measure the model of a finished run beyond its trained length, and with the control the native one, in the run's folder."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from hf_posenc.recipes.data import load_data
+    from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements, readable_curve
+    from hf_posenc.recipes.recipe import Recipe
+
+    recipe = Recipe.parse(folder / "recipe.yaml")
+    assert recipe.training.length is not None
+    assert recipe.evaluation.contexts is not None
+    trained = max(recipe.evaluation.contexts)
+    models = [(str(folder / "model"), CONVERTED, recipe.training.steps)]
+    if recipe.conversion.scheme is None:
+        models.append((recipe.model, NATIVE, 0))
+    # Recorded together: the file is there when all is measured.
+    found = Measurements(folder / FAR)
+    curves = []
+    for path, name, step in models:
+        seq2seq = "ForConditionalGeneration" in (Path(path) / "config.json").read_text()
+        model = (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM).from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        data = load_data(recipe.data, tokenizer, length=recipe.training.length, denoising=seq2seq)
+        contexts = [times * trained for times in TIMES]
+        curve = readable_curve(model, ids=data.held_out, contexts=contexts, windows=windows, corrupt=data.corrupt)
+        curves.append((name, step, curve))
+    for name, step, curve in curves:
+        found.record(name, step, curve)
+
+
+def complete(runs: list[Run], arguments: argparse.Namespace) -> dict[str, str]:
     """Run what is not finished; return what went wrong, by folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     failed: dict[str, str] = {}
 
+    def succeeds(run: Run, command: list[str]) -> bool:
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            failed[str(run.folder)] = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]
+        return not done.returncode
+
     def start(run: Run) -> None:
-        if not (run.folder / "model").is_dir():
-            command = [sys.executable, "-c", "from hf_posenc.cli import app; app()", "train", run.recipe, *run.changes]
-            done = subprocess.run(
-                [*command, "--out", str(run.folder)], env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                failed[str(run.folder)] = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]
+        program = ["-c", "from hf_posenc.cli import app; app()"]
+        trained = (run.folder / "model").is_dir() or succeeds(
+            run, [*program, "train", run.recipe, *run.changes, "--out", str(run.folder)]
+        )
+        if trained and not (run.folder / FAR).exists():
+            succeeds(run, [__file__, "measure", str(run.folder), "--far-windows", str(arguments.far_windows)])
         bar.advance(task)
 
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar, ThreadPoolExecutor(jobs) as pool:
+    with Progress(*columns, console=Console(stderr=True)) as bar, ThreadPoolExecutor(arguments.jobs) as pool:
         task = bar.add_task("", total=len(runs))
         list(pool.map(start, runs))
     return failed
 
 
 def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace) -> str:
-    """Return the table as Markdown: perplexities as ratios to the native model with the same training."""
+    """Return the table as Markdown.
+
+    At and below the trained length, perplexities are ratios to that of the native model with the same training; beyond it,
+    ratios to that of the same model at the trained length.
+    """
     from memory import machine
 
     from hf_posenc.recipes.measurements import Measurements
 
-    losses: dict[str, dict[int, dict[int, float]]] = {}
-    untrained: dict[int, float] = {}
+    trained = trained_length(arguments)
+    near: dict[str, dict[int, dict[int, float]]] = {}
+    far: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
-        if str(run.folder) in failed or not (run.folder / "model").is_dir():
+        if str(run.folder) in failed or not (run.folder / FAR).exists():
             continue
-        found = Measurements.load(run.folder / "measurements.json", writes=False)
-        after, native = found.curve("after"), found.curve("native")
-        if after is not None:
-            losses.setdefault(run.row, {})[run.seed] = {c: math.log(after.perplexity(c).mean) for c in after.contexts}
-        if native is not None:
-            untrained = {c: native.perplexity(c).mean for c in native.contexts}
-    controls = losses.get(NATIVE, {})
-    # A learned table of positions ends somewhere, so the control may have fewer.
-    contexts = sorted({context for row in losses.values() for at in row.values() for context in at})
-    own = json.loads((arguments.checkpoint / "config.json").read_text())
-    trained = next((own[key] for key in ("max_position_embeddings", "n_positions") if own.get(key)), arguments.length)
+        for name, losses in (("measurements.json", near), (FAR, far)):
+            found = Measurements.load(run.folder / name, writes=False)
+            for row, which in ((run.row, "after"), (UNTRAINED, "native")):
+                curve = found.curve(which) if run.row == NATIVE or which == "after" else None
+                if curve is not None:
+                    losses.setdefault(row, {})[run.seed] = {
+                        c: math.log(curve.perplexity(c).mean) for c in curve.contexts
+                    }
+    controls = near.get(NATIVE, {})
+    closer = sorted({context for row in near.values() for at in row.values() for context in at})
+    further = [times * trained for times in TIMES[1:]]
 
-    def ratio(row: dict[int, dict[int, float]], context: int) -> str:
-        ratios = [
-            math.exp(losses[context] - controls[seed][trained])
-            for seed, losses in row.items()
-            if seed in controls and context in losses and trained in controls[seed]
-        ]
+    def cell(ratios: list[float]) -> str:
         if not ratios:
             return "-"
         spread = f" ± {statistics.stdev(ratios):.3f}" if len(ratios) > 1 else ""
         return f"{statistics.mean(ratios):.3f}{spread}"
 
-    def cliff(row: dict[int, dict[int, float]], context: int) -> str:
-        found = [math.exp(at[context] - at[trained]) for at in row.values() if context in at and trained in at]
-        return f"{statistics.mean(found):.3f}" if found else "-"
+    def to_the_control(row: str, context: int) -> str:
+        pairs = ((at, controls.get(seed, {})) for seed, at in near[row].items())
+        return cell([math.exp(at[context] - to[trained]) for at, to in pairs if context in at and trained in to])
 
-    far = [context for context in contexts if context in (4 * trained, 8 * trained)]
-    header = ["", *(f"{context}" for context in contexts), *(f"{context} / {trained}" for context in far), "seeds"]
+    def to_itself(row: str, context: int) -> str:
+        found = far.get(row, {}).values()
+        return cell([math.exp(at[context] - at[trained]) for at in found if context in at and trained in at])
+
+    header = ["", *map(str, closer), *(f"{context} / {trained}" for context in further), "seeds"]
     lines = [
-        f"Perplexity of the same 64 tokens in each of {arguments.windows} held-out windows by tokens read, as a ratio to that of the "
-        f"native model at {trained} tokens, its trained length, after the same {arguments.steps} steps of {arguments.batch} x "
-        f"{arguments.length} tokens; mean and standard deviation over seeds. The last columns compare a model with itself.",
+        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the trained length, "
+        f"are ratios to the native model at {trained} tokens after the same {arguments.steps} steps of {arguments.batch} x "
+        f"{arguments.length} tokens ({arguments.windows} windows); the others compare a model with itself "
+        f"({arguments.far_windows} windows). Mean and standard deviation over seeds.",
         "",
         "| " + " | ".join(header) + " |",
         "|---|" + "---:|" * (len(header) - 1),
     ]
-    first = [
-        "native, untrained",
-        *(ratio({seed: {c: math.log(p) for c, p in untrained.items()} for seed in controls}, c) for c in contexts),
-        *(f"{untrained[c] / untrained[trained]:.3f}" if {c, trained} <= untrained.keys() else "-" for c in far),
-        "",
-    ]
-    lines.append("| " + " | ".join(first) + " |")
-    for name, row in losses.items():
-        cells = [name, *(ratio(row, c) for c in contexts), *(cliff(row, c) for c in far), str(len(row))]
+    for row in sorted(near, key=lambda row: [UNTRAINED, NATIVE].index(row) if row in (UNTRAINED, NATIVE) else 2):
+        seeds = "" if row == UNTRAINED else str(len(near[row]))
+        cells = [row, *(to_the_control(row, c) for c in closer), *(to_itself(row, c) for c in further), seeds]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(f"Failed: {folder}: {reason}" for folder, reason in failed.items())]
-    absolute = ", ".join(
-        f"{c}: {math.exp(statistics.mean(at[c] for at in controls.values())):.2f}"
-        for c in contexts
-        if all(c in at for at in controls.values())
-    )
-    lines += [f"Perplexity of the native model with the training, mean over seeds: {absolute}.", ""]
+    if controls:
+        mean = statistics.mean(at[trained] for at in controls.values())
+        lines += [f"Perplexity of the native model with the training, at {trained} tokens: {math.exp(mean):.2f}.", ""]
     command = " ".join([Path(sys.executable).name, *sys.argv])
     lines += [f"{machine()}", "", f"{date.today()}: `{command}`", ""]
     return "\n".join(lines)

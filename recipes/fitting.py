@@ -86,6 +86,11 @@ def fit(
             found: dict[int, AdditiveBias] = {}
             for layer in group.stacks[name].layers:
                 geometry = architecture.geometry(body, layer)
+                if geometry.axes > 1:
+                    raise OptionError(
+                        f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} coordinates; only "
+                        "models of text are fitted."
+                    )
                 own = attentions[layer]._modules.get(surgery.OWN)
                 scheme = own if isinstance(own, Scheme) else _shared(body, group.id)
                 if not isinstance(scheme, AdditiveBias):

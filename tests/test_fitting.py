@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from models import SAME, logits, stock, tokens
+from transformers import ViTConfig, ViTModel
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError
+from hf_posenc import Geometry, NotPatchedError, OptionError
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.fitting import additive, fit
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.text import builtin_text
+from hf_posenc.scheme import Block, Positions
 
 
 def patched(architecture: str, scheme: str, **options: Any) -> Any:
@@ -50,6 +52,32 @@ def test_the_table_of_t5() -> None:
     for scheme, options, share in (("fire", {}, 0.7), ("t5_clipped", {"init": "zero"}, 0.5)):
         found = fit(patched("t5", scheme, **options))
         assert found.after < share * found.spread
+
+
+def test_a_directed_bias_says_what_an_encoder_says_of_left_and_right() -> None:
+    found = {}
+    for directed in (False, True):
+        model = patched("t5", "fire", directed=directed, threshold=64.0, stacks="encoder")
+        found[directed] = fit(model, length=64, steps=5)
+    assert found[True].after < 0.6 * found[False].after
+
+
+def test_keys_ahead_have_parameters_of_their_own_in_encoders_only() -> None:
+    for scheme in ("fire", "fire_s", "kerple"):
+        encoder = hf_posenc.build(
+            scheme, Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32, causal=False), directed=True
+        )
+        decoder = hf_posenc.build(scheme, Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32), directed=True)
+        one_sided = hf_posenc.build(scheme, Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32))
+        count = sum(p.numel() for p in one_sided.parameters())
+        assert sum(p.numel() for p in encoder.parameters()) == 2 * count
+        assert sum(p.numel() for p in decoder.parameters()) == count
+        places = Positions(torch.arange(9)[None], torch.arange(9)[None])
+        bias = encoder.bias(Block(places, reach=8), torch.float64)
+        torch.testing.assert_close(bias, bias.transpose(-1, -2))  # what `score` has behind the query
+        full = encoder.gated_bias(Block(places, reach=8), torch.zeros(1, dtype=torch.float64))
+        torch.testing.assert_close(full.tril(), bias.tril())
+        assert not torch.allclose(full.triu(1), bias.triu(1))
 
 
 @pytest.mark.parametrize(("scheme", "share"), [("t5", 0.4), ("t5_clipped", 0.4), ("fire", 0.5), ("kerple", 0.6)])
@@ -95,6 +123,13 @@ def test_fitting_leaves_the_model_as_it_was_otherwise() -> None:
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_models_of_images_are_not_fitted() -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, image_size=16)
+    model = hf_posenc.patch(ViTModel(config), "kerple")
+    with pytest.raises(OptionError, match="reads images"):
+        fit(model, "alibi")
 
 
 def test_what_cannot_be_fitted() -> None:

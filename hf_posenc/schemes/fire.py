@@ -32,6 +32,8 @@ class FIRE(AdditiveBias):
         init: `"paper"` is torch's default for linear layers, `"zero"` sets the last layer to zero, a no-op at the start.
         normalizer: In encoders, the position in the normaliser: `"both"` takes the later of query and key, so that the
             ratio stays below 1 (our extension); `"query"` is the paper's listing. The same in decoders.
+        directed: In encoders, give keys ahead of the query parameters of their own. With the published form, the same in both
+            directions, an encoder cannot tell left from right. (Our extension; the same in decoders.)
         shared: One network for the whole stack (FIRE-S).
     """
 
@@ -49,14 +51,26 @@ class FIRE(AdditiveBias):
         width: int = 32,
         init: Literal["paper", "zero"] = "paper",
         normalizer: Literal["both", "query"] = "both",
+        directed: bool = False,
         gate: bool = False,
         shared: bool = False,
     ) -> None:
-        super().__init__(geometry, gate=gate, shared=shared)
+        ahead = None
+        if directed and not geometry.causal:
+            ahead = type(self)(
+                geometry,
+                init_c=init_c,
+                threshold=threshold,
+                width=width,
+                init=init,
+                normalizer=normalizer,
+                gate=gate,
+            )
+        super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
         require(threshold > 0, self._name, "threshold", threshold, "a positive number")
         require(width >= 1, self._name, "width", width, "at least 1")
         self.init_c, self.threshold, self.width = init_c, threshold, width
-        self.init, self.normalizer = init, normalizer
+        self.init, self.normalizer, self.directed = init, normalizer, directed
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
@@ -99,6 +113,10 @@ class FIRE(AdditiveBias):
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
         return first, second
+
+    def is_zero(self) -> bool:
+        last = self._layers()[1]
+        return super().is_zero() or not (bool(last.weight.any()) or bool(last.bias.any()))
 
     @staticmethod
     def _psi(c: Tensor, x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class SharedFIRE(FIRE):
         width: int = 32,
         init: Literal["paper", "zero"] = "paper",
         normalizer: Literal["both", "query"] = "both",
+        directed: bool = False,
         gate: bool = False,
         shared: bool = True,
     ) -> None:
@@ -37,6 +38,7 @@ class SharedFIRE(FIRE):
             width=width,
             init=init,
             normalizer=normalizer,
+            directed=directed,
             gate=gate,
             shared=shared,
         )

@@ -5,9 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
-from hf_posenc.schemes._additive import DistanceBias
+from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -26,6 +27,8 @@ class KERPLE(DistanceBias):
         geometry: Shape of the layer.
         kernel: `"log"` or `"power"`.
         weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
+        directed: In encoders, give keys ahead of the query parameters of their own. With the published form, the same in both
+            directions, an encoder cannot tell left from right. (Our extension; the same in decoders.)
         gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
         shared: One set of parameters for the whole stack (the official form), or one per layer.
     """
@@ -38,11 +41,13 @@ class KERPLE(DistanceBias):
         *,
         kernel: Literal["log", "power"] = "log",
         weighted: bool = False,
+        directed: bool = False,
         gate: bool = False,
         shared: bool = True,
     ) -> None:
-        super().__init__(geometry, gate=gate, shared=shared)
-        self.kernel, self.weighted = kernel, weighted
+        ahead = KERPLE(geometry, kernel=kernel, gate=gate) if directed and not geometry.causal else None
+        super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
+        self.kernel, self.weighted, self.directed = kernel, weighted, directed
         self.bias_p = nn.Parameter(torch.empty(geometry.heads))
         self.bias_a = nn.Parameter(torch.empty(geometry.heads))
         self.wei_p = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
@@ -63,6 +68,10 @@ class KERPLE(DistanceBias):
         if self.kernel == "log":
             return -_bounded(self.bias_p, None).to(n)[:, None] * torch.log1p(a * n)
         return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
+
+    def stock_equivalent(self) -> Equivalent:
+        # What multiplies logits is no bias.
+        return AdditiveBias.stock_equivalent(self) if self.weighted else super().stock_equivalent()
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         if self.wei_a is not None and self.wei_p is not None:
