@@ -29,8 +29,8 @@ class Blended(Scheme):
     def overrides(self, seam: str) -> bool:
         return self.scheme.overrides(seam)
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        return self._between(inputs, self.scheme.embed(inputs, positions))
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
+        return self._between(inputs, self.scheme.embed(inputs, positions, coords))
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         there = self.scheme.project(tokens, q, k, v)

@@ -13,6 +13,7 @@ PosencError
 ├── CacheError              a key/value cache that cannot hold the state of a scheme
 ├── AttentionBackendError   an `attn_implementation` that would ignore the scheme
 ├── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
+├── ExportError             a converted model that no stock model computes
 └── RecipeError             a recipe that is not as its schema says, or cannot be run
 
 All of them are `ValueError`s, and every message says what was got, what was expected and what to do.
@@ -74,6 +75,10 @@ class AttentionBackendError(PosencError):
 
 class CheckpointError(PosencError):
     """A converted checkpoint is damaged, incomplete, or of a newer format."""
+
+
+class ExportError(PosencError):
+    """No stock model computes what a converted model does, or it cannot be written."""
 
 
 class RecipeError(PosencError):

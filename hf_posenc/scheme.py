@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.equivalents import Equivalent
+from hf_posenc.errors import ExportError, OptionError, PositionError, ShapeError
 
 Result = TypeVar("Result")
 
@@ -46,11 +47,12 @@ class Geometry:
         scale: Factor on `q @ k.T`; `None` means `head_dim ** -0.5` (T5 uses 1).
         layer: Index of the layer in its stack.
         causal: Whether queries see earlier keys only (decoders) or all keys (encoders).
-        axes: Coordinates that say where a token stands: 1 in a text, 2 in an image.
+        axes: Coordinates that say where a token stands: 1 in a text; 2 in an image, whose class token has position 0.
         inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one.
         max_positions: The length the model was trained for, if it says so.
         rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
         rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
+        inv_freq_long: The frequencies beyond that length, if these are the same for all lengths (longrope).
         native: The model's own table of positions or distances, if it has one.
         embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
         first: Whether no earlier layer has the same scheme, so that nothing is carried to this one.
@@ -69,6 +71,7 @@ class Geometry:
     max_positions: int | None = None
     rotary_scaling: float = 1.0
     rotary_limit: int | None = None
+    inv_freq_long: Tensor | None = None
     native: NativeTable | None = None
     embedding_rms: float | None = None
     first: bool = True
@@ -115,6 +118,15 @@ class Positions:
     def of_keys(self, axes: int, dtype: torch.dtype) -> Tensor:
         """Return the coordinates of the keys' tokens, `[B|1, K, axes]`."""
         return _coordinates(self.key, self.key_coords, axes, dtype)
+
+    def rows(self, start: int, stop: int, keys: int) -> Positions:
+        """Return those of the queries `start:stop` and of the first `keys` keys."""
+        return Positions(
+            self.query[:, start:stop],
+            self.key[:, :keys],
+            None if self.query_coords is None else self.query_coords[:, start:stop],
+            None if self.key_coords is None else self.key_coords[:, :keys],
+        )
 
 
 def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
@@ -248,6 +260,18 @@ class Projection:
     tables: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+# What each seam changes, for messages.
+_CHANGED = {
+    "embed": "the input of the first layer",
+    "project": "queries, keys or values",
+    "recall": "cached keys",
+    "score": "the logits of attention",
+    "weigh": "the softmax",
+    "mix": "the sum of values",
+    "finish": "the output of attention",
+}
+
+
 class Scheme(nn.Module):
     """A positional scheme for one attention layer, or shared by all layers of a stack.
 
@@ -292,8 +316,14 @@ class Scheme(nn.Module):
 
     # -- seams ---------------------------------------------------------------------------------------------------------
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the first layer, `[B, S, E]`, given token embeddings and int64 positions `[B|1, S]`."""
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
+        """Return the input of the first layer, given the embeddings of the tokens.
+
+        Args:
+            inputs: `[B, S, E]`.
+            positions: int64 `[B|1, S]`.
+            coords: Where the tokens stand in n dimensions, `[B|1, S, n]`; see `Positions`.
+        """
         return inputs
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
@@ -364,6 +394,15 @@ class Scheme(nn.Module):
             element: Bytes of one number in the model's dtype.
         """
         return 0, 0
+
+    def stock_equivalent(self) -> Equivalent:
+        """Return what this scheme does in a text, with its parameters as they are, in terms that stock models have.
+
+        Raises:
+            ExportError: They have no terms for it. The message says why, as a sentence of which the scheme is the subject.
+        """
+        changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
+        raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 
     def weights_sum_to_one(self) -> bool:
         """Whether each row of the attention weights sums to 1."""

@@ -21,6 +21,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
 from hf_posenc.record import FULL, Strengths
@@ -118,6 +119,9 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
             value = call.get(name)
             if value is not None and value.ndim == ids.ndim:
                 call[name] = value.reshape(-1, value.shape[-1])
+        coords = call.get("position_coords")
+        if coords is not None and coords.ndim == ids.ndim + 1:
+            call["position_coords"] = coords.reshape(-1, *coords.shape[-2:])
         output = super().forward(**call)
         hidden = output[0].view(*leading, -1, output[0].shape[-1])
         if isinstance(output, tuple):
@@ -126,12 +130,12 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
         return output
 
 
-class PosencGPT2LMHeadModel(PosencModel, GPT2LMHeadModel):
+class PosencGPT2LMHeadModel(PosencGenerator, GPT2LMHeadModel):
     posenc_stock = GPT2LMHeadModel
     config_class = PosencGPT2Config
 
 
-class PosencGPT2DoubleHeadsModel(PosencModel, GPT2DoubleHeadsModel):
+class PosencGPT2DoubleHeadsModel(PosencGenerator, GPT2DoubleHeadsModel):
     posenc_stock = GPT2DoubleHeadsModel
     config_class = PosencGPT2Config
 

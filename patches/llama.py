@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.rotary import frequency_limit, native_frequencies
+from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
 from hf_posenc.record import FULL
 from hf_posenc.scheme import Geometry
@@ -111,7 +112,7 @@ class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
     config_class = PosencLlamaConfig
 
 
-class PosencLlamaForCausalLM(PosencModel, LlamaForCausalLM):
+class PosencLlamaForCausalLM(PosencGenerator, LlamaForCausalLM):
     posenc_stock = LlamaForCausalLM
     config_class = PosencLlamaConfig
 
@@ -184,6 +185,7 @@ class Llama(Architecture):
             max_positions=config.max_position_embeddings,
             rotary_scaling=scaling,
             rotary_limit=frequency_limit(config),
+            inv_freq_long=long_frequencies(config),
             embedding_rms=embedding_rms(weight_of(body.embed_tokens)),
         )
 

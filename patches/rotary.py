@@ -30,6 +30,19 @@ def native_frequencies(config: Any, rotary: Any) -> tuple[Tensor, float]:
     return frequencies.float(), float(scaling)
 
 
+def long_frequencies(config: Any) -> Tensor | None:
+    """Return the frequencies `[D / 2]` that a model uses beyond `frequency_limit`, if they are one set for all lengths.
+
+    Those of "dynamic" are others for each length.
+    """
+    limit = frequency_limit(config)
+    if config.rope_parameters["rope_type"] != "longrope" or limit is None:
+        return None
+    with torch.device("cpu"):
+        frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=limit + 1)[0]
+    return frequencies.float()
+
+
 def frequency_limit(config: Any) -> int | None:
     """Return the length beyond which a model changes its rotary frequencies; `None` if it never does."""
     parameters = config.rope_parameters

@@ -24,6 +24,7 @@ from transformers.models.t5.modeling_t5 import (
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.context import Context, same_sequence, sequences
+from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
@@ -147,7 +148,7 @@ class PosencT5Model(PosencModel, T5Model):
     config_class = PosencT5Config
 
 
-class PosencT5ForConditionalGeneration(PosencModel, T5ForConditionalGeneration):
+class PosencT5ForConditionalGeneration(PosencGenerator, T5ForConditionalGeneration):
     posenc_stock = T5ForConditionalGeneration
     config_class = PosencT5Config
 

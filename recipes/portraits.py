@@ -46,10 +46,13 @@ class _Look:
 
 
 _LOOKS = {
+    "comrope_ap": _Look(({"init": "official", "unit": 16.0},)),
+    "comrope_ld": _Look(({"init": "official", "unit": 16.0},)),
     "disentangled": _Look(({"buckets": 32, "max_distance": 128},), log=True),
     "fox": _Look(({"init": "horizon", "horizon": 12.0},), noise=0.25, wake=True),
     "fox_pro": _Look(({"init": "horizon", "horizon": 12.0},), noise=0.25, wake=True),
     "kerple": _Look(({"kernel": "log"}, {"kernel": "power"})),
+    "liere": _Look(({"init": "official", "unit": 16.0},)),
     "rope": _Look(({"theta": 10_000.0}, {"theta": 500_000.0})),
     "shaw": _Look(span=40),
     "t5": _Look(heads=3, span=512, log=True),

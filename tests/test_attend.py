@@ -31,6 +31,12 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 
 # Options that lead through other code than the defaults, or make it matter at small sizes.
 VARIANTS: dict[str, list[dict]] = {
+    "comrope_ap": [{}, {"init": "official", "axes": 3, "block_size": 2}],
+    "comrope_ld": [{}, {"init": "official", "axes": 2}],
+    "fope": [{}, {"sigma": 0.3, "clip": True, "max_length": 64}],
+    "liere": [{}, {"init": "official", "block_size": 4}, {"axes": 2}],
+    "rope2d": [{}, {"kind": "axial"}, {"axes": 1, "layout": "half"}],
+    "xpos": [{}, {"layout": "half", "scale_base": 20.0}],
     "alibi": [{}, {"learned_slopes": True, "gate": True}],
     "cape": [
         {},
@@ -605,8 +611,10 @@ def test_kv_heads_are_shared_as_if_repeated(name: str, groups: int) -> None:
     few, many = make(name, kv_heads=groups).double(), make(name, kv_heads=HEADS).double()
     state = few.state_dict()
     for key, value in many.state_dict().items():
-        if state[key].shape != value.shape:  # parameters of kv heads are repeated with them
-            state[key] = state[key].unflatten(0, (groups, -1)).repeat_interleave(HEADS // groups, dim=0).flatten(0, 1)
+        # Parameters of kv heads are repeated with them.
+        for dim in (d for d, size in enumerate(value.shape) if state[key].shape[d] != size):
+            by_head = state[key].unflatten(dim, (groups, -1))
+            state[key] = by_head.repeat_interleave(HEADS // groups, dim=dim).flatten(dim, dim + 1)
     many.load_state_dict(state)
     inputs = random_inputs(few, scenario, torch.float64)
     for executor in executors(few):
@@ -677,19 +685,24 @@ def test_the_future_does_not_change_the_past(name: str, direction: str, options:
 
 SEES_DISTANCES_ONLY = {
     "alibi",
+    "comrope_ap",
+    "comrope_ld",
     "cope",
     "disentangled",
     "fox",
     "fox_pro",
     "kerple",
+    "liere",
     "nope",
     "rope",
+    "rope2d",
     "sandwich",
     "shaw",
     "stick_breaking",
     "t5",
     "t5_clipped",
     "transformer_xl",
+    "xpos",
 }
 distance_variants = [variant for variant in variants() if variant[0] in SEES_DISTANCES_ONLY]
 
@@ -996,12 +1009,18 @@ def test_blocks_are_of_bounded_size() -> None:
 # Schemes whose logits depend on more than one pair of query and key have theirs in a file of their own.
 ELSEWHERE = {
     "cape": "test_cape.py",
+    "comrope_ap": "test_block_rotations.py",
+    "comrope_ld": "test_block_rotations.py",
     "cope": "test_cope.py",
+    "fope": "test_rotary_family.py",
     "fox": "test_fox.py",
     "fox_pro": "test_fox_pro.py",
+    "liere": "test_block_rotations.py",
+    "rope2d": "test_rotary_family.py",
     "shaw": "test_content_relative.py",
     "stick_breaking": "test_stick_breaking.py",
     "tape": "test_tape.py",
+    "xpos": "test_rotary_family.py",
 }
 
 

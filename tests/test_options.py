@@ -241,11 +241,15 @@ def test_a_native_table_is_the_start(init: str) -> None:
     assert torch.equal(scheme.weight, table)
 
 
-NEUTRAL = [name for name, info in schemes().items() if info.cls.neutral_options is not None]
+NEUTRAL = [
+    (name, direction)
+    for name, info in schemes().items()
+    if info.cls.neutral_options is not None
+    for direction in info.directions
+]
 
 
-@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize(("name", "direction"), NEUTRAL)
 def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> None:
     shape = geometry(causal=direction == "causal")
     scheme = build(name, shape, **schemes()[name].cls.neutral_options)

@@ -76,6 +76,8 @@ def attend(
     need_weights: bool = False,
     executor: Executor | None = None,
     host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    query_coords: Tensor | None = None,
+    key_coords: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with a scheme, outside any transformers model.
 
@@ -97,13 +99,16 @@ def attend(
         executor: Force `"dense"`, `"blocks"` or `"sdpa"`.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
             projections.
+        query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token its
+            position on each axis.
+        key_coords: The same of the keys, `[B|1, K, n]`.
 
     Returns:
         The output `[B, H, Q, D]`, or a pair with the weights.
 
     Raises:
         ShapeError: The shapes do not fit together or to the scheme's geometry.
-        PositionError: A position is negative.
+        PositionError: A position is negative, or coordinates do not fit the scheme or the positions.
         OptionError: The first argument is no scheme, or the executor cannot run it.
     """
     if not isinstance(scheme, Scheme):
@@ -116,7 +121,9 @@ def attend(
         )
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
-    positions = Positions(query_positions, key_positions)
+    _check_coords(scheme, query_coords, query_positions, "query")
+    _check_coords(scheme, key_coords, key_positions, "key")
+    positions = Positions(query_positions, key_positions, query_coords, key_coords)
     length, keys = q.shape[2], k.shape[2]
     real = None
     if mask is not None and mask.ndim == 2 and not mask.is_floating_point():
@@ -160,6 +167,22 @@ def attend(
 def reach(positions: Positions) -> int:
     """Return a bound on every distance between a query and a key (positions are never negative)."""
     return max(int(positions.query.max()), int(positions.key.max()))
+
+
+def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind: str) -> None:
+    if coords is None:
+        return
+    if not scheme.axes:
+        raise PositionError(
+            f"Got {kind}_coords, but {type(scheme).__name__} reads positions only. Leave them out, or build a scheme with axes."
+        )
+    rows, length = positions.shape
+    shape = list(coords.shape)
+    if coords.ndim != 3 or shape[1:] != [length, scheme.axes] or not coords.is_floating_point():
+        raise PositionError(
+            f"Got {kind}_coords of shape {shape} and dtype {coords.dtype}; expected floats of shape [{rows}, {length}, "
+            f"{scheme.axes}]: a coordinate on each axis of each token."
+        )
 
 
 def _check_shapes(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Block, Positions, Scheme, grouped_matmul
+from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
 
 def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple
     k, v = task.k[:, :, :keys], task.v[:, :, :keys]
     keep, bias = mask.rows(start, stop, keys, task.positions)
     block = Block(
-        positions=Positions(task.positions.query[:, start:stop], task.positions.key[:, :keys]),
+        positions=task.positions.rows(start, stop, keys),
         reach=task.reach,
         keep=keep,
         values=v,

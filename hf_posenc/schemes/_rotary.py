@@ -1,12 +1,19 @@
-"""Shared by the schemes that rotate channel pairs: where the frequencies come from."""
+"""Shared by the schemes that rotate channel pairs: frequencies, angles, and the rotation itself."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.equivalents import Rotation
+from hf_posenc.errors import OptionError
+from hf_posenc.scheme import Geometry, Positions, Scheme
 from hf_posenc.schemes._additive import require
+
+# Which channels form a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
+Layout = Literal["half", "interleaved"]
 
 
 class RotaryScheme(Scheme):
@@ -18,13 +25,21 @@ class RotaryScheme(Scheme):
         theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
         rotary_dim: Rotate only the first channels of each head; `None` is all that the frequencies cover.
         gate: Multiply all angles by one learned factor, started at 0.
+        freeze: Which of the model's own frequencies, if it has two sets of them.
     """
 
     reproduces = "rotary"
     neutral_options = {"gate": True}
 
     def __init__(
-        self, geometry: Geometry, *, name: str, theta: float | None, rotary_dim: int | None, gate: bool
+        self,
+        geometry: Geometry,
+        *,
+        name: str,
+        theta: float | None,
+        rotary_dim: int | None,
+        gate: bool,
+        freeze: Literal["short", "long"] = "short",
     ) -> None:
         super().__init__(geometry)
         own = geometry.inv_freq if theta is None else None
@@ -45,8 +60,18 @@ class RotaryScheme(Scheme):
             rotary_dim,
             f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is given too",
         )
-        self.theta, self.rotary_dim, self.gate = theta, rotary_dim, gate
-        self._native = own is not None and 2 * own.numel() == rotary_dim
+        if freeze == "long":
+            require(
+                own is not None and geometry.inv_freq_long is not None,
+                name,
+                "freeze",
+                freeze,
+                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not given",
+            )
+            own = geometry.inv_freq_long
+        self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
+        self._own = own
+        self._native = own is not None
         self._name = name
         self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
 
@@ -56,12 +81,10 @@ class RotaryScheme(Scheme):
 
     def frequencies(self, like: Tensor) -> Tensor:
         """Return the angle per position of each channel pair, `[rotary_dim / 2]`, in the dtype of `like`."""
-        if self._native:
-            assert self.geometry.inv_freq is not None
-            frequencies = self.geometry.inv_freq.to(like)
+        if self._own is not None:
+            frequencies = self._own.to(like)
         else:
-            step = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64, device=like.device).to(like)
-            frequencies = 1.0 / (10000.0 if self.theta is None else self.theta) ** (step / self.rotary_dim)
+            frequencies = geometric_frequencies(self.rotary_dim, 10000.0 if self.theta is None else self.theta, like)
         return frequencies if self.gate_weight is None else frequencies * self.gate_weight.to(like)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -76,20 +99,112 @@ class RotaryScheme(Scheme):
         with torch.autocast(positions.device.type, enabled=False):
             place = positions.to(dtype)
             angles = place[..., None] * self.frequencies(place)
-            scaling = self.geometry.rotary_scaling if self._native else 1.0
-            return angles.cos() * scaling, angles.sin() * scaling
+            length = self._length(place)
+            return angles.cos() * length, angles.sin() * length
+
+    def _length(self, like: Tensor) -> Tensor | float:
+        """Return the factor on rotated queries and keys: the model's own, as far as the gate is open."""
+        whole = self.geometry.rotary_scaling if self._native else 1.0
+        return whole if self.gate_weight is None else 1.0 + (whole - 1.0) * self.gate_weight.to(like)
+
+    def rotated(self, positions: Positions, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, rotated by the angles at their positions."""
+        precise = torch.promote_types(k.dtype, torch.float32)
+        of_keys = self.cos_sin(positions.key.to(k.device), precise)
+        same = positions.query is positions.key
+        of_queries = of_keys if same else self.cos_sin(positions.query.to(q.device), precise)
+        (cos_q, sin_q), (cos_k, sin_k) = of_queries, of_keys
+        return (
+            turn_pairs(q, cos_q[:, None], sin_q[:, None], layout),
+            turn_pairs(k, cos_k[:, None], sin_k[:, None], layout),
+        )
+
+    def rotation(self, layout: Layout) -> Rotation:
+        """Return what is done to queries and keys in a text, with the parameters as they are."""
+        with torch.no_grad():
+            like = torch.zeros(1, device="cpu")
+            frequencies, factor = self.frequencies(like), float(self._length(like))
+        rows = frequencies.double().expand(self.geometry.kv_heads, -1)
+        return Rotation.of_pairs(rows, self.geometry.head_dim, layout, factor)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
-        limit = self.geometry.rotary_limit
-        if limit is None or not self._native:
-            return []
-        return [
-            f"The model changes its rotary frequencies beyond {limit} tokens; {self._name} keeps those used up to there, so that "
-            f"keys in a cache stay right. The two are equal up to {limit} tokens only."
-        ]
+        return frozen_cautions(self.geometry, self._name, self.freeze) if self._native else []
+
+
+class Annealed(Scheme):
+    """A scheme of which a part is brought in little by little: by one number from 0 to 1, saved with the model."""
+
+    anneal: bool
+    progress: Tensor | None
+
+    def set_annealing(self, anneal: bool) -> None:
+        """Start the number at 0; or, without annealing, let it be 1 for good."""
+        self.anneal = anneal
+        self.register_buffer("progress", torch.zeros(1) if anneal else None)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.progress is not None:
+            nn.init.zeros_(self.progress)
+
+    def annealed(self, values: Tensor) -> Tensor:
+        """Return values times the number."""
+        return values if self.progress is None else values * self.progress.to(values)
+
+    def anneal_to(self, progress: float) -> None:
+        """Set how much of the part is in, from 0 to 1.
+
+        Raises:
+            OptionError: The number is out of range, or the scheme was built without `anneal=True`.
+        """
+        if self.progress is None:
+            raise OptionError("anneal_to: the scheme was built with anneal=False. Build it with anneal=True.")
+        if not 0 <= progress <= 1:
+            raise OptionError(f"anneal_to({progress!r}): expected a number from 0 to 1.")
+        with torch.no_grad():
+            self.progress.fill_(progress)
+
+
+def frozen_cautions(geometry: Geometry, name: str, freeze: Literal["short", "long"] = "short") -> list[str]:
+    """Return what to know of a scheme that takes over frequencies which the model would change as a sequence grows."""
+    limit = geometry.rotary_limit
+    if limit is None:
+        return []
+    used, equal = (
+        ("up to there", f"up to {limit} tokens") if freeze == "short" else ("beyond", f"beyond {limit} tokens")
+    )
+    return [
+        f"The model changes its rotary frequencies beyond {limit} tokens; {name} keeps those used {used}, so that keys in a "
+        f"cache stay right. The two are equal {equal} only."
+    ]
+
+
+def geometric_frequencies(width: int, theta: float, like: Tensor) -> Tensor:
+    """Return `theta^(-2i / width)` for each i below `width / 2`, in the dtype of `like`."""
+    step = torch.arange(0, width, 2, dtype=torch.int64, device=like.device).to(like)
+    return 1.0 / theta ** (step / width)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Multiply the channel pairs (i, i + d / 2) of `[..., d]`, as complex numbers, by `cos + i sin`, each `[..., d / 2]`."""
     u, w = x.chunk(2, dim=-1)
     return torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
+
+
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin`, each `[..., d / 2]`."""
+    u, w = x[..., 0::2], x[..., 1::2]
+    return torch.stack((u * cos - w * sin, w * cos + u * sin), dim=-1).flatten(-2)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Multiply channel pairs of `[B, H, S, D]`, as complex numbers, by `cos + i sin`, each `[B|1, G|1, S, M]`.
+
+    The first 2 M channels are turned and the others pass. Each of G heads serves H / G. The product is taken in the dtype of
+    `cos` and cast back.
+    """
+    width = 2 * cos.shape[-1]
+    heads = x.view(x.shape[0], cos.shape[1], -1, *x.shape[2:])  # [B, G, H / G, S, D]
+    rotate = rotate_halves if layout == "half" else rotate_neighbours
+    turned = rotate(heads[..., :width].to(cos.dtype), cos[:, :, None], sin[:, :, None]).to(x.dtype).flatten(1, 2)
+    return torch.cat((turned, x[..., width:]), dim=-1) if width < x.shape[-1] else turned

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from hf_posenc.equivalents import Rotation
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, Projection, Tokens
-from hf_posenc.schemes._rotary import RotaryScheme, rotate_halves
+from hf_posenc.schemes._rotary import RotaryScheme
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary")
@@ -18,8 +18,10 @@ class RoPE(RotaryScheme):
     touched. Angles are computed in float32 (float64 for float64 inputs), applied there, and the result is cast; applied in
     bfloat16, logits would be off by 0.2.
 
-    On a model with rotary encoding the frequencies are the model's own, rebuilt from its config (all static rope types),
-    and the start is exact. On GPT-2 and T5 they are `theta^(-2i / rotary_dim)`.
+    On a model with rotary encoding the frequencies are the model's own, rebuilt from its config, and the start is exact for
+    all rope types of transformers. The types "dynamic" and "longrope" change theirs as a sequence grows, which keys in a
+    cache cannot follow: here they are frozen at what they are up to the original length, or, for "longrope", at what they
+    are beyond. On GPT-2 and T5 they are `theta^(-2i / rotary_dim)`.
 
     Args:
         geometry: Shape of the layer.
@@ -29,6 +31,8 @@ class RoPE(RotaryScheme):
         rotary_dim: Rotate only the first channels of each head; `None` is all that the frequencies cover.
         gate: Multiply all angles by one learned factor, started at 0, which makes the start an exact no-op where the
             model has no rotary encoding.
+        freeze: Which frequencies of "longrope" to keep: those of the `"short"` inputs or of the `"long"` ones. With the
+            latter, short inputs are computed in another way than before, so the start counts as a break.
     """
 
     def __init__(
@@ -39,27 +43,18 @@ class RoPE(RotaryScheme):
         layout: Literal["half", "interleaved"] = "half",
         rotary_dim: int | None = None,
         gate: bool = False,
+        freeze: Literal["short", "long"] = "short",
     ) -> None:
-        super().__init__(geometry, name="rope", theta=theta, rotary_dim=rotary_dim, gate=gate)
+        super().__init__(geometry, name="rope", theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
         self.layout = layout
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        return Projection(self._rotate(q, tokens.positions.query), self._rotate(k, tokens.positions.key), v)
+        return Projection(*self.rotated(tokens.positions, q, k, self.layout), v)
 
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `[B, H, S, D]` by positions `[B|1, S]`."""
-        precise = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = (part[:, None] for part in self.cos_sin(positions.to(x.device), precise))  # [B|1, 1, S, d / 2]
-        turned = x[..., : self.rotary_dim].to(precise)
-        if self.layout == "half":
-            turned = rotate_halves(turned, cos, sin)
-        else:
-            u, w = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack((u * cos - w * sin, w * cos + u * sin), dim=-1).flatten(-2)
-        turned = turned.to(x.dtype)
-        return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
+    def stock_equivalent(self) -> Rotation:
+        return self.rotation(self.layout)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:
             return self.gate
-        return self._native and self.layout == "half" and not self.gate
+        return self._native and self.layout == "half" and not self.gate and self.freeze == "short"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.equivalents import Equivalent
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
@@ -127,6 +128,14 @@ class TaPE(RotaryScheme):
             gate = F.silu(self.pe["x_proj"](fed.to(carried)))  # [B, S, P]
             update: Tensor = self.pe["down_proj"](gate[..., None, :] * self.pe["up_proj"](carried.transpose(-1, -2)))
         return carried + update.transpose(-1, -2)  # from [B, S, R, H]
+
+    def stock_equivalent(self) -> Equivalent:
+        # Where angles are gated, only the first layer knows them.
+        if self.gate or (self.post_attention_linear is not None and bool(self.post_attention_linear.weight.any())):
+            return super().stock_equivalent()
+        if self.pe is not None and all(bool(weight.any()) for weight in self.pe.parameters()):
+            return super().stock_equivalent()
+        return self.rotation("half")
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.gate if native_kept else self._native and not self.gate

@@ -1,0 +1,204 @@
+"""Coordinates of tokens that stand somewhere else than in a line: in an image, or in a table within a text.
+
+They go into `position_coords` of a patched model's forward and `generate`, where schemes with several axes read them. The rule
+for texts is that of M-RoPE (Qwen2-VL): a token of a text has the same number on every axis, one more than the largest
+coordinate before it; an image or a table begins where a token of the text would be, on every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PositionError
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """The tokens that were generated so far, to which a rule gives coordinates.
+
+    Attributes:
+        ids: All token ids so far, `[B, P + N]`; those of the prompt are missing where it came as embeddings.
+        count: How many were generated, N, which are the last of them.
+        prompt: Coordinates of the prompt, `[B, P, n]`.
+        real: Which tokens of the prompt are no padding, bool `[B, P]`.
+    """
+
+    ids: Tensor
+    count: int
+    prompt: Tensor
+    real: Tensor
+
+
+# Returns the coordinates `[B|1, N, n]` of all generated tokens. It is called anew in each step, so those of a token may depend
+# on ids up to its own only.
+Rule: TypeAlias = Callable[[Generated], Tensor]
+
+
+def grid(rows: int, columns: int, *, step: float = 1.0) -> Tensor:
+    """Return the coordinates (row, column) of the patches of an image, row by row.
+
+    Args:
+        rows: Patches from top to bottom.
+        columns: Patches from left to right.
+        step: From one patch to the next. To keep the coordinates of an image of R rows at a resolution of `rows` rows, give
+            `R / rows`.
+
+    Returns:
+        float32 `[1, rows * columns, 2]`.
+
+    Raises:
+        PositionError: A size is not positive.
+    """
+    for name, value in (("rows", rows), ("columns", columns)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PositionError(f"grid({name}={value!r}): expected a positive integer.")
+    if not step > 0:
+        raise PositionError(f"grid(step={step!r}): expected a number above 0.")
+    down, across = torch.arange(rows) * step, torch.arange(columns) * step
+    return torch.cartesian_prod(down, across).view(1, rows * columns, 2).float()
+
+
+def join(*parts: int | Tensor, axes: int | None = None) -> Tensor:
+    """Return the coordinates of a prompt made of texts, images and tables: `join(5, grid(4, 6), 7)`.
+
+    Args:
+        *parts: In order: the number of tokens of a text, or coordinates `[1, S, n]` or `[S, n]` that count from 0.
+        axes: How many coordinates a token has; only needed where all parts are texts.
+
+    Returns:
+        float32 `[1, S, n]`.
+
+    Raises:
+        PositionError: A part is misshapen, or the parts differ in the number of axes.
+    """
+    found: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            placed = part[0] if part.ndim == 3 and part.shape[0] == 1 else part
+            if placed.ndim != 2 or not placed.numel():
+                raise PositionError(f"join: got coordinates of shape {list(part.shape)}; expected [1, S, n].")
+            found.append(placed.float())
+        elif isinstance(part, bool) or not isinstance(part, int) or part < 0:
+            raise PositionError(f"join: got {part!r}; expected a number of tokens, or coordinates [1, S, n].")
+    widths = {part.shape[1] for part in found} | ({axes} if axes is not None else set())
+    if len(widths) != 1:
+        raise PositionError(
+            f"join: got parts with {sorted(widths)} axes; expected one number of axes. Give axes= for texts."
+        )
+    (width,) = widths
+    images, joined, begin = iter(found), [torch.zeros(0, width)], 0.0
+    for part in parts:
+        counted = torch.arange(part)[:, None].expand(-1, width) if isinstance(part, int) else next(images)
+        joined.append(counted + begin)
+        begin = max(begin, float(joined[-1].max()) + 1) if len(joined[-1]) else begin
+    return torch.cat(joined)[None]
+
+
+def table(
+    text: str,
+    offsets: Sequence[tuple[int, int]] | Tensor,
+    *,
+    span: tuple[int, int] | None = None,
+    delimiter: str = "|",
+    order: bool = False,
+) -> Tensor:
+    """Return the coordinates of the tokens of a text with a table in it: each token in the table has its cell's.
+
+    Rows end with a line break, cells with the delimiter; one at the beginning of a row (Markdown) begins its first cell. What
+    ends a row or a cell belongs to it, and a token belongs where its last character does. Before and after the table the rule
+    for texts holds.
+
+    Args:
+        text: The prompt.
+        offsets: Where each token's characters are, `[S, 2]`, as fast tokenizers give with `return_offsets_mapping=True`.
+            Tokens without characters (special tokens, padding) count as text.
+        span: Begin and end of the table in the text, in characters; `None` is all of it.
+        delimiter: What ends a cell: `"|"`, `","`, a tab.
+        order: Put an axis first on which tokens are counted as in a text. Otherwise the tokens within one cell have the same
+            coordinates, and their order is not seen.
+
+    Returns:
+        float32 `[1, S, 2]` of (row, column), or `[1, S, 3]` of (order, row, column).
+
+    Raises:
+        PositionError: Offsets or span lie outside of the text, or the delimiter is empty or a line break.
+    """
+    begin, end = (0, len(text)) if span is None else span
+    if not 0 <= begin <= end <= len(text):
+        raise PositionError(
+            f"table: got span={span!r}; expected begin and end within the {len(text)} characters of text."
+        )
+    if not delimiter or "\n" in delimiter:
+        raise PositionError(f"table: got delimiter={delimiter!r}; expected a string without line breaks.")
+    pairs = offsets.tolist() if isinstance(offsets, Tensor) else [tuple(pair) for pair in offsets]
+    if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text) for pair in pairs):
+        raise PositionError(
+            f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. Ask the "
+            "tokenizer for return_offsets_mapping=True, on this text alone."
+        )
+    placed: list[list[float]] = []
+    largest, origin = -1, 0
+    inside = False
+    for first, stop in pairs:
+        if first < stop and begin < stop <= end:
+            origin = origin if inside else largest + 1
+            counted = largest + 1 if not inside else int(placed[-1][0]) + 1
+            row, column = _cell(text[begin:end], stop - 1 - begin, delimiter)
+            place = [origin + row, origin + column]
+            placed.append([counted, *place] if order else list(place))
+            inside = True
+        else:
+            placed.append([largest + 1] * (3 if order else 2))
+            inside = False
+        largest = max(largest, *(int(value) for value in placed[-1]))
+    return torch.tensor(placed, dtype=torch.float32).view(1, len(placed), 3 if order else 2)
+
+
+def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
+    """Return the coordinates of several prompts as one batch, as a tokenizer pads their tokens.
+
+    Args:
+        parts: Each `[1, S, n]` or `[S, n]`.
+        padding_side: `"left"`, as generation needs it, or `"right"`.
+
+    Returns:
+        `[B, longest S, n]`, zero for padding.
+
+    Raises:
+        PositionError: There are no parts, they differ in the number of axes, or there is no such side.
+    """
+    rows = [part[0] if part.ndim == 3 and part.shape[0] == 1 else part for part in parts]
+    if not rows or any(row.ndim != 2 or row.shape[1] != rows[0].shape[1] for row in rows):
+        raise PositionError(
+            f"stack: got coordinates of shapes {[list(part.shape) for part in parts]}; expected [1, S, n] with one n."
+        )
+    if padding_side not in ("left", "right"):
+        raise PositionError(f"stack: got padding_side={padding_side!r}; expected 'left' or 'right'.")
+    longest = max(len(row) for row in rows)
+    batch = rows[0].new_zeros(len(rows), longest, rows[0].shape[1])
+    for place, row in zip(batch, rows, strict=True):
+        place[longest - len(row) if padding_side == "left" else 0 :][: len(row)] = row
+    return batch
+
+
+def after_the_largest(generated: Generated) -> Tensor:
+    """Return coordinates by the rule for texts, `[B, N, n]`: one more than the largest so far, on every axis."""
+    prompt = generated.prompt
+    largest = prompt.masked_fill(~generated.real[..., None], float("-inf")).amax(dim=(1, 2))  # [B]
+    # A prompt of nothing but padding has none.
+    largest = largest.where(largest.isfinite(), torch.full_like(largest, -1.0))
+    count = torch.arange(1, generated.count + 1, device=prompt.device)
+    return (largest[:, None] + count.to(prompt))[..., None].expand(-1, -1, prompt.shape[2])
+
+
+def _cell(table: str, character: int, delimiter: str) -> tuple[int, int]:
+    """Return row and column of a character, with those that end a row or a cell belonging to it."""
+    row = table.count("\n", 0, character)
+    line = table.rfind("\n", 0, character) + 1
+    start = line + len(delimiter) if table.startswith(delimiter, line) else line
+    return row, table.count(delimiter, start, max(start, character))

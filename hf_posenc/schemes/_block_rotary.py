@@ -1,0 +1,215 @@
+"""Shared by the schemes that rotate blocks of channels by learned generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_posenc.equivalents import Equivalent, Rotation
+from hf_posenc.errors import ExportError
+from hf_posenc.scheme import Geometry, Projection, Scheme, Tokens
+from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._generators import Planes, find_planes, plane_generators, rotate
+from hf_posenc.schemes._rotary import Layout, frozen_cautions, rotate_halves, rotate_neighbours
+
+# The size of blocks that LieRE's authors found best.
+_BLOCK = 8
+
+Init: TypeAlias = Literal["native", "zero", "official"]
+# Turns queries or keys `[B, G, R, S, W]`, float32 or wider, where R query heads share a kv head.
+Turn: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class BlockRotary(Scheme):
+    """Queries and keys of a token are multiplied, block by block, by `exp(t A)` with a generator A per kv head and block.
+
+    A subclass has the parameters: it gives generators, and the time t of each token and block, by `flow`.
+
+    Args:
+        geometry: Shape of the layer.
+        name: Of the scheme, for messages.
+        axes: Coordinates of a token; `None` is that of the model.
+        block_size: Channels in a block; `None` is the largest size up to 8 that is allowed.
+        init: `"native"`, `"zero"` or `"official"`.
+        unit: Coordinates are divided by this where they meet a parameter; `None` is the length the model was trained for, of
+            a text, else 1.
+    """
+
+    reproduces = "rotary"
+    neutral_options = {"init": "zero"}
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        name: str,
+        axes: int | None,
+        block_size: int | None,
+        init: Init,
+        unit: float | None,
+    ) -> None:
+        super().__init__(geometry)
+        native = geometry.inv_freq if init == "native" else None
+        width = geometry.head_dim if native is None else 2 * native.numel()
+        self.axes = geometry.axes if axes is None else axes
+        length = geometry.max_positions if geometry.axes == 1 else None
+        self.unit = float(length or 1) if unit is None else float(unit)
+        require(self.axes >= 1, name, "axes", axes, "at least 1")
+        sizes, allowed = self.block_sizes(width)
+        fitting = [size for size in sizes if size <= _BLOCK] if block_size is None else {block_size} & {*sizes}
+        require(bool(fitting), name, "block_size", block_size, allowed)
+        self.block_size, self.init = max(fitting), init
+        require(self.unit > 0, name, "unit", unit, "a number above 0")
+        self._name, self._native = name, native
+        self._layout: Layout = "interleaved" if native is None else "half"
+        self._count = width // self.block_size
+        self._width = self._count * self.block_size if native is None else width
+        # Generators, and their planes; what is computed without gradients is computed once.
+        self._known: tuple[Tensor, Planes] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": None}
+
+    def block_sizes(self, width: int) -> tuple[list[int], str]:
+        """Return the block sizes that a head with so many channels allows, and the same in words."""
+        return [*range(2, width + 1, 2)], f"an even number from 2 to {width}, the channels of a head that can turn"
+
+    def flow(self, coords: Tensor) -> tuple[Tensor, Tensor]:
+        """Return generators `[G, m, b, b]`, and times `[B|1, S, m|1]` at coordinates `[B|1, S, axes]`; all float64."""
+        raise NotImplementedError
+
+    def native_generators(self, device: torch.device) -> Tensor:
+        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero if it has none, or if it is kept."""
+        size = self._count * self.block_size // 2
+        if self._native is None:
+            return plane_generators(torch.zeros(size, dtype=torch.float64, device=device), self.block_size)
+        return plane_generators(self._native[:size].to(device, torch.float64), self.block_size)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        positions = tokens.positions
+        with torch.autocast(q.device.type, enabled=False):
+            turn_k = self.rotation(positions.key.to(k.device), positions.key_coords, k)
+            same = positions.query is positions.key and positions.query_coords is positions.key_coords
+            turn_q = turn_k if same else self.rotation(positions.query.to(q.device), positions.query_coords, q)
+            return Projection(self._turned(q, turn_q), self._turned(k, turn_k), v)
+
+    def _turned(self, x: Tensor, turn: Turn) -> Tensor:
+        """Turn the first W channels of `[B, H, S, D]`."""
+        wide = x[..., : self._width].to(torch.promote_types(x.dtype, torch.float32))
+        turned = turn(torch.unflatten(wide, 1, (self.geometry.kv_heads, -1))).flatten(1, 2).to(x.dtype)
+        return torch.cat((turned, x[..., self._width :]), dim=-1) if self._width < x.shape[-1] else turned
+
+    def rotation(self, positions: Tensor, coords: Tensor | None, like: Tensor) -> Turn:
+        """Return the rotation of queries or keys `[B, G, R, S, W]` of tokens.
+
+        Args:
+            positions: int64 `[B|1, S]`.
+            coords: `[B|1, S, axes]`; `None` in a text.
+            like: Has the dtype of queries and keys.
+        """
+        if coords is None:
+            coords = positions[..., None].expand(*positions.shape, self.axes)
+        coords = coords.to(positions.device, torch.float64)
+        return self.flowing(*self.flow(coords), coords[..., 0], like)
+
+    def flowing(self, generators: Tensor, times: Tensor, first: Tensor, like: Tensor) -> Turn:
+        """Return the rotation by `exp(t A)`.
+
+        Args:
+            generators: A, float64 `[G, m, b, b]`.
+            times: t, float64 `[B|1, S, m|1]`.
+            first: Coordinates on the first axis, which turn the channels of no block, float64 `[B|1, S]`.
+            like: Has the dtype of queries and keys.
+        """
+        if self.block_size == 2:
+            return self.turning(times[:, None] * generators[:, None, :, 1, 0], first, like)
+        planes = self.planes(generators)
+        angles = times.detach()[:, None, :, :, None] * planes.frequencies[:, None]  # [B|1, G, S, m, b / 2]
+        cos, sin = self.cos_sin(angles.flatten(3), first, like)
+        return lambda x: rotate(x, generators, times, planes, cos, sin)
+
+    def turning(self, angles: Tensor, first: Tensor, like: Tensor) -> Turn:
+        """Return the rotation of channel pairs, given the angles of those in blocks, float64 `[B|1, G, S, m * b / 2]`."""
+        turn = rotate_halves if self._layout == "half" else rotate_neighbours
+        cos, sin = (part[:, :, None] for part in self.cos_sin(angles, first, like))
+        return lambda x: turn(x, cos, sin)
+
+    def cos_sin(self, angles: Tensor, first: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of angles, and of those of channels in no block, with the model's own factor."""
+        scaling = 1.0
+        if self._native is not None:
+            scaling = self.geometry.rotary_scaling
+            rest = first[:, None, :, None] * self._native[angles.shape[-1] :].to(first)
+            angles = torch.cat((angles, rest.expand(*rest.shape[:1], *angles.shape[1:3], -1)), dim=-1)
+        precise = torch.promote_types(like.dtype, torch.float32)
+        return (angles.cos() * scaling).to(precise), (angles.sin() * scaling).to(precise)
+
+    def planes(self, generators: Tensor) -> Planes:
+        """Return the planes of generators; without gradients they are those of the last call, if the generators are."""
+        if torch.is_grad_enabled():
+            return find_planes(generators, self._width, self._layout)
+        known = self._known
+        if known is None or known[0].device != generators.device or not torch.equal(known[0], generators):
+            known = self._known = (generators, find_planes(generators, self._width, self._layout))
+        return known[1]
+
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Return what queries and keys undergo in a text, as a plain rotation in another basis.
+
+        The tokens of a text have their position on every axis, where all these schemes are `V turn(p) V.T`, with an
+        orthogonal V per kv head that does not depend on the position p. Since `V.T V` is the identity, `V.T` may as well be
+        multiplied into the projections of queries and keys. The factor `geometry.rotary_scaling` is not in it.
+
+        Returns:
+            Angles per position, of D / 2 planes of each kv head, float64 `[G, D / 2]`, some of them zero or negative; and V,
+            float64 `[G, D, D]`: its rows are channels of the head, its columns the first axes of all planes, then the second
+            axes, as transformers' Llama pairs channels.
+
+        Raises:
+            ExportError: The heads have an odd number of channels.
+        """
+        width = self.geometry.head_dim
+        if width % 2:
+            raise ExportError(f"leaves one of {width} channels without a partner, and stock models rotate pairs")
+        device = next(self.parameters()).device
+        with torch.no_grad():
+            generators, times = self.flow(torch.ones(1, 1, self.axes, dtype=torch.float64, device=device))
+            planes = find_planes(generators, self._width, self._layout)
+            turned = (times[0, 0, :, None] * planes.frequencies).flatten(1)
+        groups, pairs = len(turned), self._width // 2
+        frequencies = turned.new_zeros(groups, width // 2)
+        frequencies[:, : turned.shape[1]] = turned
+        if self._native is not None:
+            frequencies[:, turned.shape[1] : pairs] = self._native[turned.shape[1] :].to(turned)
+        basis = turned.new_zeros(groups, width, 2, width // 2)
+        basis[:, : self._width, :, :pairs] = planes.basis.view(groups, self._width, 2, pairs)
+        rest = width - self._width
+        basis[:, self._width :, :, pairs:] = torch.eye(rest).to(basis).view(rest, rest // 2, 2).transpose(-1, -2)
+        return frequencies, basis.flatten(2)
+
+    def stock_equivalent(self) -> Equivalent:
+        frequencies, basis = (part.cpu() for part in self.spectrum())
+        if self._native is not None:
+            basis[:, : self._width] *= self.geometry.rotary_scaling
+        return Rotation(frequencies, basis.mT.contiguous())
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return self._native is None and self.init != "official" if native_kept else self._native is not None
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        found = []
+        if self._native is not None:
+            found += frozen_cautions(self.geometry, self._name)
+            if native_kept:
+                found.append(
+                    f"{self._name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
+                    "init='zero' beside a kept native encoding."
+                )
+        elif native_kept and self.geometry.inv_freq is not None:
+            found.append(
+                f"Beside the kept rotation, {self._name} sees more than distances once it is trained: the two do not commute."
+            )
+        return found

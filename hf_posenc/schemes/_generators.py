@@ -1,0 +1,222 @@
+"""Rotations `exp(t A)` of blocks of channels by antisymmetric generators A, and what makes them cheap.
+
+Letters beside those of `hf_posenc.scheme`: m blocks of b channels, P planes (pairs of channels), W = 2 P channels that are
+turned. Within a block, plane i is the pair (2i, 2i + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_posenc.schemes._rotary import Layout
+
+
+def upper_skew(raw: Tensor) -> Tensor:
+    """Return `[..., b, b]` antisymmetric matrices that have the upper triangle of `raw`."""
+    upper = raw.triu(1)
+    return upper - upper.mT
+
+
+def skew(raw: Tensor) -> Tensor:
+    """Return `raw - raw.T`."""
+    return raw - raw.mT
+
+
+def plane_generators(frequencies: Tensor, size: int) -> Tensor:
+    """Return the generators `[m, b, b]` that turn plane i by `frequencies[i]`, given `[m * b / 2]`."""
+    one = frequencies.new_tensor([[0.0, -1.0], [1.0, 0.0]])
+    planes = frequencies.view(-1, size // 2).diag_embed()  # [m, b / 2, b / 2]
+    return torch.einsum("mst,uv->msutv", planes, one).reshape(-1, size, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """The planes in which generators `[G, m, b, b]` turn; all float64.
+
+    Attributes:
+        axes: Orthonormal columns, two for each plane, `[G, m, b, b]`: with J = [[0, -1], [1, 0]] and the frequencies w,
+            `A = axes @ blockdiag(w J) @ axes.T`.
+        frequencies: Of the planes, falling, none negative but for rounding, `[G, m, b / 2]`.
+        basis: The axes as one matrix for all W channels `[G, W, W]`: rows are channels, columns all first axes and then all
+            second axes. Channels of no block are planes of their own, at the end.
+    """
+
+    axes: Tensor
+    frequencies: Tensor
+    basis: Tensor
+
+
+def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
+    """Decompose generators `[G, m, b, b]`; no gradients.
+
+    Args:
+        generators: Antisymmetric, b even.
+        width: W, at least m * b.
+        layout: How the channels of x form pairs; blocks hold b / 2 pairs that follow each other.
+    """
+    generators = generators.detach().double()
+    size = generators.shape[-1]
+    # Each plane gives the Hermitian matrix a pair of eigenvalues; of their vectors, the one of the positive value says all.
+    vectors = torch.linalg.eigh(1j * generators).eigenvectors[..., size // 2 :].flip(-1)
+    axes = torch.stack((vectors.real, vectors.imag), dim=-1).flatten(-2)
+    # Where planes stand still or nearly so, real and imaginary part are mixed, even dependent. Those come last, where any axes
+    # at right angles to the others will do.
+    axes, sizes = torch.linalg.qr(axes)
+    axes = torch.where(sizes.diagonal(dim1=-2, dim2=-1)[..., None, :] < 0, -axes, axes)
+    turned = axes.mT @ generators @ axes
+    frequencies = turned.diagonal(offset=-1, dim1=-2, dim2=-1)[..., ::2]
+    return Planes(axes, frequencies, _basis(axes, width, layout))
+
+
+def _basis(axes: Tensor, width: int, layout: Layout) -> Tensor:
+    groups, count, size, _ = axes.shape
+    basis = torch.eye(width).to(axes).expand(groups, -1, -1).clone()
+    pairs = axes.reshape(groups, count, size // 2, 2, size // 2, 2)
+    _blocks(basis, count, size).copy_(pairs.permute(0, 3, 2, 5, 4, 1))
+    if layout == "interleaved":
+        basis = basis.view(groups, 2, -1, width).transpose(1, 2).flatten(1, 2)
+    return basis
+
+
+def _blocks(matrix: Tensor, count: int, size: int) -> Tensor:
+    """View the blocks on the diagonal of `[G, W, W]`, both sides all first axes and then all second: `[G, 2, b/2, 2, b/2, m]`."""
+    half, planes = size // 2, count * size // 2
+    groups, width, _ = matrix.shape
+    halves = matrix.view(groups, 2, width // 2, 2, width // 2)[:, :, :planes, :, :planes]
+    return halves.view(groups, 2, count, half, 2, count, half).diagonal(dim1=2, dim2=5)
+
+
+def rotate(x: Tensor, generators: Tensor, times: Tensor, planes: Planes, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `exp(t A) x`, block by block, without making `exp(t A)`: in its planes, a generator is a plain rotation.
+
+    Gradients reach x, the generators and the times. They are those of the exponential also where planes turn equally fast,
+    at a generator of zero for one; those of the decomposition would be infinite there.
+
+    Args:
+        x: Channels that are turned, float32 or float64 `[B, G, R, S, W]`; R query heads share a generator.
+        generators: A, `[G, m, b, b]`.
+        times: t of each token and block, `[B|1, S, m|1]`.
+        planes: Of the generators.
+        cos: Of the angles `t w` of all planes, times any factor on the result, in the dtype of x, `[B|1, G, S, P]`.
+        sin: Likewise.
+    """
+    result: Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
+        x, generators, times, planes, planes.basis.to(x.dtype)[:, None], cos[:, :, None], sin[:, :, None]
+    )
+    return result
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, generators: Tensor, times: Tensor, planes: Planes, basis: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        inner = x @ basis
+        ctx.save_for_backward(inner, times, basis, cos, sin)
+        ctx.planes = planes
+        return _turn(inner, cos, sin) @ basis.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inner, times, basis, cos, sin = ctx.saved_tensors
+        grad_inner = grad @ basis
+        back = _turn(grad_inner, cos, sin, sense=-1)
+        grad_x = back @ basis.mT if ctx.needs_input_grad[0] else None
+        grad_generators = grad_times = None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            turned = _turn(inner, cos, sin)
+        if ctx.needs_input_grad[1]:
+            grad_generators = _to_generators(ctx.planes, times, inner, turned, back, grad_inner)
+        if ctx.needs_input_grad[2]:
+            grad_times = _to_times(ctx.planes, times, turned, grad_inner)
+        return grad_x, grad_generators, grad_times, None, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int = 1) -> Tensor:
+    u, w = x.chunk(2, dim=-1)
+    result = torch.empty_like(x)
+    new_u, new_w = result.chunk(2, dim=-1)
+    torch.mul(u, cos, out=new_u).addcmul_(w, sin, value=-sense)
+    torch.mul(w, cos, out=new_w).addcmul_(u, sin, value=sense)
+    return result
+
+
+def _to_times(planes: Planes, times: Tensor, turned: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the times: that of each angle, times its frequency, over the planes of a block."""
+    count, half = planes.frequencies.shape[1:]
+    (u, w), (grad_u, grad_w) = turned.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+    angles = (grad_w * u - grad_u * w).sum(2)  # [B, G, S, P]; with times per block there are no other channels
+    angles = angles.view(*angles.shape[:-1], count, half)
+    return torch.einsum("bgsmh,gmh->bsm", angles.to(times.dtype), planes.frequencies.to(times.dtype)).sum_to_size(
+        times.shape
+    )
+
+
+def _to_generators(planes: Planes, times: Tensor, inner: Tensor, turned: Tensor, back: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the generators `[G, m, b, b]`.
+
+    In the eigenbasis, with eigenvalues `i l`, a change E of the generator changes entry (j, k) of its exponential by
+    `E[j, k] (exp(i t l[j]) - exp(i t l[k])) / (i l[j] - i l[k])` (Daleckii and Krein). Summed over tokens, each of the two
+    terms is one matrix product, of vectors that are turned already. Where the two eigenvalues are so close that the
+    difference is lost in rounding, the quotient is `t` times the mean of the two exponentials, to the second order.
+
+    Args:
+        planes: Of the generators.
+        times: `[B|1, S, m|1]`.
+        inner: x in its planes, `[B, G, R, S, W]`.
+        turned: The same after the rotation.
+        back: The gradient of the result in its planes, turned back.
+        grad: The same before that.
+    """
+    count, size = planes.axes.shape[1:3]
+    weights = _per_channel(times, size // 2).to(inner.dtype)
+    difference = _products(back, inner, count, size) - _products(grad, turned, count, size)
+    mean = (_products(back, inner * weights, count, size) + _products(grad, turned * weights, count, size)) / 2
+    eigenvalues = torch.stack((planes.frequencies, -planes.frequencies), dim=-1).flatten(-2)
+    gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]  # [G, m, b, b]
+    # Where the error of the mean, (t gap)^2 / 12, is that of the difference, epsilon / (t gap).
+    near = (12 * torch.finfo(inner.dtype).eps) ** (1 / 3)
+    close = gap.abs() * times.abs().amax((0, 1)).to(gap)[:, None, None] < near
+    # From the two axes of a plane to its two eigenvectors.
+    both = torch.tensor([[1, 1], [-1j, 1j]], dtype=torch.complex128, device=inner.device) / 2**0.5
+    vectors = torch.kron(torch.eye(size // 2, device=both.device), both)
+    quotient = vectors.mT @ difference.to(vectors) @ vectors.conj() / (1j * gap.where(~close, 1))
+    changes = torch.where(close, vectors.mT @ mean.to(vectors) @ vectors.conj(), quotient)
+    return planes.axes @ (vectors.conj() @ changes @ vectors.mT).real @ planes.axes.mT
+
+
+def _products(rows: Tensor, columns: Tensor, count: int, size: int) -> Tensor:
+    """Return the blocks of `rows.T @ columns` over all tokens, `[G, m, b, b]`, given two `[B, G, R, S, W]`."""
+    whole = torch.einsum("bgrsi,bgrsj->gij", rows, columns)
+    return _blocks(whole, count, size).permute(0, 5, 2, 1, 4, 3).flatten(4, 5).flatten(2, 3)
+
+
+def _per_channel(times: Tensor, half: int) -> Tensor:
+    """Return the time of each channel, all first axes and then all second: `[B|1, 1, 1, S, W|1]`."""
+    if times.shape[-1] > 1:
+        times = torch.cat((times, times), dim=-1).repeat_interleave(half, dim=-1)
+    return times[:, None, None]
+
+
+def rotate_blocks(x: Tensor, rotations: Tensor, layout: Layout) -> Tensor:
+    """Multiply the first m * b channels, in blocks, by matrices; the others pass.
+
+    Args:
+        x: `[B, G, R, S, W]`.
+        rotations: `[B|1, S, G, m, b, b]`.
+        layout: As of `find_planes`.
+    """
+    count, size = rotations.shape[3:5]
+    shape = x.shape[:-1]
+    pairs = x.reshape(*shape, 2, -1).transpose(-1, -2) if layout == "half" else x.reshape(*shape, -1, 2)
+    split = count * size // 2
+    blocks = pairs[..., :split, :].reshape(*shape, count, size)
+    turned = torch.einsum("bsgmij,bgrsmj->bgrsmi", rotations.expand(x.shape[0], *[-1] * 5), blocks)
+    pairs = torch.cat((turned.reshape(*shape, split, 2), pairs[..., split:, :]), dim=-2)
+    return (pairs.transpose(-1, -2) if layout == "half" else pairs).flatten(-2)

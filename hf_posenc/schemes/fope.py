@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.equivalents import Equivalent
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, Projection, Tokens
+from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._rotary import Annealed, RotaryScheme, geometric_frequencies, turn_pairs
+
+# The context that is assumed of a model that names none.
+_CONTEXT = 2048
+
+
+@register_scheme("fope", paper="2412.17739", family="rotary")
+class FoPE(Annealed, RotaryScheme):
+    """RoPE whose channel pairs turn by Fourier series of the position instead of one frequency each (Hua et al. 2024).
+
+    A pair of a head is multiplied, as a complex number, by `sum over w of cos(w p) C_w + i sin(w p) S_w`, where one term has
+    the weight 1 (the pair's dominant frequency) and the others are small. Queries and keys get the same series. With `clip`,
+    frequencies too low for one turn within the trained length, `w < 2 pi / max_length`, are set to zero, and their pairs
+    pass as they are. The result is neither a rotation nor relative: it changes lengths, and logits change when all
+    positions are shifted (by 1.5 % rms with sigma 0.03, by 14 % with 0.3). Positions must begin at 0 where a sequence does.
+    Defined for texts, of one coordinate, only.
+
+    Parameters: `sin_coef` and `cos_coef` `[G, D, M]` per key/value head, D the frequencies that are left and M the pairs
+    that get a series; added to the weight 1 of the dominant frequency. (Official checkpoints hold the sum.) They start at
+    zero, or at xavier's normal distribution with the gain `sigma`.
+
+    Starts. `"native"`: each pair has its own frequency, which is RoPE; exact on models with rotary encoding, without
+    clipping and noise. `"zero"`: a frequency of zero comes first among the D and is dominant for all pairs: no rotation, the
+    exact no-op beside a kept native encoding. Clipping changes much at once (logits by 1 to 55 % rms on published models),
+    and so does noise: with `anneal`, low frequencies are multiplied by `1 - progress` and coefficients by `progress`, which
+    is saved with the model and starts at 0. Raise it to 1 while training, with `anneal_to`.
+
+    Deviations from the official code: parameters per key/value head, coefficients trained by default, no loss of pairs (see
+    `official_layout`), pairs without frequency pass as equation 13 of the paper has it (see `official_sin_pad`), a cache
+    of rotated keys, positions that are not those of the cache.
+
+    Args:
+        geometry: Shape of the layer.
+        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
+        init: The start, see above.
+        sigma: Gain of the start of the coefficients; the paper takes 0.3 to 0.6.
+        learnable: Train the coefficients. Otherwise they are stored only, as in the official code.
+        clip: Set frequencies below `2 pi / max_length` to zero.
+        max_length: The trained length in tokens; `None` is the model's context (2,048 tokens if it names none).
+        anneal: Start without clipping and coefficients, and bring both in by `anneal_to`.
+        fourier_dim: Width of the table of frequencies of the official layout; `None` is that of a head.
+        official_layout: As the official code has it: `min(D, d / 4)` pairs get a series, of which pair i has the dominant
+            frequency i * ceil(D / M), or none where there are not so many; all others pass. Takes `clip`.
+        official_sin_pad: Turn pairs that would pass by 45 degrees, and make them longer by sqrt(2), as the official code
+            does, against the paper.
+    """
+
+    neutral_options = {"init": "zero"}
+    sin_coef: Tensor
+    cos_coef: Tensor
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        theta: float | None = None,
+        init: Literal["native", "zero"] = "native",
+        sigma: float = 0.0,
+        learnable: bool = True,
+        clip: bool = False,
+        max_length: int | None = None,
+        anneal: bool = False,
+        fourier_dim: int | None = None,
+        official_layout: bool = False,
+        official_sin_pad: bool = False,
+    ) -> None:
+        super().__init__(geometry, name="fope", theta=theta, rotary_dim=None, gate=False)
+        self.set_annealing(anneal)
+        self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
+        self.max_length = max_length or geometry.max_positions or _CONTEXT
+        self.fourier_dim, self.official_layout, self.official_sin_pad = fourier_dim, official_layout, official_sin_pad
+        require(sigma >= 0, "fope", "sigma", sigma, "a number of at least 0")
+        require(max_length is None or max_length >= 1, "fope", "max_length", max_length, "at least 1 token")
+        require(
+            official_layout or (fourier_dim is None and not official_sin_pad),
+            "fope",
+            "official_layout",
+            official_layout,
+            "True, since fourier_dim and official_sin_pad belong to that layout",
+        )
+        require(
+            not official_layout or (clip and init == "native" and not anneal),
+            "fope",
+            "official_layout",
+            official_layout,
+            "False, unless clip=True, init='native' and anneal=False",
+        )
+        require(
+            fourier_dim is None or (fourier_dim >= geometry.head_dim and fourier_dim % 2 == 0),
+            "fope",
+            "fourier_dim",
+            fourier_dim,
+            f"an even number of at least head_dim = {geometry.head_dim}",
+        )
+        table = self._table(torch.zeros((), device="cpu"))
+        self._clipped = (table < 2 * math.pi / self.max_length) & clip
+        self._loses = bool(table[self._clipped].any())
+        kept = int((~self._clipped).sum())
+        require(
+            kept >= 1, "fope", "max_length", self.max_length, "a length within which one frequency has a whole turn"
+        )
+        inputs = kept + (init == "zero")
+        pairs = min(kept, geometry.head_dim // 4) if official_layout else kept
+        for name in ("sin_coef", "cos_coef"):
+            coefficients = torch.empty(geometry.kv_heads, inputs, pairs)
+            if learnable:
+                setattr(self, name, nn.Parameter(coefficients))
+            else:
+                self.register_buffer(name, coefficients)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for coefficients in (self.sin_coef, self.cos_coef):
+            if self.sigma:
+                nn.init.xavier_normal_(coefficients, gain=self.sigma)
+            else:
+                nn.init.zeros_(coefficients)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        places = tokens.positions
+        precise = torch.promote_types(k.dtype, torch.float32)
+        of_keys = self.series(places.key.to(k.device), precise)
+        of_queries = of_keys if places.query is places.key else self.series(places.query.to(q.device), precise)
+        return Projection(turn_pairs(q, *of_queries, "half"), turn_pairs(k, *of_keys, "half"), v)
+
+    def series(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the real and imaginary part of each pair's factor, each `[B|1, G, S, rotary_dim / 2]`.
+
+        Args:
+            positions: Where the tokens stand, int64 `[B|1, S]`.
+            dtype: float32 or float64.
+        """
+        with torch.autocast(positions.device.type, enabled=False):
+            place = positions.to(dtype)[:, None, :, None]
+            parts = self._official_series(place) if self.official_layout else self._own_series(place)
+            scaling = self.geometry.rotary_scaling if self._native and self.init == "native" else 1.0
+            cos, sin = (part * scaling for part in parts)
+            return cos, sin
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        quiet = self.anneal or not (self.sigma or self._loses)
+        if native_kept:
+            return self.init == "zero" and (self.anneal or not self.sigma)
+        return self._native and self.init == "native" and not self.official_layout and quiet
+
+    def stock_equivalent(self) -> Equivalent:
+        coefficients = [self.annealed(c) for c in (self.sin_coef, self.cos_coef)]
+        others = any(bool(c.any()) for c in coefficients)
+        if self.official_layout or self.init == "zero" or self._loses or others:
+            return super().stock_equivalent()
+        return self.rotation("half")
+
+    def _own_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = self._table(place)
+        kept = (~self._clipped).nonzero()[:, 0].to(place.device) if self.clip else None
+        if kept is not None:
+            frequencies = frequencies - self.annealed(frequencies) * self._clipped.to(place)
+        angles = place * frequencies  # [B|1, 1, S, M]
+        cos, sin = angles.cos(), angles.sin()
+        cos_inputs, sin_inputs = (cos, sin) if kept is None else (cos[..., kept], sin[..., kept])
+        if self.init == "zero":
+            cos_inputs, sin_inputs = F.pad(cos_inputs, (1, 0), value=1.0), F.pad(sin_inputs, (1, 0))
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        # The dominant term apart from the others: a matrix product may be rounded more coarsely (TF32).
+        return (
+            self._with_others(cos, cos_inputs, self.cos_coef, kept),
+            self._with_others(sin, sin_inputs, self.sin_coef, kept),
+        )
+
+    def _with_others(self, dominant: Tensor, inputs: Tensor, coefficients: Tensor, kept: Tensor | None) -> Tensor:
+        """Add what the coefficients make of the inputs `[B|1, 1, S, D]` to the pairs that keep their frequency."""
+        others = inputs @ self.annealed(coefficients.to(inputs))  # [B|1, G, S, M]
+        if kept is None:
+            return dominant + others
+        return dominant.expand(*others.shape[:-1], -1).index_add(-1, kept, others)
+
+    def _official_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        angles = place * self._table(place)[~self._clipped.to(place.device)]
+        inputs, pairs = self.cos_coef.shape[1:]
+        missing = self.rotary_dim // 2 - pairs
+        step = -(-inputs // pairs)
+        found = []
+        for part, coefficients, padding in (
+            (angles.cos(), self.cos_coef, 1.0),
+            (angles.sin(), self.sin_coef, float(self.official_sin_pad)),
+        ):
+            dominant = part[..., ::step]
+            dominant = F.pad(dominant, (0, pairs - dominant.shape[-1]))
+            found.append(F.pad(dominant + part @ coefficients.to(part), (0, missing), value=padding))
+        return found[0], found[1]
+
+    def _table(self, like: Tensor) -> Tensor:
+        """Return all frequencies, before clipping; those of a table are rounded to float32, as a model's own are."""
+        if self._own is not None and self.fourier_dim is None:
+            return self._own.to(like)
+        theta = 10000.0 if self.theta is None else self.theta
+        single = torch.zeros((), dtype=torch.float32, device=like.device)
+        return geometric_frequencies(self.fourier_dim or self.rotary_dim, theta, single).to(like)

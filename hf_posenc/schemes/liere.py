@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry
+from hf_posenc.schemes._block_rotary import BlockRotary, Turn
+from hf_posenc.schemes._generators import rotate_blocks, upper_skew
+
+# A product of coordinate and generator above this size loses too much in float32: the error of an exponential grows with it.
+_LARGE = 16.0
+
+
+@register_scheme("liere", paper="2406.10322", family="rotary")
+class LieRE(BlockRotary):
+    """Rotate blocks of channels by `exp(sum over axes of coordinate * generator)` with learned generators (Ostmeier et al. 2024).
+
+    Queries and keys of a head are cut into blocks of b channels; those left over pass (with the model's own rotation, where
+    that is the base). Each block has an antisymmetric b x b generator per axis, made of the part of `generator_raw_params`
+    above the diagonal: `A = triu(raw, 1) - triu(raw, 1).T`. Values are not touched.
+
+    With one axis, and in a text, where a token has its position on every axis, only distances count. Generators of two axes do
+    not commute: with coordinates given by the caller and b > 2, distances alone count at the start only.
+
+    Parameters: `generator_raw_params` `[axes, 1, G m, b, b]` in the layout of the official code, for each kv head G (head by
+    head) and block m. They are in units of `1 / unit`, and are added to the base. Give them no weight decay.
+
+    Starts. `"native"`: all zero, and the base is the model's own rotation on the first axis, rebuilt from its config, which is
+    exact for texts; without one, nothing turns. `"zero"`: no base, and nothing turns: the exact no-op beside a kept native
+    encoding. `"official"`: no base, and U(0, 2 pi).
+
+    Angles are computed in float64, rotations applied in float32 or wider. In a text, or with one axis, no exponential is
+    made: in the planes of its generator a rotation is that of RoPE. With more axes there is one per different token place.
+
+    Deviations from the official code: grouped queries, where the query heads of a group share generators; a base; the start
+    for pretrained models.
+
+    Args:
+        geometry: Shape of the layer.
+        axes: Coordinates of a token; `None` is that of the model, 1 for texts.
+        block_size: Channels in a block, an even number; `None` is 8, or less in smaller heads.
+        init: The start, see above.
+        unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
+            the length that the model was trained for, if it reads text, else 1.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        axes: int | None = None,
+        block_size: int | None = None,
+        init: Literal["native", "zero", "official"] = "native",
+        unit: float | None = None,
+    ) -> None:
+        super().__init__(geometry, name="liere", axes=axes, block_size=block_size, init=init, unit=unit)
+        blocks = geometry.kv_heads * self._count
+        self.generator_raw_params = nn.Parameter(torch.empty(self.axes, 1, blocks, *[self.block_size] * 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.init == "official":
+            nn.init.uniform_(self.generator_raw_params, 0, 2 * math.pi)
+        else:
+            nn.init.zeros_(self.generator_raw_params)
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        found = super().cautions(native_kept=native_kept)
+        if self.axes > 1 and self.block_size > 2:
+            found.append(
+                f"Generators of {self.axes} axes do not commute: with position_coords, liere sees where tokens are, not only how "
+                "far apart. Texts are not concerned; block_size=2, comrope_ap and comrope_ld are not either."
+            )
+        return found
+
+    def generators(self) -> Tensor:
+        """Return the generators, float64 `[axes, G, m, b, b]`."""
+        learned = upper_skew(self.generator_raw_params.double()).view(
+            self.axes, -1, self._count, *[self.block_size] * 2
+        )
+        native = self.native_generators(learned.device)
+        # The base acts on the first axis.
+        base = torch.stack((native, *[torch.zeros_like(native)] * (self.axes - 1)))
+        return base[:, None] + learned / self.unit
+
+    def flow(self, coords: Tensor) -> tuple[Tensor, Tensor]:
+        return self.generators().sum(0), coords[..., :1]
+
+    def rotation(self, positions: Tensor, coords: Tensor | None, like: Tensor) -> Turn:
+        if coords is None or self.axes == 1:
+            return super().rotation(positions, coords, like)
+        coords = coords.to(positions.device, torch.float64)
+        if self.block_size == 2:
+            rates = self.generators()[..., 1, 0]  # [axes, G, m]
+            return self.turning(torch.einsum("bsk,kgm->bgsm", coords, rates), coords[..., 0], like)
+        places, index = torch.unique(coords.flatten(0, 1), dim=0, return_inverse=True)
+        exponents = torch.einsum("uk,kgmij->ugmij", places, self.generators())
+        precise = torch.promote_types(like.dtype, torch.float32)
+        if float(exponents.detach().norm(dim=(-2, -1)).max()) <= _LARGE:
+            exponents = exponents.to(precise)
+        rotations = torch.matrix_exp(exponents).to(precise)[index.view(coords.shape[:2])]
+        if self._native is None:
+            return lambda x: rotate_blocks(x, rotations, self._layout)
+        # Channels of no block turn as they did, and the model's own factor is on all.
+        still = coords.new_zeros(len(coords), 1, coords.shape[1], self._count * self.block_size // 2)
+        rest = self.turning(still, coords[..., 0], like)
+        return lambda x: rest(rotate_blocks(x, rotations, self._layout))

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.equivalents import Rotation
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Geometry, Positions, Projection, Scheme, Tokens, set_start
+from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._rotary import Layout, frozen_cautions, geometric_frequencies, turn_pairs
+
+# Ratio of the wavelengths in the official code.
+_THETA = {"axial": 100.0, "mixed": 10.0}
+
+
+@register_scheme("rope2d", paper="2403.13298", family="rotary")
+class RoPE2D(Scheme):
+    """Rotate channel pairs by angles that depend on n coordinates of a token (Heo et al. 2024).
+
+    `"mixed"`: the angle of a pair is `sum over axes of coordinate * frequency`, with a learned frequency per axis, head and
+    pair. `"axial"`: each pair reads one axis, with a fixed frequency that all heads share. Both depend on differences of
+    coordinates only, exactly. The tokens of a text have their position as coordinate on every axis, unless `position_coords`
+    says otherwise. Angles are computed in float32 (float64 for float64 inputs), applied there, and the result is cast.
+
+    Parameters: none for `"axial"`, but for its gate; for `"mixed"` `freqs` `[axes, G, M]`, per key/value head G and pair M,
+    in angles per `unit`, added to the base. Give them no weight decay.
+
+    Starts. `"native"`: the frequencies of the model are the base. A mixed pair begins with its own on the first axis and 0
+    on the others; axial pairs keep theirs and take the axes in turn. Either is exact for texts. A model without rotary
+    encoding gets the official start. `"official"`: no base; axial pairs are split among the axes in equal parts, with
+    `theta^(-2 axes k / d)` in each; mixed ones have these lengths and, per head, random directions at right angles to each
+    other. `"zero"`: no rotation, the exact no-op beside a kept native encoding: mixed frequencies are 0 without base, axial
+    angles are multiplied by one learned factor `gate_weight`, which is 0.
+
+    Deviations from the official code: any number of axes; grouped queries, where the query heads of a group share their
+    frequencies; no table of a fixed grid.
+
+    Args:
+        geometry: Shape of the layer.
+        kind: `"mixed"` or `"axial"`.
+        axes: How many coordinates a token has; `None` is 2, or that of the model, if it has more.
+        init: The start, see above.
+        theta: Ratio of the wavelengths of the official start; `None` is 100 (axial) or 10 (mixed).
+        layout: Which channels form a pair: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of the
+            model's own rotation, `"half"`, if it has one, else the official one, `"interleaved"`.
+        unit: Coordinates are divided by this where they meet a parameter, so that a training step moves the angles of far
+            tokens by no more than it moves the parameter; `None` is the length the model was trained for, of a text, else 1.
+    """
+
+    reproduces = "rotary"
+    neutral_options = {"init": "zero"}
+    gate_weight: nn.Parameter | None
+    freqs: nn.Parameter | None
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        kind: Literal["mixed", "axial"] = "mixed",
+        axes: int | None = None,
+        init: Literal["native", "official", "zero"] = "native",
+        theta: float | None = None,
+        layout: Literal["half", "interleaved"] | None = None,
+        unit: float | None = None,
+    ) -> None:
+        super().__init__(geometry)
+        own = geometry.inv_freq
+        self.axes = max(2, geometry.axes) if axes is None else axes
+        self.kind, self.init, self.theta = kind, init, theta
+        length = geometry.max_positions if geometry.axes == 1 else None
+        self.unit = float(length or 1) if unit is None else float(unit)
+        require(self.unit > 0, "rope2d", "unit", unit, "a number above 0")
+        self.layout: Layout = layout or ("interleaved" if own is None else "half")
+        self._native = init == "native" and own is not None
+        # Axial pairs need frequencies also where the start is zero.
+        self._own = own if init == "native" or (init == "zero" and kind == "axial" and theta is None) else None
+        self._pairs = geometry.head_dim // 2 if own is None or init == "official" else own.numel()
+        require(self.axes >= 1, "rope2d", "axes", axes, "at least 1")
+        self._pairs_per_axis = -(-self._pairs // self.axes)
+        require(theta is None or theta > 1, "rope2d", "theta", theta, "a number above 1")
+        require(
+            not (self._native and theta is not None),
+            "rope2d",
+            "theta",
+            theta,
+            "None where the frequencies are the model's own; init='official' has a table of its own",
+        )
+        require(
+            self._pairs >= self.axes,
+            "rope2d",
+            "axes",
+            self.axes,
+            f"at most the {self._pairs} channel pairs of a head",
+        )
+        self.freqs = None
+        if kind == "mixed":
+            self.freqs = nn.Parameter(torch.empty(self.axes, geometry.kv_heads, self._pairs))
+        self.gate_weight = nn.Parameter(torch.zeros(1)) if kind == "axial" and init == "zero" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gate_weight is not None:
+            nn.init.zeros_(self.gate_weight)
+        if self.freqs is None:
+            return
+        if self._native or self.init == "zero":
+            nn.init.zeros_(self.freqs)
+        else:
+            set_start(self.freqs, self._random_directions(self.freqs) * self.unit)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        places: Positions = tokens.positions
+        precise = torch.promote_types(k.dtype, torch.float32)
+        of_keys = self.cos_sin(places.of_keys(self.axes, precise).to(k.device))
+        same = places.query is places.key and places.query_coords is places.key_coords
+        of_queries = of_keys if same else self.cos_sin(places.of_queries(self.axes, precise).to(q.device))
+        return Projection(turn_pairs(q, *of_queries, self.layout), turn_pairs(k, *of_keys, self.layout), v)
+
+    def cos_sin(self, coords: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of the angles at coordinates `[B|1, S, axes]`, each `[B|1, G|1, S, M]`.
+
+        They carry the model's own factor on rotated queries and keys, if it has one (YaRN, longrope).
+        """
+        with torch.autocast(coords.device.type, enabled=False):
+            angles = self._angles(coords)
+            scaling = self.geometry.rotary_scaling if self._native else 1.0
+            return angles.cos() * scaling, angles.sin() * scaling
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return self.init == "zero" if native_kept else self._native and self.layout == "half"
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        return frozen_cautions(self.geometry, "rope2d") if self._native else []
+
+    def stock_equivalent(self) -> Rotation:
+        # In a text, a token at 1 has 1 on every axis.
+        with torch.no_grad():
+            frequencies = self._angles(torch.ones(1, 1, self.axes))[0, :, 0].double()  # [G|1, M]
+        factor = self.geometry.rotary_scaling if self._native else 1.0
+        rows = frequencies.expand(self.geometry.kv_heads, -1)
+        return Rotation.of_pairs(rows, self.geometry.head_dim, self.layout, factor)
+
+    def _angles(self, coords: Tensor) -> Tensor:
+        if self.freqs is None:
+            read = torch.arange(self._pairs, device=coords.device)
+            # The model's own frequencies fall from pair to pair, so the axes take turns; the official table starts anew.
+            axis = read % self.axes if self._own is not None else read // self._pairs_per_axis
+            frequencies = self._own.to(coords) if self._own is not None else self._lengths(coords)
+            if self.gate_weight is not None:
+                frequencies = frequencies * self.gate_weight.to(coords)
+            return (coords[..., axis] * frequencies)[:, None]
+        # The sum over axes is written out: a matrix product may be rounded more coarsely (TF32).
+        rows = self.freqs.to(coords) / self.unit
+        learned = sum(coords[:, None, :, axis, None] * row[:, None] for axis, row in enumerate(rows))
+        assert isinstance(learned, Tensor)
+        return learned if self._own is None else learned + coords[:, None, :, :1] * self._own.to(coords)
+
+    def _lengths(self, like: Tensor) -> Tensor:
+        """Return the official length of each pair's frequencies, `[M]`: the same fall for each axis, one after the other."""
+        theta = _THETA[self.kind] if self.theta is None else self.theta
+        return geometric_frequencies(2 * self._pairs_per_axis, theta, like).repeat(self.axes)[: self._pairs]
+
+    def _random_directions(self, like: Tensor) -> Tensor:
+        """Return the official start of mixed frequencies, `[axes, G, M]`."""
+        groups = self.geometry.kv_heads
+        if self.axes == 2:
+            turn = 2 * math.pi * torch.rand(groups, device=like.device)
+            directions = torch.stack((turn.cos(), -turn.sin(), turn.sin(), turn.cos()), dim=-1).view(groups, 2, 2)
+        else:
+            directions = torch.linalg.qr(torch.randn(groups, self.axes, self.axes, device=like.device)).Q
+        # Column j is the direction of the pairs of part j.
+        spread = directions.repeat_interleave(self._pairs_per_axis, dim=-1)[..., : self._pairs]  # [G, axes, M]
+        return spread.transpose(0, 1) * self._lengths(like)

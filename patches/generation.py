@@ -1,0 +1,234 @@
+"""Generation by patched models: coordinates for the prompt, and for each new token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.coordinates import Generated, Rule, after_the_largest
+from hf_posenc.errors import PositionError
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.context import check_coords
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.seams import PosencBody, tokens_in
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How coordinates go on after a prompt.
+
+    Attributes:
+        rule: For the generated tokens.
+        prompt_ids: How many token ids the prompt has: one per coordinate, or none where it came as embeddings.
+        begin: How many tokens in the cache came before the first coordinate.
+    """
+
+    rule: Rule
+    prompt_ids: int
+    begin: int
+
+    def fresh(self, prompt: Tensor, ids: Tensor, mask: Tensor | None, length: int, cached: int | Tensor) -> Tensor:
+        """Return the coordinates of the tokens of the next forward, `[B, length, n]`.
+
+        Args:
+            prompt: Coordinates of the prompt, `[B, P, n]`.
+            ids: All token ids so far; in a chunked prefill, those of the chunk.
+            mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
+            length: How many tokens of them the forward gets.
+            cached: How many tokens the cache holds.
+
+        Raises:
+            PositionError: The rule returned something else than coordinates of the generated tokens.
+        """
+        count = ids.shape[1] - self.prompt_ids
+        if count < 0:
+            first = int(cached) - self.begin
+            return prompt[:, first : first + length]
+        if not count:
+            return prompt[:, -length:]
+        batch, size = ids.shape[0], prompt.shape[1]
+        real = torch.ones(batch, size, dtype=torch.bool, device=ids.device)
+        if mask is not None:
+            before = mask.shape[1] - size - count
+            real = mask[:, before : before + size] != 0
+        generated = self.rule(Generated(ids=ids, count=count, prompt=prompt, real=real.to(prompt.device)))
+        if not isinstance(generated, Tensor) or generated.shape not in {
+            (rows, count, prompt.shape[2]) for rows in (1, batch)
+        }:
+            got = list(generated.shape) if isinstance(generated, Tensor) else repr(generated)
+            raise PositionError(
+                f"position_coords_rule returned {got}; expected coordinates of shape [{batch} or 1, {count}, "
+                f"{prompt.shape[2]}], one row for each generated token."
+            )
+        return torch.cat((prompt, generated.to(prompt).expand(batch, -1, -1)), dim=1)[:, -length:]
+
+
+class PosencGenerator(PosencModel):
+    """Mixin of patched models that generate."""
+
+    if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        position_coords: Tensor | None = None,
+        decoder_position_coords: Tensor | None = None,
+        position_coords_rule: Rule | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as `GenerationMixin.generate` does; tokens may have coordinates.
+
+        Args:
+            inputs: As there, and so are all arguments that are not named here.
+            *args: As there.
+            position_coords: Where the tokens of the prompt stand, `[B|1, S, n]`. Of an encoder-decoder model, those of the
+                encoder.
+            decoder_position_coords: Where the tokens stand with which the decoder of an encoder-decoder model begins,
+                `[B|1, S, n]`, the start token included.
+            position_coords_rule: Gives coordinates to generated tokens, see `hf_posenc.coordinates.Rule`. `None` is the rule
+                for texts: one more than the largest coordinate so far, on every axis.
+            **kwargs: As there.
+
+        Raises:
+            PositionError: Coordinates fit neither the inputs nor the schemes, there is a rule but nothing to go on from, or
+                the assistant model does not read coordinates.
+        """
+        if "decoder_continuation" not in kwargs:  # else an assisted model calls its assistant
+            given = self._check_generation_coords(
+                inputs, position_coords, decoder_position_coords, position_coords_rule, kwargs
+            )
+        else:
+            given = {"position_coords": position_coords, "decoder_position_coords": decoder_position_coords}
+        given = {name: value for name, value in given.items() if value is not None}
+        return super().generate(inputs, *args, **given, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_coords: Tensor | None = None,
+        decoder_position_coords: Tensor | None = None,
+        decoder_continuation: Continuation | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of the next forward, as `GenerationMixin` does, with the coordinates of its tokens."""
+        call: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,
+            *args,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        if decoder_continuation is None:
+            return call
+        sequence_to_sequence = self.config.is_encoder_decoder
+        prompt = decoder_position_coords if sequence_to_sequence else position_coords
+        mask = kwargs.get("decoder_attention_mask") if sequence_to_sequence else attention_mask
+        assert prompt is not None
+        name = "decoder_" if sequence_to_sequence else ""
+        inputs = call.get("inputs_embeds") if call.get(f"{name}input_ids") is None else call[f"{name}input_ids"]
+        assert inputs is not None
+        call[f"{name}position_coords"] = decoder_continuation.fresh(
+            prompt, input_ids, mask, inputs.shape[1], tokens_in(past_key_values)
+        )
+        return call
+
+    def _check_generation_coords(
+        self,
+        inputs: Tensor | None,
+        coords: Tensor | None,
+        decoder_coords: Tensor | None,
+        rule: Rule | None,
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Return the arguments about coordinates as the steps of generation need them."""
+        sequence_to_sequence = self.config.is_encoder_decoder
+        if decoder_coords is not None and not sequence_to_sequence:
+            raise PositionError("Got decoder_position_coords, but the model has no encoder. Pass position_coords.")
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        given: dict[str, Any] = {}
+        if sequence_to_sequence and coords is not None:
+            given["position_coords"] = self._checked("encoder", coords, _first(ids, kwargs.get("inputs_embeds")))
+        prompt = decoder_coords if sequence_to_sequence else coords
+        if prompt is None:
+            if rule is not None:
+                name = "decoder_position_coords" if sequence_to_sequence else "position_coords"
+                raise PositionError(f"Got position_coords_rule, but no {name} from which new tokens would go on.")
+            return given
+        if rule is not None and not callable(rule):
+            raise PositionError(
+                f"Got position_coords_rule={rule!r}; expected a function, see hf_posenc.coordinates.Rule."
+            )
+        self._check_assistant(kwargs, prompt.shape[-1])
+        begin, prompt_ids = 0, prompt.shape[1]
+        if sequence_to_sequence:
+            start = self._decoder_start(_first(ids, kwargs.get("inputs_embeds"), kwargs.get("encoder_outputs")), kwargs)
+            given["decoder_position_coords"] = self._checked("decoder", prompt, start)
+        else:
+            embedded = kwargs.get("inputs_embeds")
+            given["position_coords"] = self._checked("decoder", prompt, _first(embedded, ids))
+            if embedded is not None:
+                prompt_ids = 0 if ids is None else ids.shape[1]
+            mask = kwargs.get("attention_mask")
+            if mask is not None and mask.shape[1] > prompt.shape[1]:
+                begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
+        return given | {"decoder_continuation": Continuation(rule or after_the_largest, prompt_ids, begin)}
+
+    def _checked(self, stack: str, coords: Tensor, tokens: Tensor) -> Tensor:
+        """Return coordinates of tokens `[B, S, ...]`, one row for each of theirs."""
+        batch, length = tokens.shape[:2]
+        axes = _bodies(self)[stack].axes()
+        return check_coords(coords, axes, batch, length, tokens.device).expand(batch, -1, -1)
+
+    def _decoder_start(self, tokens: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return as many token ids as the decoder of an encoder-decoder model begins with, `[B, S]`."""
+        given: Tensor | None = kwargs.get("decoder_input_ids")
+        if given is None:
+            return torch.zeros(tokens.shape[0], 1, dtype=torch.long, device=tokens.device)
+        starts = [
+            kwargs.get("decoder_start_token_id"),
+            getattr(kwargs.get("generation_config"), "decoder_start_token_id", None),
+            self.generation_config.decoder_start_token_id,
+        ]
+        start = next((start for start in starts if start is not None), None)
+        # transformers puts the start token before these, unless a row has it.
+        if start is not None and bool((given[:, 0] != torch.as_tensor(start, device=given.device)).all()):
+            return torch.nn.functional.pad(given, (1, 0))
+        return given
+
+    def _check_assistant(self, kwargs: dict[str, Any], axes: int) -> None:
+        assistant = kwargs.get("assistant_model")
+        if assistant is None:
+            return
+        reads = isinstance(assistant, PosencGenerator) and all(
+            axes in body.axes() for body in _bodies(assistant).values()
+        )
+        if not reads or kwargs.get("assistant_tokenizer") is not None:
+            raise PositionError(
+                f"Got an assistant_model ({type(assistant).__name__}) that cannot follow position_coords with {axes} axes. Patch "
+                "it with a scheme that reads as many (and the same tokenizer), or use prompt_lookup_num_tokens."
+            )
+
+
+def _bodies(model: Any) -> dict[str, PosencBody]:
+    return {name: body for name, body in of_model(model).stacks(model).items() if isinstance(body, PosencBody)}
+
+
+def _first(*candidates: Any) -> Tensor:
+    for candidate in candidates:
+        if isinstance(candidate, Tensor):
+            return candidate
+        if candidate is not None:  # what an encoder returned
+            hidden: Tensor = candidate[0]
+            return hidden
+    raise PositionError("Got coordinates without input_ids or inputs_embeds to which they belong.")

@@ -1,0 +1,720 @@
+"""LieRE and ComRoPE: values of the official code, gradients, starts, distances, parameters, and the plain rotation they are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
+
+import hf_posenc
+from hf_posenc import Geometry, Positions, Scheme, build
+from hf_posenc.equivalents import Rotation
+from hf_posenc.errors import ExportError, OptionError, PositionError
+from hf_posenc.scheme import Projection, Tokens
+from hf_posenc.schemes._generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
+
+GOLDENS = Path(__file__).parent / "goldens"
+SCHEMES = ("liere", "comrope_ap", "comrope_ld")
+DTYPES = [torch.float32, torch.float64]
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
+
+
+@functools.cache
+def golden(name: str) -> dict[str, Tensor]:
+    return load_file(GOLDENS / f"{name}.safetensors")
+
+
+def geometry(heads: int = 4, kv_heads: int | None = None, head_dim: int = 16, **changes: Any) -> Geometry:
+    return Geometry(heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, hidden_size=64, **changes)
+
+
+def scattered(scheme: Scheme, size: float = 1.0, seed: int = 0) -> Scheme:
+    """Move all parameters away from their start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return scheme
+
+
+def project(scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, coords: Tensor | None = None) -> Projection:
+    """Project tokens at positions `[S]`, or at coordinates `[S, n]`."""
+    places = positions[None]
+    where = None if coords is None else coords[None]
+    return scheme.project(Tokens(positions=Positions(places, places, where, where)), q, k, k)
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def grid(rows: int, columns: int) -> Tensor:
+    """Row and column of each cell, float64 `[rows * columns, 2]`."""
+    return torch.cartesian_prod(torch.arange(rows).double(), torch.arange(columns).double())
+
+
+# -- values of the official code ---------------------------------------------------------------------------------------
+
+CASES = {"n1": ("base", "offset", "long"), "n2": ("grid4x4", "base_xx")}
+PLACES = [(axes, place) for axes, places in CASES.items() for place in places]
+# As the json files say in words.
+LIERE_ATOL = {"base": (3e-5, 1e-10), "offset": (1e-4, 1e-10), "long": (1e-1, 1e-7)}
+COMROPE_ATOL = {"long": (None, 1e-6)}
+
+
+def check_golden(scheme: Scheme, values: dict[str, Tensor], case: str, dtype: torch.dtype, atol: float) -> None:
+    coords, axes = values[f"{case}.coords"], scheme.axes
+    q, k = values[f"{case}.q_in"].to(dtype), values[f"{case}.k_in"].to(dtype)
+    calls = [project(scheme, q, k, torch.zeros(len(coords), dtype=torch.long), coords * scheme.unit)]
+    positions = (coords[:, 0] * 16).round()
+    if scheme.unit == 16 and torch.equal(positions[:, None].expand(-1, axes) / 16, coords):
+        calls.append(project(scheme, q, k, positions.long()))
+    for projected in calls:
+        for got, name in ((projected.q, "q"), (projected.k, "k")):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), values[f"{case}.{name}"], rtol=0, atol=atol)
+        logits = projected.q.double() @ projected.k.double().mT
+        torch.testing.assert_close(logits, values[f"{case}.logits"], rtol=0, atol=16 * atol)
+    assert len(calls) == (1 if case.endswith("grid4x4") or scheme.unit != 16 else 2)
+
+
+@both_dtypes
+@pytest.mark.parametrize("unit", [1.0, 16.0])
+@pytest.mark.parametrize(("axes", "place"), PLACES)
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_liere_is_the_official_one(size: int, axes: str, place: str, unit: float, dtype: torch.dtype) -> None:
+    values, options = golden(f"liere_b{size}"), {"axes": int(axes[1]), "unit": unit, "init": "official"}
+    scheme = build("liere", geometry(), block_size=size, **options)
+    scheme.load_state_dict({"generator_raw_params": values[f"{axes}.raw"]})
+    atol = LIERE_ATOL.get(place, LIERE_ATOL["base"])[dtype == torch.float64]
+    check_golden(scheme, values, f"{axes}.{place}", dtype, atol)
+
+
+@both_dtypes
+@pytest.mark.parametrize("unit", [1.0, 16.0])
+@pytest.mark.parametrize(("axes", "place"), PLACES)
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", ["comrope_ap", "comrope_ld"])
+def test_comrope_is_the_official_one(
+    name: str, size: int, axes: str, place: str, unit: float, dtype: torch.dtype
+) -> None:
+    values, options = golden(name), {"axes": int(axes[1]), "unit": unit, "init": "official"}
+    scheme = build(name, geometry(), block_size=size, **options).to(torch.float64)
+    case = f"b{size}.{axes}"
+    scheme.load_state_dict({key: values[f"{case}.{key}"] for key in scheme.state_dict()})
+    # The official code ran in float64, with parameters that float32 does not hold.
+    atol = COMROPE_ATOL.get(place, (2e-5, 1e-10))[dtype == torch.float64] or 2e-5
+    check_golden(scheme, values, f"{case}.{place}", dtype, atol)
+
+
+STARTS = {"base": torch.arange(13), "offset": torch.arange(100, 113), "long": torch.arange(100000, 100013)}
+
+
+def pretrained(name: str, kind: str, **options: Any) -> Scheme:
+    values = golden("rotary_funcpres")
+    scaling = values[f"{kind}.attention_scaling"].item()
+    return build(name, geometry(inv_freq=values[f"{kind}.inv_freq"], rotary_scaling=scaling), **options)
+
+
+@both_dtypes
+@pytest.mark.parametrize("kind", ["default", "llama3", "yarn"])
+@every_scheme
+def test_the_start_on_a_rotary_model_is_its_rotation(name: str, kind: str, dtype: torch.dtype) -> None:
+    values = golden("rotary_funcpres")
+    for size in (2, 8, 16):
+        scheme = pretrained(name, kind, block_size=size)
+        assert scheme.starts_exact(native_kept=False)
+        assert not scheme.starts_exact(native_kept=True)
+        for place, positions in STARTS.items():
+            projected = project(scheme, values["q"].to(dtype), values["k"].to(dtype), positions)
+            # As the json says in words; where it is silent (float32, long), no worse than elsewhere.
+            atol = 1e-9 if dtype == torch.float64 else 2e-5
+            for got, part in ((projected.q, "q"), (projected.k, "k")):
+                torch.testing.assert_close(got.double(), values[f"{kind}.{place}.{part}"], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kind", ["default", "llama3", "yarn"])
+def test_the_base_is_the_generator_of_the_models_rotation(kind: str) -> None:
+    values = golden("rotary_funcpres")
+    want = upper_skew(values[f"{kind}.liere_b8_raw"])
+    torch.testing.assert_close(pretrained("liere", kind).generators(), want[:, None].expand(-1, 4, -1, -1, -1))
+    raw = values[f"{kind}.comrope_b8_P"]
+    for name in ("comrope_ap", "comrope_ld"):
+        torch.testing.assert_close(pretrained(name, kind).generators(), (raw - raw.mT).expand(4, -1, -1, -1))
+
+
+# -- starts on models --------------------------------------------------------------------------------------------------
+
+FAR = 100013
+ROPE_TYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 2048},
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.2, 1.5],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "factor": 2.0,
+        # Beyond the original length the model has other frequencies.
+        "original_max_position_embeddings": FAR,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+def llama(kind: str = "default", layers: int = 2, **changes: Any) -> LlamaModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPE_TYPES[kind]}
+    config = LlamaConfig(
+        **{**sizes, "num_hidden_layers": layers, "vocab_size": 50, "head_dim": 8, **changes},
+        max_position_embeddings=2 * FAR,
+        rope_parameters=rope,
+    )
+    config.initializer_range = 0.2
+    return LlamaModel(config).eval()
+
+
+@torch.no_grad()
+def hidden_states(model: LlamaModel, first: int, **call: Any) -> Tensor:
+    ids = torch.arange(13)[None] % 50
+    positions = torch.arange(first, first + 13)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, **call).last_hidden_state
+
+
+@pytest.mark.parametrize("first", [0, 4000, 100000])
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_the_start_is_exact_on_every_rope_type(kind: str, first: int) -> None:
+    stock = llama(kind)
+    wanted = hidden_states(stock, first)
+    # transformers computes angles in float32 whatever the dtype; `rope` of a float64 model does not.
+    precise = hidden_states(hf_posenc.patch(llama(kind).double(), "rope"), first)
+    for name in SCHEMES:
+        for size in (2, 8):
+            single = hf_posenc.patch(llama(kind), name, block_size=size)
+            # What float32 angles are off by: half a unit in the last place of the largest, through two layers.
+            atol = 1e-5 + 2 * first * torch.finfo(torch.float32).eps
+            torch.testing.assert_close(hidden_states(single, first), wanted, rtol=0, atol=atol)
+            double = hf_posenc.patch(llama(kind).double(), name, block_size=size)
+            torch.testing.assert_close(hidden_states(double, first), precise, rtol=0, atol=1e-9)
+
+
+@every_scheme
+def test_the_start_is_an_exact_no_op_beside_the_kept_native_encoding(name: str) -> None:
+    stock = llama()
+    wanted = hidden_states(stock, 50)
+    plan = hf_posenc.plan(stock, name, native="keep")
+    assert (plan.start, plan.options["decoder"]["init"]) == ("exact with native kept", "zero")
+    torch.testing.assert_close(hidden_states(hf_posenc.patch(stock, name, native="keep"), 50), wanted)
+
+
+@every_scheme
+def test_turning_twice_is_warned_of(name: str) -> None:
+    stock = llama()
+    assert any("turn twice" in text for text in hf_posenc.plan(stock, name, native="keep", init="native").warnings)
+    assert any("do not commute" in text for text in hf_posenc.plan(stock, name, native="keep").warnings)
+    assert not hf_posenc.plan(stock, name).warnings
+    limited = hf_posenc.plan(llama("dynamic"), name).warnings
+    assert len(limited) == 1
+    assert f"beyond {2 * FAR} tokens" in limited[0]
+
+
+@both_dtypes
+@pytest.mark.parametrize("coords", [None, grid(1, 13)])
+def test_channels_left_over_by_liere_keep_the_models_rotation(coords: Tensor | None, dtype: torch.dtype) -> None:
+    inv_freq, positions = 100.0 ** -(torch.arange(12) / 12), torch.arange(13)
+    shape = geometry(4, 2, 24, inv_freq=inv_freq, rotary_scaling=1.5)
+    # The last coordinate of the grid is the position, and the base is on the first axis.
+    coords = None if coords is None else coords.flip(-1)
+    scheme = build("liere", shape, axes=2, block_size=16, unit=1.0)
+    assert scheme.generator_raw_params.shape == (2, 1, 2, 16, 16)
+    q, k = heads(1, 4, 13, 24, dtype=dtype), heads(1, 2, 13, 24, dtype=dtype, seed=1)
+    rope = project(build("rope", shape), q, k, positions)
+    got = project(scheme, q, k, positions, coords)
+    torch.testing.assert_close(got.q, rope.q)
+    torch.testing.assert_close(got.k, rope.k)
+    got = project(scattered(scheme), q, k, positions, coords)
+    # Planes 8 to 11 are in no block.
+    turned = torch.tensor([0, 7, 12, 19])
+    still = torch.tensor([8, 11, 20, 23])
+    torch.testing.assert_close(got.q[..., still], rope.q[..., still])
+    assert (got.q[..., turned] - rope.q[..., turned]).abs().amax((0, 1, 2)).min() > 0.1
+
+
+def test_channels_left_over_by_liere_pass_without_a_base() -> None:
+    for width in (24, 23):
+        scheme = build("liere", geometry(head_dim=width), block_size=10, init="official", unit=1.0)
+        q = heads(1, 4, 13, width)
+        got = project(scheme, q, q, torch.arange(13)).q
+        assert torch.equal(got[..., 20:], q[..., 20:])
+        assert (got[:, :, 1:, :20] - q[:, :, 1:, :20]).abs().amin((0, 1, 2)).max() > 0
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def by_exponentials(scheme: Scheme, x: Tensor, coords: Tensor) -> Tensor:
+    """Rotate `[B, H, S, D]` at coordinates `[S, n]` by exponentials of the generators, straight from the formula."""
+    if "generator_raw_params" in scheme.state_dict():
+        exponents = torch.einsum("sk,kgmij->sgmij", coords, scheme.generators())
+    elif "multiplier" in scheme.state_dict():
+        exponents = torch.einsum("sk,km,gmij->sgmij", coords, scheme.factors(), scheme.generators())
+    else:
+        blocks = scheme.generators().shape[1]
+        exponents = torch.einsum(
+            "sm,gmij->sgmij", coords[:, [j % scheme.axes for j in range(blocks)]], scheme.generators()
+        )
+    groups, blocks, size = exponents.shape[1:4]
+    rotations = torch.matrix_exp(exponents)
+    native = scheme.geometry.inv_freq is not None and scheme.init == "native"
+    pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if native else x
+    split = pairs.unflatten(-1, (blocks, size)).unflatten(1, (groups, -1))
+    turned = torch.einsum("sgmij,bgrsmj->bgrsmi", rotations, split).flatten(1, 2).flatten(-2)
+    turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if native else turned
+    return turned * (scheme.geometry.rotary_scaling if native else 1.0)
+
+
+@both_dtypes
+@pytest.mark.parametrize("start", [False, True], ids=["moved", "start"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "zero"])
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("given", [False, True], ids=["text", "coords"])
+@pytest.mark.parametrize("size", [2, 8])
+@every_scheme
+def test_outputs_and_gradients_are_those_of_matrix_exponentials(
+    name: str, size: int, given: bool, axes: int, native: bool, start: bool, dtype: torch.dtype
+) -> None:
+    frequencies = 10000.0 ** -(torch.arange(8) / 8) if native else None
+    shape = geometry(4, 2, inv_freq=frequencies, rotary_scaling=1.25, max_positions=32)
+    scheme = build(name, shape, axes=axes, block_size=size).to(dtype)
+    if not start:
+        scattered(scheme, 3.0)
+    length = 21
+    q = heads(2, 4, length, 16, dtype=dtype).requires_grad_()
+    k = heads(2, 2, length, 16, dtype=dtype, seed=1).requires_grad_()
+    positions = torch.arange(5, 5 + length)
+    coords = positions.double()[:, None].expand(-1, axes)
+    if given:
+        coords = torch.rand(length, axes, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 30
+    projected = project(scheme, q, k, positions, coords if given else None)
+    twin = copy.deepcopy(scheme).double()
+    exact_q, exact_k = (x.detach().double().requires_grad_() for x in (q, k))
+    wanted = by_exponentials(twin, exact_q, coords), by_exponentials(twin, exact_k, coords)
+    tight = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 2e-5}
+    torch.testing.assert_close(projected.q.double(), wanted[0], **tight)
+    torch.testing.assert_close(projected.k.double(), wanted[1], **tight)
+    upstream = heads(2, 4, length, 16, seed=2), heads(2, 2, length, 16, seed=3)
+    got = torch.autograd.grad(
+        (projected.q, projected.k), (q, k, *scheme.parameters()), [up.to(dtype) for up in upstream], allow_unused=True
+    )
+    want = torch.autograd.grad(wanted, (exact_q, exact_k, *twin.parameters()), upstream, allow_unused=True)
+    for one, other in zip(got, want, strict=True):
+        # Without anything to turn, the factors of a linear dependence have no gradient, or one of zero.
+        assert one is not None
+        size_of_it = max(float(other.abs().max()), 1e-3)
+        torch.testing.assert_close(one.double() / size_of_it, other / size_of_it, **tight)
+
+
+SPECTRA = {
+    "zero": [0.0, 0.0, 0.0, 0.0],
+    "equal": [0.7, 0.7, 0.7, 0.7],
+    "nearly equal": [0.7, 0.7 + 1e-9, 0.7 + 1e-5, 0.7 + 1e-3],
+    "far apart": [1.0, 1e-4, 1e-8, 1e-13],
+    "some still": [1.0, 0.3, 0.0, 0.0],
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_gradients_where_planes_turn_alike(spectrum: str, mixed: bool, layout: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    generators = plane_generators(torch.tensor(SPECTRA[spectrum], dtype=torch.float64), 8)[None]
+    if mixed:
+        axes = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0]
+        generators = axes @ generators @ axes.mT
+    generators = ((generators - generators.mT) / 2).requires_grad_()
+    times = (torch.arange(17) * 30.0).double()[None, :, None].requires_grad_()
+    x = torch.randn(2, 1, 3, 17, 8, dtype=dtype, requires_grad=True)
+    planes = find_planes(generators, 8, layout)
+    eye = torch.eye(8, dtype=torch.float64)
+    torch.testing.assert_close(planes.axes.mT @ planes.axes, eye.expand(1, 1, 8, 8), rtol=0, atol=1e-14)
+    diagonal = plane_generators(planes.frequencies.flatten(), 8)
+    torch.testing.assert_close(
+        planes.axes @ diagonal @ planes.axes.mT, generators[None].detach()[0], rtol=0, atol=1e-14
+    )
+    angles = (times.detach()[:, None, :, :, None] * planes.frequencies[:, None]).flatten(3)
+    got = rotate(x, generators, times, planes, angles.cos().to(dtype), angles.sin().to(dtype))
+    want = rotate_blocks(x.double(), torch.matrix_exp(times[..., None, None, None] * generators), layout)
+    tight = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 3e-5}
+    torch.testing.assert_close(got.double(), want, **tight)
+    upstream = torch.randn_like(x)
+    for one, other in zip(
+        torch.autograd.grad(got, (x, generators, times), upstream),
+        torch.autograd.grad(want, (x, generators, times), upstream.double()),
+        strict=True,
+    ):
+        size = max(float(other.abs().max()), 1e-3)
+        torch.testing.assert_close(one.double() / size, other.double() / size, **tight)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    scheme, q = scattered(build("liere", geometry())), heads(1, 4, 3, 16).requires_grad_()
+    first = torch.autograd.grad(project(scheme, q, q, torch.arange(3)).q.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+# -- without gradients -------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@every_scheme
+def test_what_is_remembered_without_gradients_follows_the_parameters(name: str, dtype: torch.dtype) -> None:
+    scheme = scattered(build(name, geometry(4, 2, max_positions=20)))
+    q, k, positions = heads(2, 4, 9, 16, dtype=dtype), heads(2, 2, 9, 16, dtype=dtype), torch.arange(3, 12)
+
+    def check(scheme: Scheme) -> Tensor:
+        wanted = project(scheme, q, k, positions)
+        with torch.no_grad():
+            for _ in range(2):
+                got = project(scheme, q, k, positions)
+                assert torch.equal(got.q, wanted.q)
+                assert torch.equal(got.k, wanted.k)
+        return got.q
+
+    first = check(scheme)
+    twin = copy.deepcopy(scheme)
+    assert vars(twin)["_known"] is None
+    scattered(scheme, seed=1)
+    second = check(scheme)
+    assert not torch.equal(first, second)
+    # Optimizers and wrappers also write past autograd's count of changes.
+    next(scheme.parameters()).data.mul_(1.5)
+    assert not torch.equal(check(scheme), second)
+    assert torch.equal(check(twin), first)
+    # What inference mode leaves behind cannot be used in a graph.
+    fresh = copy.deepcopy(scheme)
+    with torch.inference_mode():
+        project(fresh, q, k, positions)
+    project(fresh, q.requires_grad_(), k, positions).q.sum().backward()
+
+
+@every_scheme
+def test_the_decomposition_is_made_once_without_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return find_planes(*args)
+
+    monkeypatch.setattr("hf_posenc.schemes._block_rotary.find_planes", counted)
+    scheme = scattered(build(name, geometry()))
+    q = heads(1, 4, 9, 16)
+    with torch.no_grad():
+        for _ in range(3):
+            project(scheme, q, q, torch.arange(9))
+    assert len(calls) == 1
+
+
+@every_scheme
+def test_autocast_changes_nothing(name: str) -> None:
+    scheme, positions = scattered(build(name, geometry(axes=2), axes=2)), torch.arange(9)
+    q = heads(1, 4, 9, 16, dtype=torch.float32)
+    for coords in (None, grid(3, 3)):
+        wanted = project(scheme, q, q, positions, coords).q
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(project(scheme, q, q, positions, coords).q, wanted)
+        rounded = project(scheme, q.bfloat16(), q.bfloat16(), positions, coords).q
+        assert rounded.dtype == torch.bfloat16
+        torch.testing.assert_close(rounded.float(), wanted, rtol=0, atol=0.03)
+
+
+@every_scheme
+def test_query_heads_of_a_group_share_a_rotation(name: str) -> None:
+    few = scattered(build(name, geometry(4, 2, max_positions=20)))
+    many = build(name, geometry(4, 4, max_positions=20))
+    state = few.state_dict()
+    for key, value in state.items():
+        if key == "freqs":
+            state[key] = value.repeat_interleave(2, dim=0)
+        elif key == "generator_raw_params":
+            state[key] = value.unflatten(2, (2, -1)).repeat_interleave(2, dim=2).flatten(2, 3)
+    many.load_state_dict(state)
+    q, k, positions = heads(2, 4, 9, 16), heads(2, 2, 9, 16), torch.arange(9)
+    one, other = project(few, q, k, positions), project(many, q, k.repeat_interleave(2, dim=1), positions)
+    torch.testing.assert_close(one.q, other.q)
+    torch.testing.assert_close(one.k.repeat_interleave(2, dim=1), other.k)
+
+
+@every_scheme
+def test_rows_may_have_positions_of_their_own(name: str) -> None:
+    scheme = scattered(build(name, geometry(max_positions=20)))
+    q = heads(2, 4, 9, 16)
+    positions = torch.stack((torch.arange(9), torch.arange(9).flip(0) * 3))
+    together = scheme.project(Tokens(positions=Positions(positions, positions)), q, q, q).q
+    for row in range(2):
+        alone = project(scheme, q[row : row + 1], q[row : row + 1], positions[row]).q
+        torch.testing.assert_close(together[row : row + 1], alone)
+
+
+# -- distances ---------------------------------------------------------------------------------------------------------
+
+
+def shift_error(scheme: Scheme, shift: Tensor) -> float:
+    """How much logits change when all coordinates are shifted, as a share of their root mean square."""
+    width, axes = scheme.geometry.head_dim, scheme.axes
+    coords = torch.rand(25, axes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, positions = heads(2, 4, 25, width), heads(2, 4, 25, width, seed=1), torch.zeros(25, dtype=torch.long)
+    with torch.no_grad():
+        here, there = (project(scheme, q, k, positions, where) for where in (coords, coords + shift))
+    before, after = here.q @ here.k.mT, there.q @ there.k.mT
+    return float((after - before).square().mean().sqrt() / before.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "axes"),
+    [
+        *(("comrope_" + form, size, axes) for form in ("ap", "ld") for size in (2, 4) for axes in (1, 2, 3)),
+        *(("liere", size, 1) for size in (2, 8, 24)),
+        *(("liere", 2, axes) for axes in (2, 3)),
+    ],
+)
+def test_only_differences_of_coordinates_count(name: str, size: int, axes: int) -> None:
+    scheme = build(name, geometry(head_dim=24), axes=axes, block_size=size, init="official", unit=1.0)
+    assert shift_error(scheme, torch.tensor([0.25, 0.1, -0.4][:axes]).double()) < 1e-13
+    assert not any("shift" in text for text in scheme.cautions(native_kept=False))
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [(4, 0.1, 0.4), (8, 0.2, 0.5), (64, 0.5, 1.1)])
+def test_two_axes_of_liere_see_more_than_differences(size: int, low: float, high: float) -> None:
+    scheme = build("liere", geometry(head_dim=64), axes=2, block_size=size, init="official", unit=1.0)
+    assert low < shift_error(scheme, torch.tensor([0.25, 0.1]).double()) < high
+    assert any("do not commute" in text for text in scheme.cautions(native_kept=False))
+    started = build("liere", geometry(head_dim=64, inv_freq=torch.rand(32)), axes=2, block_size=size)
+    assert shift_error(started, torch.tensor([0.25, 0.1]).double()) < 1e-13
+
+
+# -- coordinates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@every_scheme
+def test_a_llama_takes_coordinates(name: str, backend: str) -> None:
+    model = hf_posenc.patch(llama(), name, axes=2, block_size=4, unit=5.0)
+    for module in model.modules():
+        if isinstance(module, Scheme):
+            scattered(module)
+    model.set_attn_implementation(backend)
+    same = {"rtol": 0, "atol": 2e-5}
+    text = hidden_states(model, 0)
+    diagonal = torch.arange(13.0)[None, :, None].expand(1, 13, 2)
+    torch.testing.assert_close(hidden_states(model, 0, position_coords=diagonal), text, **same)
+    cells = grid(3, 5)[:13][None]
+    on_grid = hidden_states(model, 0, position_coords=cells)
+    assert (on_grid - text).abs().max() > 0.01
+    moved = (hidden_states(model, 0, position_coords=cells + torch.tensor([3.0, 1.0])) - on_grid).abs().max()
+    assert moved > 0.01 if name == "liere" else moved < 2e-5
+    flipped = hidden_states(model, 0, position_coords=cells.flip(-1))
+    assert (flipped - on_grid).abs().max() > 0.01
+    with pytest.raises(PositionError, match=r"expected \[1 or 1, 13, 2\]"):
+        hidden_states(model, 0, position_coords=cells[..., :1])
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_parameters_are_as_many_as_the_literature_says(kv_heads: int, size: int, axes: int) -> None:
+    layers, head_dim = 3, 8
+    # With grouped queries d counts the channels of keys.
+    d = kv_heads * head_dim
+    # The official code has the factors of a linear dependence once for all heads.
+    factors = axes * head_dim // size
+    counts = {
+        "liere": layers * axes * d * size,
+        "comrope_ap": layers * d * size,
+        "comrope_ld": layers * (d * size + factors),
+    }
+    for name, count in counts.items():
+        model = llama(layers=layers, num_key_value_heads=kv_heads)
+        before = sum(p.numel() for p in model.parameters())
+        assert hf_posenc.plan(model, name, axes=axes, block_size=size).parameters == count
+        hf_posenc.patch(model, name, axes=axes, block_size=size)
+        assert sum(p.numel() for p in model.parameters()) - before == count
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_official_starts_have_the_official_spread(size: int) -> None:
+    torch.manual_seed(0)
+    shape = geometry(8, head_dim=64)
+    raw = build("liere", shape, block_size=size, axes=2, init="official").generator_raw_params.detach()
+    assert raw.min() >= 0
+    assert raw.max() < 2 * math.pi
+    assert float(raw.mean()) == pytest.approx(math.pi, rel=0.1)
+    for name in ("comrope_ap", "comrope_ld"):
+        scheme = build(name, shape, block_size=size, axes=2, init="official")
+        assert float(scheme.freqs.detach().std()) == pytest.approx(1, rel=0.1)
+        assert not scheme.starts_exact(native_kept=True)
+    assert (
+        build("comrope_ld", geometry(head_dim=256), block_size=2, axes=2, init="official").multiplier.detach().std()
+        > 0.8
+    )
+
+
+@every_scheme
+def test_the_unit_of_a_text_is_the_trained_length(name: str) -> None:
+    assert build(name, geometry(max_positions=32)).unit == 32
+    assert build(name, geometry()).unit == 1
+    assert build(name, geometry(max_positions=32, axes=2)).unit == 1
+    scheme = build(name, geometry(axes=2), unit=7.0)
+    assert (scheme.axes, scheme.options()["unit"]) == (2, 7.0)
+
+
+def test_parameters_count_in_units() -> None:
+    frequencies = 100.0 ** -(torch.arange(8) / 8)
+    for name in SCHEMES:
+        one, other = (build(name, geometry(inv_freq=frequencies), axes=2, unit=unit) for unit in (1.0, 10.0))
+        scattered(one, 0.1)
+        other.load_state_dict({key: 10 * value for key, value in one.state_dict().items()})
+        q, coords = heads(1, 4, 15, 16), grid(3, 5)
+        for where in (None, coords):
+            want, got = (project(scheme, q, q, torch.arange(15), where).q for scheme in (one, other))
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+# -- a plain rotation in another basis ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("init", ["native", "zero", "official"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@every_scheme
+def test_the_spectrum_says_what_happens_in_a_text(name: str, size: int, init: Any, axes: int) -> None:
+    shape = geometry(4, 2, inv_freq=100.0 ** -(torch.arange(8) / 8), rotary_scaling=1.25, max_positions=9)
+    scheme = scattered(build(name, shape, axes=axes, block_size=size, init=init))
+    frequencies, basis = scheme.spectrum()
+    assert (frequencies.shape, basis.shape) == ((2, 8), (2, 16, 16))
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(16).double().expand(2, -1, -1))
+    if name != "comrope_ld":  # whose factors may be negative
+        in_blocks = frequencies.unflatten(-1, (-1, size // 2))
+        assert in_blocks.min() >= 0
+        assert in_blocks.diff(dim=-1).le(0).all()
+    check_plain_rotation(scheme, frequencies, basis, 1.25 if init == "native" else 1.0)
+    found = scheme.stock_equivalent()
+    assert isinstance(found, Rotation)
+    factor = 1.25 if init == "native" else 1.0
+    torch.testing.assert_close(found.frequencies, frequencies)
+    torch.testing.assert_close(found.basis, factor * basis.mT)
+
+
+def check_plain_rotation(scheme: Scheme, frequencies: Tensor, basis: Tensor, factor: float) -> None:
+    width, positions = scheme.geometry.head_dim, torch.tensor([0, 1, 7, 1000])
+    groups = scheme.geometry.kv_heads
+    q = heads(1, groups, 4, width)
+    got = project(scheme, q.repeat_interleave(scheme.geometry.heads // groups, dim=1), q, positions).k
+    angles = positions[:, None] * frequencies[:, None]
+    u, w = (q @ basis).chunk(2, dim=-1)
+    turned = torch.cat((u * angles.cos() - w * angles.sin(), w * angles.cos() + u * angles.sin()), dim=-1)
+    torch.testing.assert_close(got, factor * turned @ basis.mT, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_spectrum_has_channels_left_over(native: bool) -> None:
+    frequencies = 100.0 ** -(torch.arange(11) / 11) if native else None
+    shape = geometry(4, 2, head_dim=22 if native else 26, inv_freq=frequencies)
+    scheme = scattered(build("liere", shape, block_size=8))
+    check_plain_rotation(scheme, *scheme.spectrum(), 1.0)
+    partial = geometry(4, 2, head_dim=26, inv_freq=frequencies)
+    check_plain_rotation(scheme := scattered(build("liere", partial, block_size=8)), *scheme.spectrum(), 1.0)
+    with pytest.raises(ExportError, match="leaves one of 27 channels without a partner"):
+        build("liere", geometry(head_dim=27)).spectrum()
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 3}, "block_size=3: expected an even "),
+        ({"block_size": 0}, "block_size=0: expected an even "),
+        ({"block_size": 18}, "block_size=18: expected an even "),
+        ({"block_size": 2.0}, "block_size=2.0: expected int or None"),
+        ({"axes": 0}, "axes=0: expected at least 1"),
+        ({"unit": 0.0}, "unit=0.0: expected a number above 0"),
+        ({"unit": -2}, "unit=-2: expected a number above 0"),
+        ({"init": "random"}, "init='random': expected 'native' or 'zero' or 'official'"),
+    ],
+)
+@every_scheme
+def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        build(name, geometry(), **options)
+    assert f"{name}: option {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("liere", {"block_size": 18}, "an even number from 2 to 16, the channels of a head that can turn."),
+        ("comrope_ap", {"block_size": 6}, "an even divisor of the 16 channels of a head."),
+        ("comrope_ld", {"block_size": 6, "axes": 2}, "an even divisor of the 16 channels of a head."),
+        ("comrope_ap", {"axes": 3, "block_size": 4}, "an even divisor of the 16 channels of a head cut into 3"),
+        ("comrope_ap", {"axes": 2, "block_size": 16}, "an even divisor of the 16 channels of a head cut into 2"),
+    ],
+)
+def test_blocks_fit_into_a_head(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        build(name, geometry(), **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "axes", "size"),
+    [
+        *((name, 64, 1, 8) for name in SCHEMES),
+        ("comrope_ap", 24, 2, 6),
+        ("comrope_ap", 20, 1, 4),
+        ("comrope_ld", 24, 2, 8),
+        ("comrope_ld", 6, 1, 6),
+        ("liere", 20, 2, 8),
+        ("liere", 7, 1, 6),
+    ],
+)
+def test_the_block_size_is_8_where_it_fits(name: str, head_dim: int, axes: int, size: int) -> None:
+    assert build(name, geometry(head_dim=head_dim), axes=axes).options()["block_size"] == size
+
+
+def test_heads_without_pairs_are_refused() -> None:
+    with pytest.raises(
+        OptionError, match="comrope_ld: option block_size=None: expected an even divisor of the 7 channels"
+    ):
+        build("comrope_ld", geometry(head_dim=7))
+    with pytest.raises(OptionError, match="liere: option block_size=None: expected an even number from 2 to 1"):
+        build("liere", geometry(head_dim=1))
+
+
+def test_a_block_may_be_a_whole_head() -> None:
+    for name in SCHEMES:
+        q = heads(1, 4, 5, 16)
+        scheme = scattered(build(name, geometry(), block_size=16))
+        torch.testing.assert_close(project(scheme, q, q, torch.arange(5)).q.norm(dim=-1), q.norm(dim=-1))

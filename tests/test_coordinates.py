@@ -1,0 +1,480 @@
+"""Positions with several coordinates: from the helpers that make them, through every head, to generation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import SAME, inputs, loss, new_parameters, stock, tokens
+from packaging.version import Version
+from test_heads import HEADS, call, first_output, make, small
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_posenc
+from hf_posenc.coordinates import Generated, after_the_largest, grid, join, stack, table
+from hf_posenc.errors import PositionError
+from hf_posenc.patches.context import Context
+
+LANGUAGES = ("llama", "gpt2", "t5")
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def test_grid_goes_row_by_row() -> None:
+    assert grid(2, 3).tolist() == [[[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]]
+    assert grid(2, 2, step=0.5).tolist() == [[[0, 0], [0, 0.5], [0.5, 0], [0.5, 0.5]]]
+    for wrong in ((0, 3), (2, -1), (2.0, 3), (True, 3)):
+        with pytest.raises(PositionError, match="expected a positive integer"):
+            grid(*wrong)
+    with pytest.raises(PositionError, match="expected a number above 0"):
+        grid(2, 2, step=0.0)
+
+
+def test_join_goes_on_behind_the_largest_coordinate() -> None:
+    image = [[2, 2], [2, 3], [2, 4], [3, 2], [3, 3], [3, 4]]
+    assert join(2, grid(2, 3), 2).tolist() == [[[0, 0], [1, 1], *image, [5, 5], [6, 6]]]
+    assert join(grid(3, 1), 1, grid(1, 2)[0]).tolist() == [[[0, 0], [1, 0], [2, 0], [3, 3], [4, 4], [4, 5]]]
+    assert join(2, 0, 1, axes=3).tolist() == [[[0] * 3, [1] * 3, [2] * 3]]
+    for parts, message in (
+        ((3,), "Give axes= for texts"),
+        ((grid(1, 1), torch.zeros(1, 1, 3)), r"axes \[2, 3\]|\[2, 3\] axes"),
+        ((torch.zeros(2, 1, 2),), r"got coordinates of shape \[2, 1, 2\]"),
+        ((-1, grid(1, 1)), "got -1; expected a number of tokens"),
+    ):
+        with pytest.raises(PositionError, match=message):
+            join(*parts)
+
+
+def spans(words: list[str]) -> tuple[str, list[tuple[int, int]]]:
+    text, offsets = "", []
+    for word in words:
+        offsets.append((len(text), len(text) + len(word)))
+        text += word
+    return text, offsets
+
+
+def test_table_gives_each_token_its_cell() -> None:
+    before, after = ["Hi", ":", "\n"], ["ok"]
+    cells = ["a", "|", " b", "b", "|", "\n", "c", " |", "d|", "e", "\n"]
+    text, offsets = spans(before + cells + after)
+    begin, end = offsets[3][0], offsets[3 + len(cells)][0]
+    got = table(text, offsets, span=(begin, end))[0].tolist()
+    assert got[:3] == [[0, 0], [1, 1], [2, 2]]
+    want = [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2), (1, 0), (1, 0), (1, 1), (1, 2), (1, 2)]
+    assert [tuple(place) for place in got[3:-1]] == [(3 + row, 3 + column) for row, column in want]
+    assert got[-1] == [6, 6]
+    ordered = table(text, offsets, span=(begin, end), order=True)[0]
+    assert ordered[3:-1, 1:].tolist() == got[3:-1]
+    assert ordered[:-1, 0].tolist() == list(range(14))
+    assert ordered[-1].tolist() == [14] * 3
+
+
+def test_table_knows_markdown_commas_and_special_tokens() -> None:
+    text, offsets = spans(["|", "a", "|", "b", "|", "\n", "|", "c", "|"])
+    got = table(text, [(0, 0), *offsets, (0, 0)])[0].tolist()
+    want = [(0, 0), (0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (1, 0), (1, 0), (1, 0)]
+    assert got == [[0, 0], *([1 + row, 1 + column] for row, column in want), [4, 4]]
+    text, offsets = spans(["x", ",y", "\n", "z"])  # a token that holds the end of a cell and the next one
+    assert table(text, torch.tensor(offsets), delimiter=",")[0].tolist() == [[0, 0], [0, 1], [0, 1], [1, 0]]
+
+
+def test_table_of_a_real_tokenizer() -> None:
+    from models import DIRECTORIES
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    text = "Once:\na|bird|c\nd|e|cat\nThen"
+    encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+    coords = table(text, encoded["offset_mapping"][0], span=(6, 23))[0]
+    assert len(coords) == encoded["input_ids"].shape[1]
+    places = coords - coords[encoded["offset_mapping"][0, :, 0].tolist().index(6)]
+    for (first, stop), place in zip(encoded["offset_mapping"][0].tolist(), places.tolist(), strict=True):
+        if 6 < stop <= 23:
+            assert place[0] == text[6 : stop - 1].count("\n"), text[first:stop]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"span": (2, 9)}, r"got span=\(2, 9\); expected begin and end within the 3"),
+        ({"delimiter": ""}, "expected a string without line breaks"),
+        ({"delimiter": "\n"}, "expected a string without line breaks"),
+        ({"offsets": [(0, 4)]}, "return_offsets_mapping=True"),
+        ({"offsets": [(2, 1)]}, "return_offsets_mapping=True"),
+    ],
+)
+def test_table_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PositionError, match=message):
+        table(**{"text": "a|b", "offsets": [(0, 1)], **changes})
+
+
+def test_stack_pads_like_a_tokenizer() -> None:
+    parts = [join(1, axes=2), join(3, axes=2)]
+    assert stack(parts)[..., 0].tolist() == [[0, 0, 0], [0, 1, 2]]
+    longer = [join(grid(1, 2)) + 5, grid(1, 1)]
+    assert stack(longer)[..., 1].tolist() == [[5, 6], [0, 0]]
+    assert stack(longer, padding_side="right")[..., 0].tolist() == [[5, 5], [0, 0]]
+    assert stack([grid(1, 1) + 3, grid(1, 2)], padding_side="right")[..., 0].tolist() == [[3, 0], [0, 0]]
+    with pytest.raises(PositionError, match="with one n"):
+        stack([grid(1, 1), join(1, axes=3)])
+    with pytest.raises(PositionError, match="expected 'left' or 'right'"):
+        stack(parts, padding_side="top")
+
+
+def test_generated_tokens_follow_the_largest_real_coordinate() -> None:
+    prompt = torch.tensor([[[9.0, 9.0], [1.0, 4.0]], [[0.0, 2.0], [1.0, 1.0]], [[7.0, 7.0], [7.0, 7.0]]])
+    real = torch.tensor([[False, True], [True, True], [False, False]])
+    got = after_the_largest(Generated(torch.zeros(3, 5), 3, prompt, real))
+    assert got[..., 0].tolist() == [[5, 6, 7], [3, 4, 5], [0, 1, 2]]
+    assert torch.equal(got[..., 0], got[..., 1])
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+
+
+def two_dimensional(architecture: str, **options: Any) -> PreTrainedModel:
+    """A model whose mixed frequencies tell the axes apart clearly."""
+    torch.manual_seed(0)
+    return hf_posenc.patch(stock(architecture), "rope2d", init="official", unit=1.0, **options)
+
+
+def with_coords(architecture: str, ids: Tensor, coords: Tensor) -> dict[str, Tensor]:
+    both = {"position_coords": coords}
+    return {
+        **inputs(architecture, ids),
+        **both,
+        **({"decoder_position_coords": coords} if architecture == "t5" else {}),
+    }
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_equal_coordinates_on_all_axes_are_positions(architecture: str) -> None:
+    model, ids = two_dimensional(architecture), tokens(architecture, 2, 9)
+    text = join(9, axes=2)
+    with torch.no_grad():
+        plain = model(**inputs(architecture, ids), use_cache=False).logits
+        for coords in (text, text.long(), text.double(), text.expand(2, -1, -1)):
+            got = model(**with_coords(architecture, ids, coords), use_cache=False).logits
+            torch.testing.assert_close(got, plain, **SAME)
+        image = model(**with_coords(architecture, ids, join(1, grid(2, 3), 2)), use_cache=False).logits
+        assert (image - plain).abs().max() > 1e-2
+        each = join(1, grid(2, 3), 2), text
+        rows = model(**with_coords(architecture, ids, torch.cat(each)), use_cache=False).logits
+    torch.testing.assert_close(rows[:1], image[:1], **SAME)
+    torch.testing.assert_close(rows[1:], plain[1:], **SAME)
+
+
+LANGUAGE_HEADS = [(name, head) for name, head in HEADS if name in LANGUAGES]
+
+
+@pytest.mark.parametrize(("name", "head"), LANGUAGE_HEADS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_head_takes_coordinates(name: str, head: type) -> None:
+    model = hf_posenc.patch(make(head, small(name)), "rope2d", init="official", unit=1.0)
+    torch.manual_seed(1)
+    ids = torch.randint(2, 60, (4, 10) if "DoubleHeads" in head.__name__ else (2, 10))
+    ids[:, -1] = 1  # one head of T5 reads where this is
+    arguments = call(model, ids)
+    text, image = join(10, axes=2), join(2, grid(2, 3), 2)
+    outputs = []
+    for coords in (text, image):
+        if "DoubleHeads" in head.__name__:
+            coords = coords.expand(2, 2, -1, -1)
+        keywords = {"position_coords": coords}
+        if "decoder_input_ids" in arguments:
+            keywords["decoder_position_coords"] = coords
+        with torch.no_grad():
+            outputs.append(model(**arguments, **keywords)[0])
+    torch.testing.assert_close(outputs[0], first_output(model, ids), **SAME)
+    assert (outputs[1] - outputs[0]).abs().max() > 1e-4
+    short = {"position_coords": join(9, axes=2)}
+    with pytest.raises(PositionError, match=r"position_coords of shape \[1, 9, 2\]; expected \[\d or 1, 10, 2\]"):
+        model(**arguments, **short)
+
+
+def test_each_stack_of_t5_has_coordinates_of_its_own() -> None:
+    model, ids = two_dimensional("t5"), tokens("t5", 1, 8)
+    image = join(1, grid(2, 3), 1)
+    run = {"input_ids": ids, "decoder_input_ids": ids[:, :8], "use_cache": False}
+    with torch.no_grad():
+        plain, encoder, decoder, both = (
+            model(**run, **keywords).logits
+            for keywords in (
+                {},
+                {"position_coords": image},
+                {"decoder_position_coords": image},
+                {"position_coords": image, "decoder_position_coords": image},
+            )
+        )
+    for one, other in ((plain, encoder), (plain, decoder), (encoder, both), (decoder, both)):
+        assert (one - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_chunks_with_their_own_coordinates_equal_one_forward(architecture: str) -> None:
+    model, ids, coords = two_dimensional(architecture), tokens(architecture, 2, 11), join(3, grid(2, 3), 2)
+    call: dict[str, Any] = {}
+    prefix = ""
+    if architecture == "t5":
+        call, prefix = {"encoder_outputs": model.get_encoder()(ids)}, "decoder_"
+    with torch.no_grad():
+        once = model(**call, **{f"{prefix}input_ids": ids, f"{prefix}position_coords": coords}).logits
+        cache, parts = None, []
+        for chunk, places in zip(ids.split((4, 2, 5), 1), coords.split((4, 2, 5), 1), strict=True):
+            keywords = {f"{prefix}input_ids": chunk, f"{prefix}position_coords": places}
+            output = model(**call, **keywords, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), once, **SAME)
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_gradient_checkpointing_sees_the_same_coordinates(architecture: str) -> None:
+    model, ids, coords = two_dimensional(architecture), tokens(architecture, 2, 9), join(1, grid(2, 3), 2)
+    model.train()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, position_coords=coords).loss.backward()
+        return {name: p.grad.clone() for name, p in new_parameters(model).items() if p.grad is not None}
+
+    plain = gradients()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, plain[name], atol=1e-6, rtol=1e-4)
+    model.zero_grad()
+    loss(model, architecture, ids).backward()
+    assert any((p.grad - plain[name]).abs().max() > 1e-5 for name, p in new_parameters(model).items())
+
+
+def test_coordinates_move_with_the_context() -> None:
+    context = Context(positions=torch.arange(9)[None], coords=torch.rand(1, 9, 2))
+    assert context.to(torch.device("meta")).coords.is_meta
+
+
+def test_layers_that_accelerate_moves_get_the_coordinates() -> None:
+    from accelerate import cpu_offload
+
+    model, ids, coords = two_dimensional("llama"), tokens("llama", 2, 9), join(1, grid(2, 3), 2)
+    with torch.no_grad():
+        before = model(ids, position_coords=coords).logits
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        assert torch.equal(model(ids, position_coords=coords).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("coords", "message"),
+    [
+        (torch.zeros(2, 9), r"shape \[2, 9\]; expected \[2 or 1, 9, 2\]"),
+        (torch.zeros(2, 8, 2), r"shape \[2, 8, 2\]; expected \[2 or 1, 9, 2\]"),
+        (torch.zeros(3, 9, 2), r"shape \[3, 9, 2\]; expected \[2 or 1, 9, 2\]"),
+        (torch.zeros(2, 9, 3), r"shape \[2, 9, 3\]; expected \[2 or 1, 9, 2\]"),
+        (torch.full((2, 9, 2), float("nan")), "not finite"),
+    ],
+)
+def test_coordinates_that_do_not_fit_are_refused_at_the_door(coords: Tensor, message: str) -> None:
+    model, ids = two_dimensional("llama"), tokens("llama", 2, 9)
+    for run in (model, model.generate):
+        with pytest.raises(PositionError, match=message):
+            run(ids, position_coords=coords)
+    with pytest.raises(PositionError, match="no scheme of this model reads coordinates"):
+        hf_posenc.patch(stock("llama"), "rope")(ids, position_coords=torch.zeros(2, 9, 2))
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+PROMPT, NEW = 11, 10
+COORDS = join(3, grid(2, 3), 2)
+
+
+def prompt_of(architecture: str, rows: int = 2) -> dict[str, Any]:
+    """Arguments of `generate`: ids, coordinates, and just as many new tokens as it is told."""
+    ids = tokens(architecture, rows, PROMPT)
+    settings = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW}
+    settings |= {"do_sample": False, "position_coords": COORDS}
+    if architecture == "t5":
+        start = tokens(architecture, rows, 7, seed=3)
+        # The start token comes before them.
+        settings |= {"decoder_input_ids": start, "decoder_position_coords": join(1, grid(2, 3), 1)}
+    return settings
+
+
+def greedy_by_hand(model: PreTrainedModel, architecture: str, settings: dict[str, Any], rule: Any) -> Tensor:
+    """Choose tokens by whole forwards, each with coordinates for all its tokens."""
+    seq2seq = architecture == "t5"
+    ids, coords = settings["inputs"], settings["decoder_position_coords" if seq2seq else "position_coords"]
+    fixed: dict[str, Any] = {}
+    if seq2seq:
+        fixed = {"encoder_outputs": model.get_encoder()(ids, position_coords=settings["position_coords"])}
+        ids = torch.nn.functional.pad(
+            settings["decoder_input_ids"], (1, 0), value=model.generation_config.decoder_start_token_id
+        )
+    coords = coords.expand(len(ids), -1, -1)
+    prefix, size = "decoder_" if seq2seq else "", coords.shape[1]
+    never = model.generation_config.eos_token_id
+    for _ in range(NEW):
+        places = rule(ids, coords, ids.shape[1] - size)
+        with torch.no_grad():
+            logits = model(**fixed, **{f"{prefix}input_ids": ids, f"{prefix}position_coords": places}).logits[:, -1]
+        logits[:, never] = float("-inf")  # as min_new_tokens has it
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+    return ids
+
+
+def text_after(ids: Tensor, coords: Tensor, count: int) -> Tensor:
+    following = torch.arange(1, count + 1)[None, :, None] + coords.amax(dim=(1, 2))[:, None, None]
+    return torch.cat((coords, following.expand(-1, -1, coords.shape[2])), 1)
+
+
+def down_the_first_column(generated: Generated) -> Tensor:
+    """A rule that reads tokens: an even one begins a row, an odd one a column."""
+    fresh = generated.ids[:, generated.ids.shape[1] - generated.count :] % 2
+    return 20.0 + torch.stack(((1 - fresh).cumsum(1), fresh.cumsum(1)), dim=-1)
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_new_tokens_go_on_behind_the_largest_coordinate(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+    want = greedy_by_hand(model, architecture, settings, text_after)
+    assert torch.equal(model.generate(**settings, use_cache=False), want)
+    assert torch.equal(model.generate(**settings), want)
+    without = {name: value for name, value in settings.items() if "coords" not in name}
+    assert not torch.equal(model.generate(**without), want)
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_new_tokens_follow_a_rule_that_reads_them(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+
+    def rule(ids: Tensor, coords: Tensor, count: int) -> Tensor:
+        real = torch.ones(coords.shape[:2], dtype=torch.bool)
+        return torch.cat((coords, down_the_first_column(Generated(ids, count, coords, real))), 1)
+
+    want = greedy_by_hand(model, architecture, settings, rule)
+    settings["position_coords_rule"] = down_the_first_column
+    assert torch.equal(model.generate(**settings, use_cache=False), want)
+    assert torch.equal(model.generate(**settings), want)
+    assert torch.equal(model.generate(**settings, cache_implementation="static"), want)
+    beams = model.generate(**settings, num_beams=3, use_cache=False)
+    assert torch.equal(model.generate(**settings, num_beams=3), beams)
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_every_way_of_generating_sees_the_same_coordinates(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+    plain = model.generate(**settings, use_cache=False)
+    assert torch.equal(model.generate(**settings, cache_implementation="static"), plain)
+    if architecture != "t5":
+        assert torch.equal(model.generate(**settings, prefill_chunk_size=4), plain)
+    for way in ({"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}):
+        without = model.generate(**settings, **way, use_cache=False)
+        assert torch.equal(model.generate(**settings, **way), without)
+    sampled = []
+    for use_cache in (False, True):
+        torch.manual_seed(5)
+        sampled.append(
+            model.generate(**{**settings, "do_sample": True}, num_return_sequences=2, top_k=0, use_cache=use_cache)
+        )
+    assert torch.equal(*sampled)
+
+
+@pytest.mark.parametrize("architecture", LANGUAGES)
+def test_assisted_decoding_sees_the_same_coordinates_or_refuses(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture, rows=1)
+    plain = model.generate(**settings)
+    assert torch.equal(model.generate(**settings, prompt_lookup_num_tokens=3), plain)
+    assistant = copy.deepcopy(model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        table = assistant.get_input_embeddings().weight
+        table.mul_(1 + 0.2 * torch.randn_like(table))  # it must sometimes be wrong
+    assert torch.equal(model.generate(**settings, assistant_model=assistant), plain)
+    ruled = model.generate(**settings, position_coords_rule=down_the_first_column)
+    got = model.generate(**settings, position_coords_rule=down_the_first_column, assistant_model=assistant)
+    assert torch.equal(got, ruled)
+    for blind in (stock(architecture), hf_posenc.patch(stock(architecture), "fire")):
+        with pytest.raises(PositionError, match="cannot follow position_coords with 2 axes"):
+            model.generate(**settings, assistant_model=blind)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_left_padded_rows_equal_each_row_alone(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+    pad, ids = 4, settings["inputs"].clone()
+    ids[0, :pad] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    short = join(1, grid(2, 2), 2)
+    # What stands at the padding must not count as the largest.
+    coords = torch.cat((torch.cat((torch.full((1, pad, 2), 99.0), short), 1), COORDS))
+    batch = {**settings, "inputs": ids, "attention_mask": mask, "position_coords": coords}
+    got = model.generate(**batch)
+    assert torch.equal(model.generate(**batch, use_cache=False), got)
+    alone = {**settings, "inputs": ids[:1, pad:], "attention_mask": mask[:1, pad:], "position_coords": short}
+    assert torch.equal(got[:1, -NEW:], model.generate(**alone)[:, -NEW:])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_prompts_may_be_embeddings_or_continue_a_cache(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+    plain = model.generate(**settings)
+    ids = settings.pop("inputs")
+    embedded = model.generate(**settings, inputs_embeds=model.get_input_embeddings()(ids))
+    assert torch.equal(embedded, plain[:, -NEW:])
+    with torch.no_grad():
+        cache = model(ids[:, :5], position_coords=COORDS[:, :5], use_cache=True).past_key_values
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), plain)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_only_the_new_tokens_may_follow_a_cache_with_padding(architecture: str) -> None:
+    model, settings = two_dimensional(architecture), prompt_of(architecture)
+    ids, mask = settings.pop("inputs"), settings.pop("attention_mask")
+    ids[0, :4] = 0
+    mask[0, :4] = 0
+    # The largest coordinate is that of the first token after those in the cache.
+    coords = torch.cat((join(6, axes=2), join(6, axes=2)[:, 1:].flip(1) + 20), 1)
+    plain = model.generate(ids, attention_mask=mask, **{**settings, "position_coords": coords})
+    # Before that version, transformers cut the mask of chunks as if there were no cache.
+    chunked = [{"prefill_chunk_size": 2}] if Version(transformers.__version__) >= Version("5.23") else []
+    for chunks in ({}, *chunked):
+        with torch.no_grad():
+            cache = model(ids[:, :6], attention_mask=mask[:, :6], position_coords=coords[:, :6]).past_key_values
+        rest = {**settings, "position_coords": coords[:, 6:], "past_key_values": cache, **chunks}
+        got = model.generate(ids[:, 6:], attention_mask=mask, **rest)
+        assert torch.equal(got[:, 5:], plain[:, -NEW:])
+
+
+def test_generation_refuses_at_the_door_what_it_cannot_follow() -> None:
+    model, ids = two_dimensional("llama"), tokens("llama", 2, 9)
+    coords = join(9, axes=2)
+    for keywords, message in (
+        ({"position_coords_rule": down_the_first_column}, "but no position_coords from which new tokens would go on"),
+        ({"position_coords": coords, "position_coords_rule": 3}, "expected a function"),
+        ({"decoder_position_coords": coords}, "the model has no encoder"),
+        (
+            {"position_coords": coords, "position_coords_rule": lambda generated: None},
+            "position_coords_rule returned None",
+        ),
+        (
+            {"position_coords": coords, "position_coords_rule": lambda generated: torch.zeros(2, 4, 2)},
+            r"returned \[2, 4, 2\]; expected coordinates of shape \[2 or 1, 1, 2\]",
+        ),
+    ):
+        with pytest.raises(PositionError, match=message):
+            model.generate(ids, max_new_tokens=3, **keywords)
+    model, ids = two_dimensional("t5"), tokens("t5", 2, 9)
+    for keywords, message in (
+        ({"position_coords": coords, "position_coords_rule": down_the_first_column}, "no decoder_position_coords"),
+        ({"position_coords": join(8, axes=2)}, r"\[1, 8, 2\]; expected \[2 or 1, 9, 2\]"),
+        ({"decoder_position_coords": join(2, axes=2)}, r"\[1, 2, 2\]; expected \[2 or 1, 1, 2\]"),
+        (
+            {"decoder_position_coords": join(4, axes=2), "decoder_input_ids": ids[:, :4]},
+            r"\[1, 4, 2\]; expected \[2 or 1, 5, 2\]",
+        ),
+    ):
+        with pytest.raises(PositionError, match=message):
+            model.generate(ids, max_new_tokens=3, **keywords)

@@ -1,0 +1,602 @@
+"""2D-RoPE, FoPE, xPos, and RoPE on every rope type of transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_posenc
+from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.errors import OptionError
+from hf_posenc.scheme import Block, Tokens
+
+GOLDENS = Path(__file__).parent / "goldens"
+PRECISE = [torch.float64, torch.float32]
+
+
+@functools.cache
+def golden(name: str) -> dict[str, Tensor]:
+    return load_file(GOLDENS / f"{name}.safetensors")
+
+
+def geometry(heads: int = 4, kv_heads: int | None = None, head_dim: int = 16, **changes: Any) -> Geometry:
+    return Geometry(heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, hidden_size=32, scale=1.0, **changes)
+
+
+def rotated(
+    scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, coords: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What a scheme makes of queries and keys at positions `[S]` or coordinates `[S, n]`."""
+    at = Positions(positions[None], positions[None], *(2 * [None if coords is None else coords[None]]))
+    projected = scheme.project(Tokens(positions=at), q, k, k)
+    assert projected.v is k
+    assert projected.q.dtype == q.dtype
+    return projected.q, projected.k
+
+
+def random_qk(heads: int = 4, kv_heads: int = 4, length: int = 9, head_dim: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, length, head_dim), (2, kv_heads, length, head_dim))
+    q, k = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return q, k
+
+
+# -- rope2d ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("place", ["grid4x4", "base", "offset", "long"])
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+def test_rope2d_is_the_official_one(kind: str, place: str, dtype: torch.dtype) -> None:
+    values = golden(f"rope2d_{kind}")
+    scheme = build("rope2d", geometry(), kind=kind, init="official")
+    if kind == "mixed":
+        scheme.load_state_dict({"freqs": values["freqs"]})
+    # As the json says in words.
+    atol = 1e-12 if dtype == torch.float64 else 3e-2 if place == "long" else 2e-5
+    coords = values[f"{place}.coords_xy"]
+    q, k = (values[f"{place}.{name}_in"].to(dtype) for name in "qk")
+    got = rotated(scheme, q, k, torch.arange(len(coords)), coords.to(dtype))
+    for name, value in zip("qk", got, strict=True):
+        torch.testing.assert_close(value.double(), values[f"{place}.{name}"], rtol=0, atol=atol)
+    if dtype == torch.float64:
+        torch.testing.assert_close(got[0] @ got[1].mT, values[f"{place}.logits"], rtol=0, atol=16 * atol)
+
+
+def test_rope2d_mixed_official_start_has_the_official_distribution() -> None:
+    official = golden("rope2d_mixed")["freqs"]
+    torch.manual_seed(0)
+    drawn = torch.stack([build("rope2d", geometry(heads=4), init="official").freqs.detach() for _ in range(64)])
+    torch.testing.assert_close(drawn.norm(dim=1)[0], official.norm(dim=0))  # the lengths are fixed
+    first, second = drawn.chunk(2, dim=-1)
+    # The two halves of a head are at right angles, as the official ones are, and turned the same way.
+    for one, other in ((first, second), tuple(part[None] for part in official.chunk(2, dim=-1))):
+        torch.testing.assert_close(one[:, 0], other[:, 1], atol=1e-6, rtol=0)
+        torch.testing.assert_close(one[:, 1], -other[:, 0], atol=1e-6, rtol=0)
+    angles = torch.atan2(first[:, 1, :, 0], first[:, 0, :, 0])
+    assert angles.mean().abs() < 0.4
+    assert angles.std() == pytest.approx(2 * math.pi / 12**0.5, abs=0.2)  # uniform in a circle
+
+
+def test_rope2d_mixed_start_in_three_dimensions() -> None:
+    torch.manual_seed(0)
+    freqs = build("rope2d", geometry(head_dim=24), init="official", axes=3).freqs.detach()
+    directions = (freqs / freqs.norm(dim=0)).unflatten(-1, (3, 4))
+    torch.testing.assert_close(directions, directions[..., :1].expand_as(directions))
+    basis = directions[..., 0].transpose(0, 1)  # [G, axes, parts]
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(3).expand(4, 3, 3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(freqs.norm(dim=0)[0], (10.0 ** -(torch.arange(4) / 4)).repeat(3))
+
+
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("pairs", [8, 6])
+def test_rope2d_starts_as_the_models_own_rotation(kind: str, axes: int, pairs: int) -> None:
+    frequencies = 1e4 ** -(torch.arange(pairs) / pairs)
+    shape = geometry(kv_heads=2, inv_freq=frequencies, rotary_scaling=1.25)
+    q, k = random_qk(kv_heads=2)
+    positions = torch.arange(9) * 700
+    scheme, rope = build("rope2d", shape, kind=kind, axes=axes), build("rope", shape)
+    assert scheme.layout == "half"
+    assert scheme.starts_exact(native_kept=False)
+    for dtype in (*PRECISE, torch.bfloat16):
+        for got, want in zip(*(rotated(s, q.to(dtype), k.to(dtype), positions) for s in (scheme, rope)), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_rope2d_axial_gives_the_models_frequencies_to_the_axes_in_turn() -> None:
+    frequencies = torch.tensor([1.0, 0.5, 0.25, 0.125])
+    scheme = build("rope2d", geometry(head_dim=8, inv_freq=frequencies), kind="axial")
+    x = torch.zeros(1, 4, 1, 8, dtype=torch.float64)
+    x[..., :4] = 1
+    got, _ = rotated(scheme, x, x, torch.zeros(1, dtype=torch.long), torch.tensor([[3.0, 10.0]]).double())
+    angles = torch.tensor([3.0, 5.0, 0.75, 1.25]).double()
+    torch.testing.assert_close(got[0, 0, 0], torch.cat((angles.cos(), angles.sin())))
+
+
+def test_rope2d_learned_frequencies_count_in_units() -> None:
+    q, k = random_qk()
+    one, many = (build("rope2d", geometry(max_positions=50), init="official", **u) for u in ({"unit": 1.0}, {}))
+    assert many.unit == 50
+    with torch.no_grad():
+        many.freqs.copy_(50 * one.freqs)
+    got, want = (rotated(scheme, q, k, torch.arange(9))[0] for scheme in (many, one))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    many.reset_parameters()
+    torch.testing.assert_close(many.freqs.norm(dim=0), 50 * one.freqs.norm(dim=0))
+    assert build("rope2d", geometry(max_positions=50, axes=2)).unit == 1
+
+
+def test_rope2d_adds_learned_frequencies_of_each_kv_head_to_the_models() -> None:
+    frequencies = torch.tensor([1.0, 0.5])
+    scheme = build("rope2d", geometry(heads=4, kv_heads=2, head_dim=4, inv_freq=frequencies))
+    learned = torch.randn(2, 2, 2)
+    scheme.load_state_dict({"freqs": learned})
+    x = torch.zeros(1, 4, 1, 4, dtype=torch.float64)
+    x[..., :2] = 1
+    got, _ = rotated(scheme, x, x[:, :2], torch.zeros(1, dtype=torch.long), torch.tensor([[3.0, 7.0]]).double())
+    for head in range(4):
+        angles = 3 * (frequencies + learned[0, head // 2]) + 7 * learned[1, head // 2]
+        torch.testing.assert_close(got[0, head, 0].float(), torch.cat((angles.cos(), angles.sin())))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "axial"}, {"kind": "axial", "init": "official"}, {}, {"init": "official"}]
+)
+def test_rope2d_sees_differences_of_coordinates_only(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    scheme = build("rope2d", geometry(inv_freq=1e4 ** -(torch.arange(8) / 8)), **options).double()
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    q, k = random_qk()
+    coords = 40 * torch.rand(9, 2, dtype=torch.float64)
+    logits = []
+    for shift in (torch.zeros(2), torch.tensor([0.3, -70.0])):
+        turned = rotated(scheme, q, k, torch.arange(9), coords + shift)
+        logits.append(turned[0] @ turned[1].mT)
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-11, rtol=0)
+    other = rotated(scheme, q, k, torch.arange(9), coords.flip(-1))
+    assert (other[0] @ other[1].mT - logits[0]).abs().max() > 0.1, "the axes are not told apart"
+
+
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+def test_rope2d_zero_start_does_nothing_and_learns(kind: str) -> None:
+    scheme = build("rope2d", geometry(inv_freq=torch.rand(8)), kind=kind, init="zero")
+    q, k = random_qk()
+    got = rotated(scheme, q, k, torch.arange(9))
+    assert torch.equal(got[0], q)
+    assert torch.equal(got[1], k)
+    (got[0] * q.roll(1, -1)).sum().backward()
+    assert all(parameter.grad.any() for parameter in scheme.parameters())
+
+
+def test_rope2d_refuses_what_has_no_meaning() -> None:
+    with pytest.raises(OptionError, match=r"theta=5\.0: expected None where the frequencies are the model's own"):
+        build("rope2d", geometry(inv_freq=torch.ones(8)), theta=5.0)
+    with pytest.raises(OptionError, match="axes=9: expected at most the 8 channel pairs"):
+        build("rope2d", geometry(), axes=9)
+    with pytest.raises(OptionError, match="axes=0: expected at least 1"):
+        build("rope2d", geometry(), axes=0)
+
+
+# -- fope --------------------------------------------------------------------------------------------------------------
+
+FOPE_CASES: dict[str, dict[str, Any]] = {
+    "A_N64": {"max_length": 64},
+    "B_N4096": {"max_length": 4096},
+    "C_N4096_dim32": {"max_length": 4096, "fourier_dim": 32},
+}
+
+
+@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("pad", ["official_pad1", "paper_pad0"])
+@pytest.mark.parametrize("place", ["base", "offset", "long"])
+@pytest.mark.parametrize("case", FOPE_CASES)
+def test_fope_is_the_official_one(case: str, place: str, pad: str, dtype: torch.dtype) -> None:
+    values = golden("fope")
+    layout = {"official_layout": True, "clip": True, "official_sin_pad": pad == "official_pad1"}
+    scheme = build("fope", geometry(), **layout, **FOPE_CASES[case]).double()
+    step_eye = torch.tensor(json.loads((GOLDENS / "fope.json").read_text())["hyper"][case]["step_eye"]).double()
+    scheme.load_state_dict({name: values[f"{case}.{name}"] - step_eye for name in ("sin_coef", "cos_coef")})
+    atol = 1e-12 if dtype == torch.float64 else 5e-2 if place == "long" else 2e-5
+    got = rotated(scheme, values["q"].to(dtype), values["k"].to(dtype), values[f"{case}.{place}.positions"])
+    for name, value in zip("qk", got, strict=True):
+        torch.testing.assert_close(value.double(), values[f"{case}.{place}.{pad}.{name}"], rtol=0, atol=atol)
+    if dtype == torch.float64:
+        torch.testing.assert_close(got[0] @ got[1].mT, values[f"{case}.{place}.{pad}.logits"], rtol=0, atol=1e-11)
+
+
+def test_fope_official_start_has_the_official_spread() -> None:
+    torch.manual_seed(0)
+    scheme = build(
+        "fope", geometry(heads=32, head_dim=128), official_layout=True, clip=True, sigma=0.3, max_length=2048
+    )
+    groups, inputs, pairs = scheme.sin_coef.shape
+    assert pairs == 32
+    for coefficients in (scheme.sin_coef, scheme.cos_coef):
+        # Three dimensions count as a convolution's: inputs and outputs are both multiplied by the last.
+        assert coefficients.std().item() == pytest.approx(0.3 * math.sqrt(2 / ((inputs + groups) * pairs)), rel=0.05)
+
+
+FREQUENCIES = 1e4 ** -(torch.arange(8) / 8)
+
+
+def fope(**options: Any) -> Scheme:
+    torch.manual_seed(0)
+    return build("fope", geometry(kv_heads=2, inv_freq=FREQUENCIES, rotary_scaling=1.25), **options)
+
+
+def test_fope_starts_as_the_models_own_rotation() -> None:
+    q, k = random_qk(kv_heads=2)
+    rope = build("rope", geometry(kv_heads=2, inv_freq=FREQUENCIES, rotary_scaling=1.25))
+    positions = torch.arange(9) * 700
+    for options in ({}, {"anneal": True, "sigma": 0.3, "clip": True, "max_length": 100}):
+        scheme = fope(**options)
+        assert scheme.starts_exact(native_kept=False)
+        for dtype in (*PRECISE, torch.bfloat16):
+            pairs = zip(*(rotated(s, q.to(dtype), k.to(dtype), positions) for s in (scheme, rope)), strict=True)
+            assert all(torch.equal(got, want) for got, want in pairs)
+    for options in ({"sigma": 0.3}, {"clip": True, "max_length": 100}, {"init": "zero"}):
+        assert not fope(**options).starts_exact(native_kept=False)
+    assert fope(clip=True, max_length=10**6).starts_exact(native_kept=False), "nothing is clipped"
+
+
+def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
+    options = {"sigma": 0.3, "clip": True, "max_length": 100}
+    whole, annealed = fope(**options), fope(anneal=True, **options)
+    q, k = random_qk(kv_heads=2)
+    positions = torch.arange(9) * 17
+    start, end = (rotated(scheme, q, k, positions)[0] for scheme in (annealed, whole))
+    annealed.anneal_to(0.5)
+    half = rotated(annealed, q, k, positions)[0]
+    assert min((half - start).abs().max(), (half - end).abs().max()) > 0.01
+    annealed.anneal_to(1)
+    torch.testing.assert_close(rotated(annealed, q, k, positions)[0], end, rtol=0, atol=1e-14)
+    again = fope(anneal=True, **options)
+    again.load_state_dict(annealed.state_dict())
+    assert torch.equal(rotated(again, q, k, positions)[0], rotated(annealed, q, k, positions)[0])
+    with pytest.raises(OptionError, match="expected a number from 0 to 1"):
+        annealed.anneal_to(1.5)
+    with pytest.raises(OptionError, match="anneal=False"):
+        whole.anneal_to(0.5)
+
+
+def test_fope_pairs_without_frequency_pass() -> None:
+    scheme = fope(sigma=0.3, clip=True, max_length=100)
+    kept = int((2 * math.pi / 100 <= FREQUENCIES).sum())
+    assert scheme.sin_coef.shape == (2, kept, kept)
+    q, k = random_qk(kv_heads=2)
+    got, _ = rotated(scheme, q, k, torch.arange(9) * 17)
+    for first in (kept, 8 + kept):
+        torch.testing.assert_close(got[..., first : first + 8 - kept], 1.25 * q[..., first : first + 8 - kept])
+    assert (got[..., :kept] - 1.25 * q[..., :kept]).abs().amax(dim=(0, 2)).min() > 0.01
+
+
+def test_fope_mixes_all_frequencies_into_every_pair() -> None:
+    scheme = fope().double()
+    with torch.no_grad():
+        for coefficients in scheme.parameters():
+            coefficients.normal_()
+    x = torch.zeros(1, 4, 1, 16, dtype=torch.float64)
+    x[..., :8] = 1
+    got, _ = rotated(scheme, x, x[:, :2], torch.tensor([21]))
+    angles = 21 * FREQUENCIES.double()
+    for head in range(4):
+        for coefficients, function, part in (
+            (scheme.cos_coef, torch.cos, got[0, head, 0, :8]),
+            (scheme.sin_coef, torch.sin, got[0, head, 0, 8:]),
+        ):
+            weights = torch.eye(8) + coefficients.detach()[head // 2]
+            want = torch.stack([(function(angles) * weights[:, pair]).sum() for pair in range(8)])
+            torch.testing.assert_close(part, 1.25 * want)
+
+
+def test_fope_zero_start_has_a_constant_term_that_can_be_unlearned() -> None:
+    scheme = fope(init="zero")
+    q, k = random_qk(kv_heads=2)
+    assert torch.equal(rotated(scheme, q, k, torch.arange(9))[0], q)
+    with torch.no_grad():
+        scheme.cos_coef[:, 0].fill_(-1.0)
+        scheme.cos_coef[:, 1:] = torch.eye(8)
+        scheme.sin_coef[:, 1:] = torch.eye(8)
+    rope = build("rope", geometry(kv_heads=2, inv_freq=FREQUENCIES))
+    torch.testing.assert_close(rotated(scheme, q, k, torch.arange(9))[0], rotated(rope, q, k, torch.arange(9))[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"official_layout": True}, "official_layout=True: expected False, unless clip=True"),
+        ({"official_sin_pad": True}, "official_layout=False: expected True"),
+        (
+            {"official_layout": True, "clip": True, "fourier_dim": 8},
+            "fourier_dim=8: expected an even number of at least",
+        ),
+        (
+            {"clip": True, "max_length": 6},
+            "max_length=6: expected a length within which one frequency has a whole turn",
+        ),
+        ({"sigma": -0.1}, "sigma=-0.1: expected a number of at least 0"),
+    ],
+)
+def test_fope_refuses_what_has_no_meaning(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        fope(**options)
+
+
+# -- xpos --------------------------------------------------------------------------------------------------------------
+
+
+def xpos_logits(q: Tensor, k: Tensor, positions: Tensor, scale_base: float, amount: float = 1.0) -> Tensor:
+    """The definition, pair by pair, in float64: `[B, H, S, S]`, for equal numbers of heads."""
+    width = q.shape[-1]
+    distance = (positions[:, None] - positions[None, :]).double()
+    logits = torch.zeros(*q.shape[:3], len(positions), dtype=torch.float64)
+    for pair in range(width // 2):
+        x, y = (torch.complex(z[..., 2 * pair], z[..., 2 * pair + 1]) for z in (q, k))
+        turned = x[..., :, None] * y[..., None, :].conj() * torch.exp(1j * distance * 1e4 ** (-2 * pair / width))
+        zeta = (2 * pair + 0.4 * width) / (1.4 * width)
+        logits += turned.real * zeta ** (amount * distance.clamp_min(0) / scale_base)
+    return logits.masked_fill(distance < 0, float("-inf"))
+
+
+def weights_of(scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, executor: str) -> Tensor:
+    identity = torch.eye(q.shape[2], q.shape[3], dtype=q.dtype).expand_as(k)
+    at = {"query_positions": positions[None], "key_positions": positions[None]}
+    return attend(scheme, q, k, identity, executor=executor, **at)[..., : q.shape[2]]
+
+
+@pytest.mark.parametrize("executor", ["dense", "blocks"])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(9),
+        torch.arange(9) * 3000,
+        torch.tensor([0, 1, 2, 50_000, 50_001, 90_000, 90_003, 200_000, 200_001]),
+        torch.arange(9) + 1_000_000,
+    ],
+    ids=["near", "spread", "jumps", "far"],
+)
+def test_xpos_is_its_definition_at_any_position(positions: Tensor, executor: str) -> None:
+    scheme, (q, k) = build("xpos", geometry()), random_qk()
+    assert scheme.layout == "interleaved"
+    want = xpos_logits(q, k, positions, 512.0).softmax(-1)
+    torch.testing.assert_close(weights_of(scheme, q, k, positions, executor), want, rtol=0, atol=1e-9)
+    single = weights_of(scheme, q.float(), k.float(), positions, executor)
+    assert single.isfinite().all()
+    # In float32 the angles are off by up to 0.06 at a million; nothing else is.
+    torch.testing.assert_close(single.double(), want, rtol=0, atol=0.2 if int(positions.max()) >= 10**6 else 0.05)
+
+
+def test_xpos_is_the_official_one_within_its_range() -> None:
+    """torchscale scales queries by zeta^((p - c) / base) and keys by the inverse, c being the middle of the input."""
+    (q, k), width, positions = random_qk(), 16, torch.arange(9)
+    zeta = (torch.arange(0, width, 2, dtype=torch.float64) + 0.4 * width) / (1.4 * width)
+    power = (positions - len(positions) // 2).double()[:, None] / 20.0
+    angles = positions[:, None] * 1e4 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+    def turn(x: Tensor, scale: Tensor) -> Tensor:
+        cos, sin = ((part * scale).repeat_interleave(2, dim=-1) for part in (angles.cos(), angles.sin()))
+        every_two = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return x * cos + every_two * sin
+
+    official = turn(q, zeta**power) @ turn(k, zeta**-power).mT
+    torch.testing.assert_close(official.tril(), xpos_logits(q, k, positions, 20.0).tril().nan_to_num(neginf=0.0))
+    got = weights_of(build("xpos", geometry(), scale_base=20.0), q, k, positions, "dense")
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(got, official.masked_fill(hidden, float("-inf")).softmax(-1))
+
+
+def test_xpos_gradients_stay_finite_over_any_jump() -> None:
+    scheme, (q, k) = build("xpos", geometry()), random_qk()
+    q, k = (x.float().requires_grad_() for x in (q, k))
+    positions = torch.tensor([0, 1, 30_000, 30_001, 80_000, 80_002, 150_000, 150_001, 400_000])
+    weights_of(scheme, q, k, positions, "dense").square().sum().backward()
+    assert q.grad.isfinite().all()
+    assert k.grad.isfinite().all()
+    assert q.grad.any()
+
+
+def test_xpos_fades_as_far_as_it_is_annealed() -> None:
+    own = 1e4 ** -(torch.arange(8) / 8)
+    scheme, (q, k) = (
+        build("xpos", geometry(inv_freq=own), layout="interleaved", anneal=True, scale_base=20.0),
+        random_qk(),
+    )
+    positions = torch.arange(9) * 4
+    assert build("xpos", geometry(inv_freq=own), anneal=True).starts_exact(native_kept=False)
+    for progress in (0.0, 0.3, 1.0):
+        scheme.anneal_to(progress)
+        want = xpos_logits(q, k, positions, 20.0, progress).softmax(-1)
+        torch.testing.assert_close(weights_of(scheme, q, k, positions, "dense"), want, rtol=0, atol=1e-6)
+
+
+def test_xpos_is_for_causal_attention() -> None:
+    with pytest.raises(hf_posenc.errors.DirectionError):
+        build("xpos", geometry(causal=False))
+
+
+@pytest.mark.parametrize("name", ["rope", "rope2d", "fope", "xpos"])
+def test_queries_may_be_the_last_of_the_tokens(name: str) -> None:
+    scheme, (q, k) = build(name, geometry()), random_qk()
+    positions, coords = torch.arange(9)[None], torch.rand(1, 9, 2, dtype=torch.float64)
+    everything = scheme.project(Tokens(positions=Positions(positions, positions, coords, coords)), q, k, k)
+    few = Positions(positions[:, 6:], positions, coords[:, 6:], coords)
+    last = scheme.project(Tokens(positions=few), q[:, :, 6:], k, k)
+    torch.testing.assert_close(last.q, everything.q[:, :, 6:])
+    torch.testing.assert_close(last.k, everything.k)
+
+
+def test_xpos_leaves_nothing_ahead_of_a_query() -> None:
+    """What fades behind a query grows ahead of it; a mask that is added in half precision would not hide that."""
+    scheme, (q, k) = build("xpos", geometry()), random_qk()
+    positions = torch.arange(9)[None] * 1000
+    block = Block(Positions(positions, positions), reach=8000)
+    logits = scheme.score(q @ k.mT, q, k, block)
+    assert not logits.triu(1).any()
+    assert logits.tril().any()
+
+
+# -- rope on all rope types --------------------------------------------------------------------------------------------
+
+LONG = 131_072
+ROPE_TYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 32.0, "original_max_position_embeddings": LONG // 32},
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.0 + 2.0 * i for i in range(8)],
+        "factor": 32.0,
+        "original_max_position_embeddings": LONG,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
+}
+PLACES = (0, 4_000, 100_000)
+
+
+def small_llama(kind: str, limit: int = LONG, **parameters: Any) -> LlamaForCausalLM:
+    """A Llama of a rope type whose logits are about 5 at most.
+
+    Args:
+        kind: The type.
+        limit: The length from which on "dynamic" and "longrope" change their frequencies.
+        **parameters: Of the type, instead of those above.
+    """
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPE_TYPES[kind], **parameters}
+    if kind == "longrope":
+        rope["original_max_position_embeddings"] = limit
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=limit if kind == "dynamic" else LONG,
+        initializer_range=0.15,
+        rope_parameters=rope,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def logits_at(model: PreTrainedModel, first: int, length: int = 13) -> Tensor:
+    """Logits `[S, V]` of a sequence whose positions begin at `first`."""
+    ids = torch.arange(length)[None] % 60
+    with torch.no_grad():
+        return model(ids, position_ids=torch.arange(first, first + length)[None], use_cache=False).logits[0]
+
+
+def start_error(
+    rope_type: str,
+    first: int,
+    dtype: torch.dtype,
+    scheme: str = "rope",
+    *,
+    exact_angles: bool = False,
+    limit: int = LONG,
+    **options: Any,
+) -> float:
+    """Return the largest difference between the logits of a model before and after patching it.
+
+    Args:
+        rope_type: Of the model.
+        first: The position at which 13 tokens begin.
+        dtype: Of the model.
+        scheme: Given to `patch`.
+        exact_angles: Let the stock model compute its angles in float64, where it takes float32 whatever its dtype.
+        limit: See `small_llama`.
+        **options: Of the scheme.
+    """
+    model = small_llama(rope_type, limit).to(dtype)
+    rotary = model.model.rotary_emb
+    if exact_angles:
+        update = rotary.forward
+
+        def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            update(x, position_ids)  # changes the frequencies, where the type says so
+            angles = (position_ids.double()[..., None] * rotary.inv_freq.double()).repeat(1, 1, 2)
+            return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+
+        rotary.forward = forward
+    stock = logits_at(model, first)
+    if exact_angles:
+        del rotary.forward
+    patched = logits_at(hf_posenc.patch(model, scheme, **options), first)
+    assert stock.abs().max() > 1
+    return float((patched - stock).abs().max())
+
+
+STARTS: list[tuple[str, dict[str, Any]]] = [
+    ("rope", {}),
+    ("rope2d", {}),
+    ("rope2d", {"kind": "axial"}),
+    ("fope", {}),
+    ("xpos", {"anneal": True}),
+]
+
+
+@pytest.mark.parametrize("first", PLACES)
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_the_start_is_exact_on_every_rope_type(kind: str, first: int) -> None:
+    for scheme, options in STARTS if kind in ("default", "yarn") else STARTS[:1]:
+        assert start_error(kind, first, torch.float64, scheme, exact_angles=True, **options) < 1e-11
+        assert start_error(kind, first, torch.float32, scheme, **options) < 1e-5
+        # What the stock model's own float32 angles make of a float64 model.
+        assert start_error(kind, first, torch.float64, scheme, **options) < (1e-5 if not first else 0.2)
+
+
+def test_frequencies_that_change_are_frozen_with_a_caution() -> None:
+    for kind in ("dynamic", "longrope"):
+        assert start_error(kind, 1_000, torch.float32, limit=2048) < 1e-5
+        assert start_error(kind, 4_000, torch.float32, limit=2048) > 1e-2, "the model has changed its own, rope has not"
+        warnings = hf_posenc.plan(small_llama(kind, 2048), "rope").warnings
+        assert any("beyond 2048 tokens; rope keeps those used up to there" in warning for warning in warnings)
+        for scheme in ("rope2d", "fope", "xpos"):
+            cautions = hf_posenc.plan(small_llama(kind, 2048), scheme).warnings
+            assert any(f"beyond 2048 tokens; {scheme} keeps" in warning for warning in cautions)
+
+
+def test_the_long_frequencies_of_longrope_can_be_frozen() -> None:
+    for first in (4_000, 100_000):
+        assert start_error("longrope", first, torch.float64, limit=2048, freeze="long", exact_angles=True) < 1e-11
+    assert start_error("longrope", 0, torch.float32, limit=2048, freeze="long") > 1e-2
+    plan = hf_posenc.plan(small_llama("longrope", 2048), "rope", freeze="long")
+    assert plan.start == "break"
+    assert any("rope keeps those used beyond" in warning for warning in plan.warnings)
+    for kind, options in (("dynamic", {}), ("default", {}), ("longrope", {"theta": 500.0})):
+        with pytest.raises(OptionError, match="freeze='long': expected 'short', unless the model has a second set"):
+            hf_posenc.plan(small_llama(kind, 2048), "rope", freeze="long", **options)
+
+
+def test_frozen_frequencies_survive_saving(tmp_path: Path) -> None:
+    model = hf_posenc.patch(small_llama("longrope", 2048), "rope", freeze="long")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_at(type(model).from_pretrained(tmp_path), 5_000), logits_at(model, 5_000))
+
+
+@pytest.mark.parametrize("scheme", ["rope", "xpos", "rope2d", "fope"])
+def test_beside_a_kept_rotation_that_lengthens_queries_nothing_changes(scheme: str) -> None:
+    for kind in ("yarn", "longrope"):
+        model = small_llama(kind)
+        before = logits_at(model, 7)
+        after = logits_at(hf_posenc.patch(model, scheme, native="keep"), 7)
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
