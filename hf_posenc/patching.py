@@ -36,7 +36,7 @@ def patch(
     `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer.
 
     Args:
-        model: A Llama, GPT-2 or T5 model of transformers with any head, not wrapped by anything.
+        model: A Llama, GPT-2, T5 or ViT model of transformers with any head, not wrapped by anything.
         scheme: Name of a scheme, see `hf_posenc.schemes()`.
         native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
             that make the start exact are chosen unless given (`describe` names them).

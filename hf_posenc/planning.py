@@ -227,9 +227,10 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     architecture = of_config(config)
     heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
     named = [heads[name] for name in config.architectures or [] if name in heads]
-    kind: Any = (
-        named[0] if named else next(k for k in architecture.twins if hasattr(k, "prepare_inputs_for_generation"))
-    )
+    models = [kind for kind in architecture.twins if issubclass(kind, PreTrainedModel)]
+    # Of a config that names no class: one that generates text, where there is any.
+    generates = sorted(models, key=lambda kind: not hasattr(kind, "prepare_inputs_for_generation"))
+    kind: Any = (named or generates)[0]
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     # The dtype that loading would give it: what is cached has it too.
@@ -282,10 +283,8 @@ def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.T
         outputs = []
         body: Any
         for body in architecture.stacks(model).values():
-            weight = body.get_input_embeddings().weight
-            ids = torch.arange(8, device=weight.device)[None] % weight.shape[0]
             with torch.no_grad():
-                outputs.append(body(input_ids=ids)[0])
+                outputs.append(body(**architecture.example(body))[0])
         return outputs
     finally:
         model.train(training)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -67,13 +68,19 @@ class Architecture(ABC):
         """Return the modules beside the attentions whose class changes while the body is patched."""
         return ()
 
+    def example(self, body: nn.Module) -> dict[str, Tensor]:
+        """Return the arguments of a short forward of a body."""
+        assert isinstance(body, PreTrainedModel)
+        weight: Any = body.get_input_embeddings().weight
+        return {"input_ids": torch.arange(8, device=weight.device)[None] % weight.shape[0]}
 
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a module, from where accelerate keeps it if it is offloaded."""
-    weight: Any = module.weight
+
+def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
+    """Return a parameter of a module, from where accelerate keeps it if it is offloaded."""
+    weight: Any = getattr(module, name)
     stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     if weight.is_meta and stored is not None:
-        weight = stored["weight"]
+        weight = stored[name]
     assert isinstance(weight, Tensor)
     return weight
 

@@ -83,7 +83,8 @@ class PosencModel:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save the converted model with its stub and model card, as `PreTrainedModel.save_pretrained` does."""
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        # A stock checkpoint may have had other names for its weights; those of the patched class have always been these.
+        super().save_pretrained(save_directory, *args, **{**kwargs, "save_original_format": False})  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             self._write_companions(save_directory)
 

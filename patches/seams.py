@@ -168,7 +168,8 @@ class PosencAttention:
                 q=q,
                 k=scheme.recall(keys, state),
                 v=values,
-                positions=Positions(here, places),
+                # Of the keys in a cache only the positions are kept.
+                positions=Positions(here, places) if cache is not None else tokens.positions,
                 reach=context.reach,
                 scale=scale,
                 state=state,
@@ -277,7 +278,11 @@ class PosencBody:
         if vars(self).get("posenc_disabled"):
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
-        return super().forward(**self.prepare(call, coords))  # type: ignore[misc]
+        return self.run(self.prepare(call, coords))
+
+    def run(self, call: dict[str, Any]) -> Any:
+        """Call the stock forward with the arguments that `prepare` returned."""
+        return super().forward(**call)  # type: ignore[misc]
 
     def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
@@ -296,15 +301,29 @@ class PosencBody:
             call["attention_mask"] = self.mask_of(positions, batch)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
-        shared, strengths = self._modules.get(SHARED), self.strengths()
-        for scheme in () if shared is None else shared.schemes():
-            if embeds(scheme):
-                if call.get("inputs_embeds") is None:
-                    call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
-                call["inputs_embeds"] = scheme(_embed, call["inputs_embeds"], positions, strengths.scheme)
         reach = int(positions.max()) if positions.numel() else 0
-        real = real_tokens(mask, past, length)
-        return self.hand_down(call, Context(positions, reach, shared, strengths.scheme, real=real, coords=coords))
+        context = self.context(positions, reach, real_tokens(mask, past, length), coords)
+        if self.embedders():
+            if call.get("inputs_embeds") is None:
+                call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
+            call["inputs_embeds"] = self.embedded(call["inputs_embeds"], context)
+        return self.hand_down(call, context)
+
+    def context(self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None) -> Context:
+        """Return what the layers get to know of the new tokens, see `Context`."""
+        shared = self._modules.get(SHARED)
+        return Context(positions, reach, shared, self.strengths().scheme, real=real, coords=coords)
+
+    def embedders(self) -> list[Scheme]:
+        """Return the schemes that act on the input of the first layer."""
+        shared: Any = self._modules.get(SHARED)
+        return [] if shared is None else [scheme for scheme in shared.schemes() if embeds(scheme)]
+
+    def embedded(self, inputs: Tensor, context: Context) -> Tensor:
+        """Return what these schemes make of the embeddings of the tokens, `[B, S, E]`."""
+        for scheme in self.embedders():
+            inputs = scheme(_embed, inputs, context)
+        return inputs
 
     def axes(self) -> set[int]:
         """Return how many coordinates of a token the schemes of this body read."""
@@ -355,8 +374,10 @@ def embeds(scheme: Scheme) -> bool:
     return scheme.overrides("embed")
 
 
-def _embed(scheme: Scheme, inputs: Tensor, positions: Tensor, strength: float) -> Tensor:
-    return (scheme if strength == 1 else Blended(scheme, strength)).embed(inputs, positions)
+def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
+    assert context.positions is not None
+    acting = scheme if context.strength == 1 else Blended(scheme, context.strength)
+    return acting.embed(inputs, context.positions, context.coords)
 
 
 def tokens_in(cache: Cache | None) -> int | Tensor:

@@ -228,15 +228,22 @@ def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body
             undo.set(layer, "posenc_group", attention.posenc_group)
         elif is_patched(layer):
             restore(undo, layer)
-    stock = stock_class(type(layers[0]))
-    names = {stock.__name__, architecture.twins[stock].__name__}
-    present = {
-        type(layer).__name__ for other in architecture.stacks(model).values() for layer in architecture.layers(other)
-    }
+    present: dict[type, set[str]] = {}
+    for other in architecture.stacks(model).values():
+        for layer in architecture.layers(other):
+            present.setdefault(stock_class(type(layer)), set()).add(type(layer).__name__)
+        patched = any(is_patched(attention) for attention in architecture.attentions(other))
+        for module in architecture.swapped(other):
+            stock = stock_class(type(module))
+            present.setdefault(stock, set()).add((architecture.twins[stock] if patched else stock).__name__)
     for module in model.modules():
         unsplit = set(getattr(module, "_no_split_modules", None) or ())
-        wanted = unsplit - names | present
-        if unsplit & names and wanted != unsplit:
+        wanted = set(unsplit)
+        for stock, kinds in present.items():
+            names = {stock.__name__, architecture.twins[stock].__name__}
+            if unsplit & names:
+                wanted = wanted - names | kinds
+        if wanted != unsplit:
             undo.set(module, "_no_split_modules", wanted)
 
 

@@ -28,6 +28,11 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(name)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        if type(config) not in kind._model_mapping:
+            raise RecipeError(
+                f"The model {name!r} of the recipe is a {config.model_type}, which writes no text. Recipes train language models; "
+                "patch this one, and train it as any other of its kind."
+            )
         return kind.from_pretrained(name, **options).eval(), AutoTokenizer.from_pretrained(name)
     except PosencError:
         raise

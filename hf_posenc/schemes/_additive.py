@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import DistanceTable, Equivalent, Nothing
 from hf_posenc.errors import OptionError
-from hf_posenc.scheme import Block, Geometry, Scheme, set_start
+from hf_posenc.scheme import Block, Geometry, Positions, Scheme, set_start
 
 
 class AdditiveBias(Scheme):
@@ -16,14 +17,18 @@ class AdditiveBias(Scheme):
         geometry: Shape of the layer.
         gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
         shared: One module for the whole stack.
+        ahead: Gives the bias of keys ahead of the query, in encoders; `None` gives them that of keys behind it.
     """
 
     gate_weight: nn.Parameter | None
 
-    def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self, geometry: Geometry, *, gate: bool = False, shared: bool = False, ahead: AdditiveBias | None = None
+    ) -> None:
         super().__init__(geometry)
         self.gate = gate
         self.shared = shared
+        self.ahead = ahead
         self.gate_weight = nn.Parameter(torch.zeros(geometry.heads)) if gate else None
 
     def reset_parameters(self) -> None:
@@ -37,10 +42,25 @@ class AdditiveBias(Scheme):
     def gated_bias(self, block: Block, like: Tensor) -> Tensor:
         """Return the bias as it is added, `[B|1, H, q, K]`, in dtype and on the device of the logits `like`."""
         bias = self.bias(block, like.dtype).to(like.device)
-        return bias if self.gate_weight is None else bias * self.gate_weight.to(like)[:, None, None]
+        if self.gate_weight is not None:
+            bias = bias * self.gate_weight.to(like)[:, None, None]
+        if self.ahead is None:
+            return bias
+        return torch.where(block.distance()[:, None].to(like.device) < 0, self.ahead.gated_bias(block, like), bias)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits + self.gated_bias(block, logits)
+
+    def stock_equivalent(self) -> Equivalent:
+        return Nothing() if self.adds_nothing() else super().stock_equivalent()
+
+    def adds_nothing(self) -> bool:
+        """Whether the bias is zero everywhere, with the parameters as they are."""
+        return self.is_zero() and (self.ahead is None or self.ahead.is_zero())
+
+    def is_zero(self) -> bool:
+        """Whether the bias is zero, with the parameters as they are; without that of `ahead`."""
+        return self.gate_weight is not None and not bool(self.gate_weight.any())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.gate
@@ -66,6 +86,22 @@ class DistanceBias(AdditiveBias):
             # Positions with large gaps (position skipping): fewer pairs than distances.
             flat = self.values(distance.flatten(), dtype)
         return flat.view(-1, *distance.shape).transpose(0, 1)  # [B|1, H, q, K]
+
+    def reach(self) -> int | None:
+        """Return the distance from which the bias no longer changes; `None` if it goes on changing."""
+        return None
+
+    def stock_equivalent(self) -> Equivalent:
+        if self.axes or self.adds_nothing():
+            return super().stock_equivalent()
+        return DistanceTable(self._at, self.reach())
+
+    def _at(self, distance: Tensor) -> Tensor:
+        """Return the bias as it is added, float64 `[H, N]`, at distances `[N]`."""
+        far = distance.abs().max()
+        block = Block(Positions(far.view(1, 1), far - distance[None]), reach=int(far))
+        with torch.no_grad():
+            return self.gated_bias(block, distance.double())[0, :, 0]
 
 
 def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:

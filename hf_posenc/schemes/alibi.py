@@ -7,15 +7,18 @@ from torch import Tensor
 
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, set_start
-from hf_posenc.schemes._additive import DistanceBias
+from hf_posenc.schemes._grid import GridBias
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive")
-class ALiBi(DistanceBias):
+class ALiBi(GridBias):
     """A penalty proportional to the distance, with a fixed slope per head (Press et al. 2022).
 
     `bias = -m_h |i - j|`. The bias is built from the distance, not from the key's position as in the official code: the two
     differ by a constant per row, but in bfloat16 the latter is wrong by up to 0.4 in total variation at position 4,000.
+
+    In images the distance is the Euclidean one between patches, in patches (CROMA, arXiv 2311.00566); the class token has no
+    bias.
 
     Args:
         geometry: Shape of the layer.
@@ -38,6 +41,9 @@ class ALiBi(DistanceBias):
         super().reset_parameters()
         if self.log_slopes is not None:
             set_start(self.log_slopes, torch.tensor(slopes(self.geometry.heads)).log())
+
+    def grid_values(self, offset: Tensor) -> Tensor:
+        return self.values(offset.norm(dim=-1), offset.dtype)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if self.log_slopes is None:

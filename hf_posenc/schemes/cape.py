@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
@@ -123,6 +124,14 @@ class CAPE(Scheme):
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         return NoPE(self.geometry).cautions(native_kept=native_kept) if self.base == "nope" else []
+
+    def stock_equivalent(self) -> Equivalent:
+        last = self.mlp2[-1]
+        assert isinstance(last, AcrossHeads)
+        direct = self.base_bias is not None and self.form != "add" and not self.base_bias.is_zero()
+        if direct or bool(last.weight.any()) or bool(last.bias.any()):
+            return super().stock_equivalent()
+        return Nothing()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.init == "zero"

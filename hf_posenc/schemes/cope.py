@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
@@ -134,6 +135,10 @@ class CoPE(Scheme):
     def _scale(self) -> float:
         assert self.geometry.scale is not None
         return self.geometry.scale
+
+    def stock_equivalent(self) -> Equivalent:
+        filled = [table for table in (self.pos_emb, self.pos_emb_right) if table is not None and bool(table.any())]
+        return super().stock_equivalent() if filled else Nothing()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept

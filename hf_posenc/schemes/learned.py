@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Nothing, PositionTable
 from hf_posenc.errors import PositionError
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, Scheme
@@ -62,7 +63,7 @@ class Learned(Scheme):
         native = self.geometry.native
         learned_table_start(self.init, self.wpe.weight, None if native is None else native.weight, std=0.02)
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
         if positions.numel() and int(positions.max()) >= self.num_positions:
             raise PositionError(
                 f"Position {int(positions.max())} is beyond the learned table of {self.num_positions} positions. Use "
@@ -70,6 +71,10 @@ class Learned(Scheme):
             )
         table: Tensor = self.wpe(positions.to(self.wpe.weight.device))
         return inputs + table.to(inputs)
+
+    def stock_equivalent(self) -> Nothing | PositionTable:
+        table = self.wpe.weight.detach()
+        return PositionTable(lambda rows: table[:rows], self.num_positions) if bool(table.any()) else Nothing()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.init == ("zero" if native_kept else "native")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from hf_posenc.equivalents import Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 
@@ -19,6 +20,9 @@ class NoPE(Scheme):
         return [
             "Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
         ]
+
+    def stock_equivalent(self) -> Nothing:
+        return Nothing()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import require
@@ -80,6 +81,10 @@ class Shaw(Scheme):
         """Return the row of every query and key in the tables, expanded to `[B, H, q, K]`."""
         far = self.max_distance
         return ((-block.distance()).clamp(-far, far) + far)[:, None].to(like.device, torch.int64).expand(like.shape)
+
+    def stock_equivalent(self) -> Equivalent:
+        filled = [table for table in (self.rel_k, self.rel_v) if table is not None and bool(table.any())]
+        return super().stock_equivalent() if filled else Nothing()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.init == "zero"

@@ -6,8 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Nothing, PositionTable
+from hf_posenc.errors import ExportError
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.scheme import Geometry, Positions, Scheme
 from hf_posenc.schemes._additive import require
 
 
@@ -17,6 +19,9 @@ class Sinusoidal(Scheme):
 
     `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64: in float32 they are
     off by 2e-4 at position 16,000.
+
+    In images the first half of the channels encodes the column of a patch and the second its row, each in this way (MAE,
+    arXiv 2111.06377); the class token gets nothing.
 
     Args:
         geometry: Shape of the layer.
@@ -48,23 +53,47 @@ class Sinusoidal(Scheme):
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
         self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
+        self.axes = 2 if geometry.axes == 2 else 0
 
     def reset_parameters(self) -> None:
         if self.gate_weight is not None:
             nn.init.zeros_(self.gate_weight)
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
         width = self.geometry.hidden_size
-        half = width // 2
-        step = torch.arange(half, dtype=torch.float64, device=positions.device)
-        exponent = 2 * step / width if self.freq == "paper" else step / max(half - 1, 1)
-        angles = positions[..., None].double() * self.base**-exponent  # [B|1, S, E / 2]
-        pair = (angles.sin(), angles.cos())
-        table = torch.stack(pair, -1).flatten(-2) if self.layout == "interleaved" else torch.cat(pair, -1)
-        table = nn.functional.pad(table, (0, width % 2)) * self.scale
+        if self.axes:
+            row, column = Positions(positions, positions, coords).of_queries(2, torch.float64).unbind(-1)
+            table = torch.cat((self._waves(column, width // 2), self._waves(row, width - width // 2)), dim=-1)
+            table = table.masked_fill((positions == 0)[..., None], 0)
+        else:
+            table = self._waves(positions.double(), width)
+        table = table * self.scale
         if self.gate_weight is not None:
             table = table * self.gate_weight.to(table)
         return inputs + table.to(inputs)
+
+    def _waves(self, places: Tensor, width: int) -> Tensor:
+        """Return sines and cosines `[B|1, S, width]` of float64 places `[B|1, S]`."""
+        half = width // 2
+        step = torch.arange(half, dtype=torch.float64, device=places.device)
+        exponent = 2 * step / width if self.freq == "paper" else step / max(half - 1, 1)
+        angles = places[..., None] * self.base**-exponent  # [B|1, S, width / 2]
+        pair = (angles.sin(), angles.cos())
+        table = torch.stack(pair, -1).flatten(-2) if self.layout == "interleaved" else torch.cat(pair, -1)
+        return nn.functional.pad(table, (0, width % 2))
+
+    def stock_equivalent(self) -> Nothing | PositionTable:
+        if self.gate_weight is not None and not bool(self.gate_weight.any()):
+            return Nothing()
+        if self.axes:
+            raise ExportError("is computed for images of any size, and stock models have a table for one size")
+        return PositionTable(self._rows, None)
+
+    def _rows(self, count: int) -> Tensor:
+        """Return what is added at the first positions, float64 `[count, E]`."""
+        with torch.no_grad():
+            none = torch.zeros(1, count, self.geometry.hidden_size, dtype=torch.float64)
+            return self.embed(none, torch.arange(count)[None])[0]
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.gate

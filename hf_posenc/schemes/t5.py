@@ -81,6 +81,12 @@ class T5Bias(DistanceBias):
         index = self._buckets(distance).to(self.weight.device)
         return self.weight.to(dtype).index_select(0, index).T
 
+    def is_zero(self) -> bool:
+        return super().is_zero() or not bool(self.weight.any())
+
+    def reach(self) -> int:
+        return self.max_distance
+
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:
             return self.init == "zero" or self.gate

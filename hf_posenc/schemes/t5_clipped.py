@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -7,20 +8,23 @@ from torch import Tensor, nn
 
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, NativeTable, set_start
-from hf_posenc.schemes._additive import DistanceBias, require
+from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._buckets import Buckets
+from hf_posenc.schemes._grid import GridBias
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
-class T5Clipped(DistanceBias):
+class T5Clipped(GridBias):
     """A learned bias per head and distance, all distances from `max_distance` on sharing one (FIRE paper, section 2).
 
     Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K` (our
-    extension).
+    extension). In images `[H, (2K + 1)^2]`, a bias for each offset in rows and columns, each clamped to K (Swin, arXiv
+    2103.14030, with the clipping of iRPE, arXiv 2107.14222); the class token has no bias.
 
     Args:
         geometry: Shape of the layer.
-        max_distance: K; `None` is the shortest that holds the model's own T5 table exactly, else 128.
+        max_distance: K; `None` is the shortest that holds the model's own T5 table exactly, else 128; in images the longest
+            offset within the trained size.
         init: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02), `"zero"` is a
             no-op at the start; `"auto"` is `"native"` where the model has such a table, else `"zero"`.
         gate: Multiply the bias by a learned factor per head, started at 0.
@@ -42,7 +46,9 @@ class T5Clipped(DistanceBias):
         super().__init__(geometry, gate=gate, shared=shared)
         native = geometry.native_table("t5")
         needed = None if native is None else _reach(native, causal=geometry.causal)
-        if max_distance is None:
+        if max_distance is None and self.axes and geometry.max_positions is not None:
+            max_distance = max(1, math.isqrt(geometry.max_positions) - 1)
+        elif max_distance is None:
             max_distance = 128 if needed is None else needed
         require(max_distance >= 1, "t5_clipped", "max_distance", max_distance, "at least 1")
         fits = needed is not None and max_distance >= needed
@@ -56,7 +62,8 @@ class T5Clipped(DistanceBias):
             "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance",
         )
         self.max_distance, self.init = max_distance, init
-        self.r = nn.Parameter(torch.empty(geometry.heads, max_distance * (1 if geometry.causal else 2) + 1))
+        per_axis = max_distance + 1 if geometry.causal and not self.axes else 2 * max_distance + 1
+        self.r = nn.Parameter(torch.empty(geometry.heads, per_axis ** (self.axes or 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -74,6 +81,17 @@ class T5Clipped(DistanceBias):
         far = self.max_distance
         index = distance.clamp(0, far) if self.geometry.causal else distance.clamp(-far, far) + far
         return self.r.to(dtype).index_select(1, index.to(self.r.device))
+
+    def grid_values(self, offset: Tensor) -> Tensor:
+        far = self.max_distance
+        row, column = (offset.round().long().clamp(-far, far) + far).unbind(-1)
+        return self.r.to(offset.dtype).index_select(1, ((2 * far + 1) * row + column).to(self.r.device))
+
+    def reach(self) -> int:
+        return self.max_distance
+
+    def is_zero(self) -> bool:
+        return super().is_zero() or not bool(self.r.any())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:

@@ -1,0 +1,255 @@
+"""ViT: patches of an image, with a learned table of positions that is added to their embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.vit.configuration_vit import ViTConfig
+from transformers.models.vit.modeling_vit import (
+    ViTAttention,
+    ViTEmbeddings,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
+    ViTLayer,
+    ViTModel,
+)
+
+from hf_posenc.checkpoint import PosencConfig
+from hf_posenc.coordinates import grid
+from hf_posenc.errors import PositionError, ShapeError
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.context import Context, check_coords, real_tokens
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
+from hf_posenc.record import FULL, Strengths
+from hf_posenc.scheme import Geometry, NativeTable
+
+
+class PosencViTConfig(PosencConfig, ViTConfig):
+    posenc_stock = ViTConfig
+    model_type = "hf_posenc_vit"
+    posenc: dict[str, Any] | None = None
+    posenc_lock = ("hidden_act", "requires hf_posenc")
+
+
+class PosencViTAttention(PosencAttention, ViTAttention):
+    posenc_stock = ViTAttention
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        context = self.take_context(kwargs)
+        if context.positions is None:
+            stock: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **kwargs)
+            return stock
+        output, weights = self.attend_with_scheme(
+            context,
+            hidden_states,
+            attention_mask,
+            cache=None,
+            layer=None,
+            causal=False,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            backend=self.config._attn_implementation,
+            need_weights=bool(kwargs.get("output_attentions")),
+        )
+        return self.o_proj(output), weights
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q, k, v = (x(hidden).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+
+class PosencViTLayer(PosencLayer, ViTLayer):
+    posenc_stock = ViTLayer
+
+    def feed_forward(self) -> nn.Module:
+        module: nn.Module = self.mlp
+        return module
+
+
+class PosencViTEmbeddings(ViTEmbeddings):
+    """Embeddings with the position table at part of its strength; once a patch has removed it, images have any size."""
+
+    posenc_stock = ViTEmbeddings
+    posenc_switch = True
+
+    def forward(
+        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, interpolate_pos_encoding: bool | None = False
+    ) -> Tensor:
+        if not vars(self).get("posenc_disabled"):
+            fits = vars(self).get("posenc_removed") or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
+            interpolate_pos_encoding = interpolate_pos_encoding or fits
+        embeddings: Tensor = super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
+        return embeddings
+
+    def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+        if vars(self).get("posenc_disabled"):
+            stock: Tensor = super().interpolate_pos_encoding(embeddings, height, width)
+            return stock
+        if vars(self).get("posenc_removed"):
+            return embeddings.new_zeros(1)
+        strengths: Strengths = vars(self).get("posenc_strengths", FULL)
+        table: Tensor = self.position_embeddings
+        if (height, width) != tuple(self.image_size):
+            table = super().interpolate_pos_encoding(embeddings, height, width)
+        return table if strengths.native == 1 else table * strengths.native
+
+
+class PosencViTModel(PosencBody, PosencModel, ViTModel):
+    """The class token is at position 0, the patches follow row by row.
+
+    A patch has its row and column on the grid as coordinates, counted in patches from 0; the class token has (0, 0), at which
+    nothing is rotated. `position_coords` in the forward replaces them, `[B|1, 1 + patches, 2]`, the class token's first.
+    """
+
+    posenc_stock = ViTModel
+    config_class = PosencViTConfig
+
+    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
+        pixels = call.get("pixel_values")
+        if pixels is None:
+            return call  # The stock forward says what is wrong.
+        if call.get("position_ids") is not None:
+            raise PositionError(
+                "Got position_ids; the patches of an image have coordinates. Pass position_coords, or leave both out."
+            )
+        rows, columns = self.grid(pixels)
+        batch, length = pixels.shape[0], 1 + rows * columns
+        axes = self.axes()
+        if coords is not None:
+            coords = check_coords(coords, axes, batch, length, pixels.device)
+        elif axes - {0, 1}:
+            coords = grid_coords(rows, columns, pixels.device)
+        positions = torch.arange(length, device=pixels.device)[None]
+        real = real_tokens(call.get("attention_mask"), 0, length)
+        return self.hand_down(call, self.context(positions, length - 1, real, coords))
+
+    def grid(self, pixels: Tensor) -> tuple[int, int]:
+        """Return how many rows and columns of patches images have."""
+        height, width = pixels.shape[-2:]
+        patch: tuple[int, int] = tuple(self.embeddings.patch_embeddings.patch_size)
+        rows, columns = height // patch[0], width // patch[1]
+        # With the table there, the size is for transformers to judge.
+        free = vars(self.embeddings).get("posenc_removed") and (height, width) != tuple(self.embeddings.image_size)
+        if free and (rows * patch[0], columns * patch[1]) != (height, width):
+            raise ShapeError(
+                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x {patch[1]}. Resize "
+                "or pad them."
+            )
+        return rows, columns
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        return call | {CONTEXT: context}
+
+    def run(self, call: dict[str, Any]) -> Any:
+        context, embedders = call.get(CONTEXT), self.embedders()
+        if context is None or not embedders:
+            return super().run(call)
+
+        def embed(dropout: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self.embedded(inputs[0], context),)
+
+        # Nothing but the pixels goes into the embeddings of the stock model.
+        handle = self.embeddings.dropout.register_forward_pre_hook(embed)
+        try:
+            return super().run(call)
+        finally:
+            handle.remove()
+
+    def is_causal_stack(self) -> bool:
+        return False
+
+
+def grid_coords(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Return row and column of the class token, (0, 0), and of each patch, float32 `[1, 1 + rows * columns, 2]`."""
+    patches = grid(rows, columns).to(device)
+    return torch.cat((patches.new_zeros(1, 1, 2), patches), dim=1)
+
+
+class PosencViTForImageClassification(PosencModel, ViTForImageClassification):
+    posenc_stock = ViTForImageClassification
+    config_class = PosencViTConfig
+
+
+class PosencViTForMaskedImageModeling(PosencModel, ViTForMaskedImageModeling):
+    posenc_stock = ViTForMaskedImageModeling
+    config_class = PosencViTConfig
+
+
+class ViT(Architecture):
+    """ViT models with any head. The table enters once, before the first layer, so it is there for all or for none.
+
+    Without it images have any size that is a multiple of the patch size; with it, `interpolate_pos_encoding` is needed for
+    other sizes than the trained one, as in transformers.
+    """
+
+    name = "vit"
+    attention = ViTAttention
+    native = "learned table of positions"
+    native_per_layer = False
+    native_fades = True
+    twins = {
+        ViTConfig: PosencViTConfig,
+        ViTAttention: PosencViTAttention,
+        ViTLayer: PosencViTLayer,
+        ViTEmbeddings: PosencViTEmbeddings,
+        ViTModel: PosencViTModel,
+        ViTForImageClassification: PosencViTForImageClassification,
+        ViTForMaskedImageModeling: PosencViTForMaskedImageModeling,
+    }
+
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {"encoder": next(module for module in model.modules() if isinstance(module, ViTModel))}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, ViTModel)
+        return [layer.attention for layer in body.layers]
+
+    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, ViTModel)
+        return list(body.layers)
+
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        return {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        assert isinstance(body, ViTModel)
+        return [body.embeddings.position_embeddings]
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(body, ViTModel)
+        return [body.embeddings]
+
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        assert isinstance(body, ViTModel)
+        config, attention = body.config, body.layers[layer].attention
+        table = weight_of(body.embeddings, "position_embeddings").detach()[0]
+        return Geometry(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads,
+            head_dim=attention.head_dim,
+            hidden_size=config.hidden_size,
+            scale=attention.scaling,
+            layer=layer,
+            causal=False,
+            axes=2,
+            max_positions=table.shape[0],
+            native=NativeTable("learned", table),
+            # How large patches are embedded depends on the images; the table is as large as what should take its place.
+            embedding_rms=embedding_rms(table),
+        )
+
+    def example(self, body: nn.Module) -> dict[str, Tensor]:
+        assert isinstance(body, ViTModel)
+        weight, size = body.embeddings.patch_embeddings.projection.weight, body.embeddings.image_size
+        shape = (1, weight.shape[1], *size)
+        return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(weight)}
+
+
+register_architecture(ViT())

@@ -1,0 +1,550 @@
+"""Vision transformers: every bidirectional scheme, through all that a user does with a model that does not generate.
+
+The cases come from the registry, as in test_matrix.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import SAME, new_parameters
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
+    ViTModel,
+)
+
+import hf_posenc
+from hf_posenc import attention
+from hf_posenc.patches.vit import grid_coords
+from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
+
+SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
+HEADS = {
+    ViTModel: AutoModel,
+    ViTForImageClassification: AutoModelForImageClassification,
+    ViTForMaskedImageModeling: AutoModelForMaskedImageModeling,
+}
+SIDE, PATCH = 16, 4
+PATCHES = (SIDE // PATCH) ** 2
+# Larger than the trained size, and with more columns than rows.
+WIDE = (20, 32)
+
+
+def config(**changes: Any) -> ViTConfig:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    image = {"image_size": SIDE, "patch_size": PATCH, "encoder_stride": PATCH, "num_channels": 2}
+    return ViTConfig(**{**sizes, **image, "initializer_range": 0.1, "num_labels": 3, **changes})
+
+
+def make(kind: type = ViTForImageClassification, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    settings = config(**changes)
+    settings._attn_implementation = changes.get("attn_implementation", "sdpa")
+    return kind(settings).eval()
+
+
+def images(height: int = SIDE, width: int = SIDE, rows: int = 2) -> Tensor:
+    return torch.randn(rows, 2, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def patched(name: str, kind: type = ViTForImageClassification, **options: Any) -> PreTrainedModel:
+    """Return a model whose new parameters are away from a start at which many schemes do nothing."""
+    model = hf_posenc.patch(make(kind), name, **options)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def states(model: PreTrainedModel, pixels: Tensor | None = None, **call: Any) -> Tensor:
+    """Return the hidden states of all tokens, `[B, 1 + patches, E]`."""
+    body = getattr(model, "vit", model)
+    return body(images() if pixels is None else pixels, **call).last_hidden_state
+
+
+def loss(model: PreTrainedModel) -> Tensor:
+    """Return a loss that every patch has a part in."""
+    hidden = torch.arange(PATCHES)[None].expand(2, -1) % 3 == 0
+    return model(images(), bool_masked_pos=hidden).loss
+
+
+@pytest.mark.parametrize("scheme", ["learned", "sinusoidal", "alibi", "rope", "tape"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head(kind: type, scheme: str) -> None:
+    model = make(kind)
+    with torch.no_grad():
+        before = model(images())[0]
+        assert hf_posenc.patch(model, scheme) is model
+        assert type(model).__name__ == f"Posenc{kind.__name__}"
+        after = model(images())[0]
+        assert after.shape == before.shape
+        assert torch.equal(after, before) == (scheme == "learned")
+        hf_posenc.verify(model)
+        with hf_posenc.disabled(model):
+            assert torch.equal(model(images())[0], before)
+        hf_posenc.unpatch(model)
+        assert type(model) is kind
+        assert torch.equal(model(images())[0], before)
+
+
+def test_every_head_class_of_transformers_is_known() -> None:
+    from transformers.models.vit import modeling_vit
+
+    public = {getattr(modeling_vit, name) for name in modeling_vit.__all__ if "PreTrained" not in name}
+    assert public == set(HEADS)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_reach_every_parameter(scheme: str) -> None:
+    model = patched(scheme, ViTForMaskedImageModeling)
+    loss(model.train()).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [name for name, p in trained.items() if p.grad is None] == []
+    assert [name for name, p in new_parameters(model).items() if not p.grad.any() or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradient_checkpointing_gives_the_same_gradients(scheme: str) -> None:
+    model = patched(scheme, ViTForMaskedImageModeling)
+    loss(model.train()).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    loss(model).backward()
+    again = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert again.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("native", ["remove", "keep"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_declared_exact_starts_are_exact(scheme: str, native: str) -> None:
+    model = make()
+    before = states(model)
+    plan = hf_posenc.plan(model, scheme, native=native)
+    assert hf_posenc.plan(model.config, scheme, native=native).parameters == plan.parameters
+    after = states(hf_posenc.patch(model, scheme, native=native))
+    moved = (after - before).abs().max()
+    if plan.start_tolerance is None:
+        assert moved > 1e-3
+    elif plan.start_tolerance:
+        assert 0 < moved < 10 * plan.start_tolerance
+    else:
+        torch.testing.assert_close(after, before, **SAME)
+    if native == "keep" and hf_posenc.schemes()[scheme].cls.neutral_options is not None:
+        assert plan.start_tolerance is not None
+    assert plan.parameters == sum(p.numel() for p in new_parameters(model).values())
+    assert plan.cache_bytes_per_token == 0
+    assert [(group[0], group[1]) for group in hf_posenc.verify(model).groups] == [(scheme, native)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_unpatch_is_bit_identical_also_after_training(scheme: str) -> None:
+    model, other = make(ViTForMaskedImageModeling), make(ViTForMaskedImageModeling)
+    before = states(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    flags = {key: p.requires_grad for key, p in model.named_parameters()}
+    settings, unsplit = model.config.to_json_string(), set(model._no_split_modules)
+    kinds = {key: type(module) for key, module in model.named_modules()}
+
+    hf_posenc.patch(model, scheme)
+    assert torch.equal(states(other), before), "a second model changed"
+    with hf_posenc.disabled(model):
+        assert torch.equal(states(model), before)
+    loss(model).backward()
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.sub_(0.1 * parameter.grad)
+    assert hf_posenc.unpatch(model) is model
+
+    assert torch.equal(states(model), before)
+    assert {key: type(module) for key, module in model.named_modules()} == kinds
+    assert {key: p.requires_grad for key, p in model.named_parameters()} == flags
+    assert model.config.to_json_string() == settings
+    assert set(model._no_split_modules) == unsplit
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert [key for module in model.modules() for key in vars(module) if "posenc" in key] == []
+    assert [module for module in model.modules() if module._forward_pre_hooks] == []
+    assert torch.equal(states(other), before), "a second model changed"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_save_and_load_are_bit_equal(scheme: str, tmp_path: Path) -> None:
+    model = patched(scheme)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(states(loaded), states(model))
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert {name: p.requires_grad for name, p in loaded.named_parameters()} == trained
+    with pytest.raises(Exception, match="hf_posenc"):
+        ViTForImageClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head_is_loaded_by_its_auto_class(kind: type, tmp_path: Path) -> None:
+    model = patched("fire", kind)
+    model.save_pretrained(tmp_path)
+    loaded = HEADS[kind].from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(images())[0], model(images())[0])
+
+
+def test_a_checkpoint_with_the_names_of_old_releases_is_converted(tmp_path: Path) -> None:
+    """transformers writes the names that ViT checkpoints on the hub have, and renames them on loading."""
+    from safetensors.torch import load_file
+
+    make().save_pretrained(tmp_path / "stock")
+    assert any("encoder.layer.0" in name for name in load_file(tmp_path / "stock" / "model.safetensors"))
+    stock = ViTForImageClassification.from_pretrained(tmp_path / "stock")
+    before = states(stock)
+    assert torch.equal(before, states(make()))
+    hf_posenc.patch(stock, "fire").save_pretrained(tmp_path / "converted")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "converted")
+    assert torch.equal(states(loaded), states(stock))
+    hf_posenc.unpatch(loaded).save_pretrained(tmp_path / "back")
+    assert torch.equal(states(ViTForImageClassification.from_pretrained(tmp_path / "back")), before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_copies_are_independent(scheme: str) -> None:
+    model = patched(scheme)
+    before = states(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(states(twin), before)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(0.1)
+        assert torch.equal(states(model), before)
+        hf_posenc.unpatch(twin)
+    assert torch.equal(states(model), before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bfloat16_is_as_close_as_the_stock_model(scheme: str) -> None:
+    def error(candidate: PreTrainedModel) -> float:
+        exact = states(candidate)
+        rounded = states(copy.deepcopy(candidate).to(torch.bfloat16)).float()
+        return float((exact - rounded).pow(2).mean().sqrt())
+
+    model = patched(scheme)
+    assert error(model) <= 2 * error(make())
+    assert {p.dtype for p in new_parameters(model.to(torch.bfloat16)).values()} <= {torch.float32}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_executors_agree_and_attentions_can_be_seen(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched(scheme)
+    chosen = states(model)
+    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 5)
+    torch.testing.assert_close(states(model), chosen, **SAME)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(states(model), chosen, **SAME)
+    with torch.no_grad():
+        seen = model(images(), output_attentions=True, output_hidden_states=True)
+    assert [weights.shape for weights in seen.attentions] == [(2, 4, 1 + PATCHES, 1 + PATCHES)] * 2
+    assert [hidden.shape for hidden in seen.hidden_states] == [(2, 1 + PATCHES, 64)] * 3
+    torch.testing.assert_close(model.vit.layernorm(seen.hidden_states[-1]), chosen, **SAME)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_images_of_any_size(scheme: str) -> None:
+    model = patched(scheme, **({"num_positions": 60} if scheme == "learned" else {}))
+    pixels = images(*WIDE)
+    wide = states(model, pixels)
+    assert wide.shape == (2, 1 + 5 * 8, 64)
+    assert torch.equal(states(model, pixels, interpolate_pos_encoding=True), wide)
+    torch.testing.assert_close(states(model, pixels[:1]), wide[:1], **SAME)
+    with pytest.raises(hf_posenc.ShapeError, match=r"18 x 16 pixels; expected multiples of the patch size, 4 x 4"):
+        states(model, images(18, 16))
+
+
+def test_the_size_rule_of_transformers_holds_while_the_table_is_kept() -> None:
+    stock = make()
+    model = hf_posenc.patch(make(), "fire", native="keep")  # an exact start
+    pixels = images(24, 32)
+    for candidate in (stock, model):
+        with pytest.raises(ValueError, match="doesn't match model"):
+            states(candidate, pixels)
+    wanted = states(stock, pixels, interpolate_pos_encoding=True)
+    torch.testing.assert_close(states(model, pixels, interpolate_pos_encoding=True), wanted, **SAME)
+    tall = make(image_size=[SIDE, 2 * SIDE])
+    before = states(tall, images(SIDE, 2 * SIDE))
+    assert torch.equal(states(hf_posenc.patch(tall, "nope", native="keep"), images(SIDE, 2 * SIDE)), before)
+
+
+def test_a_removed_table_adds_nothing_and_is_not_trained() -> None:
+    model = hf_posenc.patch(make(), "alibi")
+    table = model.vit.embeddings.position_embeddings
+    before = states(model)
+    with torch.no_grad():
+        table.normal_()
+    assert torch.equal(states(model), before)
+    assert not table.requires_grad
+    assert hf_posenc.unpatch(model).vit.embeddings.position_embeddings.requires_grad
+
+
+def test_the_table_fades() -> None:
+    model, gone = (hf_posenc.patch(make(), "kerple", native=native, gate=False) for native in ("keep", "remove"))
+    gone.load_state_dict(model.state_dict())
+    whole = states(model)
+    hf_posenc.set_strength(model, native=0.5)
+    half = states(model)
+    with torch.no_grad():
+        copy.deepcopy(model).vit.embeddings.position_embeddings.mul_(0.5)
+    assert (half - whole).abs().max() > 1e-3
+    hf_posenc.set_strength(model, native=0)
+    torch.testing.assert_close(states(model), states(gone), **SAME)
+    hf_posenc.drop_native(model)
+    assert torch.equal(states(model), states(gone))
+    assert states(model, images(*WIDE)).shape[1] == 41
+
+
+def test_absolute_schemes_hand_over() -> None:
+    """What is added to the embeddings of patches is at part of its strength too, and is dropped out with them."""
+    model = hf_posenc.patch(make(hidden_dropout_prob=0.5), "sinusoidal", native="keep", gate=False, scale=1.0)
+    body = model.vit
+    stock = make()
+    embeddings = stock.vit.embeddings(images())
+    added = []
+    body.layers[0].register_forward_pre_hook(lambda module, args: added.append(args[0] - embeddings))
+    for strength in (0.0, 0.25, 1.0):
+        hf_posenc.set_strength(model, scheme=strength)
+        states(model)
+    assert added[2][:, 1:].abs().max() > 0.9
+    torch.testing.assert_close(added[1], 0.25 * added[2], **SAME)
+    torch.testing.assert_close(added[0], torch.zeros_like(added[0]), **SAME)
+    body.embeddings.train()
+    added.clear()
+    states(model)
+    dropped = (added[0] + embeddings == 0).float().mean()
+    assert 0.4 < dropped < 0.6
+
+
+def test_layers_compose() -> None:
+    model = hf_posenc.patch(make(), "alibi", layers=[0])
+    hf_posenc.patch(model, "rope", layers=[1])
+    assert {group[:2] for group in hf_posenc.verify(model).groups} == {("alibi", "remove"), ("rope", "remove")}
+    warnings = hf_posenc.plan(make(), "alibi", layers=[0]).warnings
+    assert any("leaves the 1 layers that are not patched without positions" in text for text in warnings)
+    with pytest.raises(hf_posenc.LayerSelectionError, match="takes all 2 layers"):
+        hf_posenc.patch(make(), "sinusoidal", layers=[0])
+
+
+def test_hidden_patches_change_nothing() -> None:
+    mask = torch.ones(2, 1 + PATCHES, dtype=torch.long)
+    mask[0, 9:] = 0
+    other = images()
+    other[0, :, 2 * PATCH + PATCH :] = 7.0  # the last row of patches, 13 to 16
+    for scheme in ("alibi", "cope", "fox"):
+        model = patched(scheme)
+        before = states(model, attention_mask=mask)
+        torch.testing.assert_close(states(model, other, attention_mask=mask)[:, :9], before[:, :9], **SAME)
+        assert not torch.allclose(before, states(model), atol=1e-3)
+
+
+def test_coordinates_are_rows_and_columns() -> None:
+    coords = grid_coords(2, 3, torch.device("cpu"))
+    assert coords.tolist() == [[[0, 0], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
+    """Return the list that tokens go into as a scheme without a projection of its own gets them."""
+    found: list[Tokens] = []
+    project = Scheme.project
+
+    def spy(self: Scheme, tokens: Tokens, *args: Any) -> Any:
+        found.append(tokens)
+        return project(self, tokens, *args)
+
+    monkeypatch.setattr(Scheme, "project", spy)
+    return found
+
+
+def test_schemes_get_raster_positions_and_grid_coordinates(seen: list[Tokens]) -> None:
+    model = patched("alibi")
+    states(model, images(*WIDE))
+    mask = torch.ones(2, 41, dtype=torch.long)
+    mask[1, 30:] = 0
+    states(model, images(*WIDE), attention_mask=mask)
+    for tokens in seen:
+        assert torch.equal(tokens.positions.query, torch.arange(41)[None])
+        assert torch.equal(tokens.positions.of_queries(2, torch.float32), grid_coords(5, 8, torch.device("cpu")))
+        assert torch.equal(tokens.positions.of_keys(2, torch.float32), grid_coords(5, 8, torch.device("cpu")))
+    assert [tokens.real is None for tokens in seen] == [True, True, False, False]
+    assert torch.equal(seen[-1].real, mask == 1)
+
+
+def test_coordinates_may_be_given() -> None:
+    model = patched("alibi")
+    grid = grid_coords(4, 4, torch.device("cpu"))
+    before = states(model)
+    assert torch.equal(states(model, position_coords=grid), before)
+    each = torch.cat((grid, 2 * grid))
+    both = states(model, position_coords=each)
+    torch.testing.assert_close(both[:1], before[:1], **SAME)
+    torch.testing.assert_close(both[1:], states(model, position_coords=2 * grid)[1:], **SAME)
+    assert (both[1] - before[1]).abs().max() > 1e-3
+    with torch.no_grad():
+        assert model(images(), labels=torch.zeros(2, dtype=torch.long), position_coords=grid).loss.isfinite()
+    with hf_posenc.disabled(model):
+        assert torch.equal(states(model, position_coords=grid), states(make()))
+
+
+def test_wrong_coordinates_are_refused() -> None:
+    model = patched("alibi")
+    for coords in (torch.zeros(1, 16, 2), torch.zeros(1, 17, 3), torch.zeros(3, 17, 2), torch.zeros(17, 2)):
+        with pytest.raises(hf_posenc.PositionError, match=r"expected \[2 or 1, 17, 2\]"):
+            states(model, position_coords=coords)
+    with pytest.raises(hf_posenc.PositionError, match="no scheme of this model reads coordinates"):
+        states(patched("fire"), position_coords=grid_coords(4, 4, torch.device("cpu")))
+    with pytest.raises(hf_posenc.PositionError, match="Pass position_coords"):
+        states(model, position_ids=torch.arange(17)[None])
+
+
+# -- forms for images --------------------------------------------------------------------------------------------------
+
+
+def image_geometry(**changes: Any) -> Geometry:
+    sizes = {"heads": 4, "kv_heads": 4, "head_dim": 8, "hidden_size": 32, "max_positions": 17}
+    return Geometry(**{**sizes, "causal": False, "axes": 2, **changes})
+
+
+def image_bias(scheme: Any, rows: int, columns: int) -> np.ndarray:
+    """Return the bias of an image, `[H, S, S]`."""
+    coords = grid_coords(rows, columns, torch.device("cpu"))
+    places = torch.arange(coords.shape[1])[None]
+    block = Block(Positions(places, places, coords, coords), reach=int(places.max()))
+    zeros = torch.zeros(1, 4, coords.shape[1], coords.shape[1], dtype=torch.float64)
+    return scheme.score(zeros, None, None, block)[0].detach().numpy()
+
+
+def test_alibi_of_an_image_is_the_distance_on_the_grid() -> None:
+    got = image_bias(hf_posenc.build("alibi", image_geometry()), 3, 5)
+    places = [divmod(token, 5) for token in range(15)]
+    for head, slope in enumerate([1 / 4, 1 / 16, 1 / 64, 1 / 256]):
+        for query, (y, x) in enumerate(places, start=1):
+            for key, (v, u) in enumerate(places, start=1):
+                assert got[head, query, key] == pytest.approx(-slope * ((y - v) ** 2 + (x - u) ** 2) ** 0.5)
+    assert not got[:, 0].any()
+    assert not got[:, :, 0].any()
+
+
+def test_t5_clipped_of_an_image_has_a_bias_for_each_offset() -> None:
+    scheme = hf_posenc.build("t5_clipped", image_geometry(), init="normal")
+    assert scheme.max_distance == 3
+    assert scheme.r.shape == (4, 49)
+    table = scheme.r.detach().numpy().reshape(4, 7, 7)
+    got = image_bias(scheme, 3, 6)
+    places = [divmod(token, 6) for token in range(18)]
+    for query, (y, x) in enumerate(places, start=1):
+        for key, (v, u) in enumerate(places, start=1):
+            row, column = (min(max(offset, -3), 3) + 3 for offset in (y - v, x - u))
+            assert got[:, query, key] == pytest.approx(table[:, row, column])
+    assert not got[:, 0].any()
+    assert not got[:, :, 0].any()
+    assert hf_posenc.build("t5_clipped", image_geometry(), max_distance=1).r.shape == (4, 9)
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_sinusoidal_of_an_image_is_that_of_column_and_row(layout: str) -> None:
+    """MAE's `get_2d_sincos_pos_embed`, whose first half is that of the column."""
+    scheme = hf_posenc.build("sinusoidal", image_geometry(), layout=layout, scale=0.5)
+    coords = grid_coords(3, 5, torch.device("cpu"))
+    inputs = torch.ones(1, 16, 32, dtype=torch.float64)
+    got = scheme.embed(inputs, torch.arange(16)[None], coords)[0].numpy() - 1
+    frequencies = 1e4 ** -(np.arange(8) / 8)
+    for token in range(15):
+        row, column = divmod(token, 5)
+        for place, half in ((column, got[token + 1, :16]), (row, got[token + 1, 16:])):
+            sin, cos = (half[:8], half[8:]) if layout == "concat" else (half[0::2], half[1::2])
+            np.testing.assert_allclose(sin, 0.5 * np.sin(place * frequencies), atol=1e-12)
+            np.testing.assert_allclose(cos, 0.5 * np.cos(place * frequencies), atol=1e-12)
+    assert not got[0].any()
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5_clipped"])
+def test_forms_for_images_act_in_the_model(scheme: str) -> None:
+    """Through every executor: with queries of zero the weights are the softmax of the bias alone."""
+    model = hf_posenc.patch(make(), scheme, **({"init": "normal"} if scheme == "t5_clipped" else {}))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for layer in model.vit.layers:
+            layer.attention.q_proj.weight.zero_()
+            layer.attention.q_proj.bias.zero_()
+        weights = model(images(*WIDE), output_attentions=True).attentions
+    own = next(module for module in model.modules() if isinstance(module, Scheme))
+    wanted = torch.from_numpy(image_bias(own, 5, 8)).softmax(-1).float()
+    for of_layer in weights:
+        torch.testing.assert_close(of_layer, wanted.expand_as(of_layer), atol=1e-6, rtol=1e-5)
+
+
+def test_other_schemes_read_the_raster_order() -> None:
+    options = {"init": "paper"}
+    image = hf_posenc.build("fire", image_geometry(), **options)
+    text = hf_posenc.build("fire", image_geometry(axes=1), **options)
+    text.load_state_dict(image.state_dict())
+    np.testing.assert_array_equal(image_bias(image, 3, 5), image_bias(text, 3, 5))
+
+
+def test_text_forms_are_as_they_were_beside_an_image() -> None:
+    text = hf_posenc.build("alibi", image_geometry(axes=1))
+    got = image_bias(text, 3, 5)
+    assert got[0, 2, 9] == pytest.approx(-7 / 4)
+    assert got[0, 0, 4] == pytest.approx(-1)
+    assert text.axes == 0
+
+
+# -- around the model --------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_config_that_names_no_class() -> None:
+    assert hf_posenc.plan(config(), "alibi").architecture == "vit"
+
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_carry_schemes_of_images(tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model
+
+    model = get_peft_model(patched("fire"), hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+        before = model(images()).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(PeftModel.from_pretrained(make(), tmp_path)(images()).logits, before)
+
+
+def test_embeddings_and_layers_stay_whole_on_a_device() -> None:
+    model = hf_posenc.patch(make(), "tape")
+    assert set(model._no_split_modules) == {"PosencViTEmbeddings", "PosencViTLayer"}
+    assert set(hf_posenc.patch(model, "fire")._no_split_modules) == {"PosencViTEmbeddings", "ViTLayer"}
+
+
+def test_no_hook_stays_after_an_error() -> None:
+    model = patched("sinusoidal")
+    with pytest.raises(ValueError, match="channel dimension"):
+        states(model, torch.randn(1, 3, SIDE, SIDE))
+    assert [module for module in model.modules() if module._forward_pre_hooks] == []
