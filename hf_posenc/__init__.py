@@ -18,6 +18,7 @@ from hf_posenc.errors import (
     CacheError,
     CheckpointError,
     DirectionError,
+    ExportError,
     LayerSelectionError,
     NotPatchedError,
     OptionError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hf_posenc.adapters import PosencLoraConfig
     from hf_posenc.attention import attend
     from hf_posenc.describing import describe
+    from hf_posenc.export.stock import export_stock
     from hf_posenc.patches.architecture import register_architecture
     from hf_posenc.patching import disabled, patch, unpatch
     from hf_posenc.planning import plan, verify
@@ -48,6 +50,7 @@ __all__ = [
     "CacheError",
     "CheckpointError",
     "DirectionError",
+    "ExportError",
     "Geometry",
     "LayerSelectionError",
     "NotPatchedError",
@@ -67,6 +70,7 @@ __all__ = [
     "describe",
     "disabled",
     "drop_native",
+    "export_stock",
     "patch",
     "plan",
     "register_architecture",
@@ -89,6 +93,7 @@ _HOMES = {
     "describe": "hf_posenc.describing",
     "disabled": "hf_posenc.patching",
     "drop_native": "hf_posenc.strength",
+    "export_stock": "hf_posenc.export.stock",
     "patch": "hf_posenc.patching",
     "plan": "hf_posenc.planning",
     "register_architecture": "hf_posenc.patches.architecture",

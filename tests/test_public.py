@@ -20,6 +20,7 @@ PUBLIC = [
     "CacheError",
     "CheckpointError",
     "DirectionError",
+    "ExportError",
     "Geometry",
     "LayerSelectionError",
     "NotPatchedError",
@@ -39,6 +40,7 @@ PUBLIC = [
     "describe",
     "disabled",
     "drop_native",
+    "export_stock",
     "patch",
     "plan",
     "register_architecture",
@@ -73,7 +75,7 @@ def test_public_names_are_pinned() -> None:
         (
             "attend",
             "(scheme, q, k, v, *, query_positions, key_positions, hidden=None, mask=None, need_weights=False, "
-            "executor=None, host=None)",
+            "executor=None, host=None, query_coords=None, key_coords=None)",
         ),
     ],
 )
@@ -103,7 +105,8 @@ def test_every_scheme_documents_itself() -> None:
 # Each room may import those before it, and itself. A scheme knows no architecture; an architecture names no scheme.
 ROOMS = [
     ("hf_posenc.errors",),
-    ("hf_posenc.scheme",),
+    ("hf_posenc.equivalents",),
+    ("hf_posenc.scheme", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.blending"),
     ("hf_posenc.schemes",),
     ("hf_posenc.attention",),
@@ -114,6 +117,7 @@ ROOMS = [
     ("hf_posenc.selection",),
     ("hf_posenc.preparing",),
     ("hf_posenc.patching", "hf_posenc.describing", "hf_posenc.strength", "hf_posenc.adapters"),
+    ("hf_posenc.export",),
     ("hf_posenc.planning",),
     ("hf_posenc.recipes",),
     ("hf_posenc.cli",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,18 @@ def copy_tokenizer(model: str, folder: Path) -> bool:
             return False
         AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return True
+
+
+def copy_processor(model: str, folder: Path) -> bool:
+    """Copy what prepares the images of a checkpoint into a folder, if it says."""
+    from transformers.utils import cached_file
+
+    name = "preprocessor_config.json"
+    with _reading(model, "image processor"):
+        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if found:
+            shutil.copyfile(found, folder / name)
+    return bool(found)
 
 
 def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:

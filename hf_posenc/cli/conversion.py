@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hf_posenc.cli.application import app, quiet
-from hf_posenc.cli.checkpoints import copy_tokenizer, how_to_load, load_config, load_model
+from hf_posenc.cli.checkpoints import copy_processor, copy_tokenizer, how_to_load, load_config, load_model
 from hf_posenc.cli.directories import listing, whole_directory
 from hf_posenc.errors import CheckpointError, LayerSelectionError, OptionError
 
@@ -111,11 +111,11 @@ def convert(
         patching.patch(loaded, scheme, **selection)
         verification = planning.verify(loaded)
         loaded.save_pretrained(folder)
-        has_tokenizer = copy_tokenizer(model, folder)
+        has_tokenizer, has_processor = copy_tokenizer(model, folder), copy_processor(model, folder)
         written = listing(folder)
     typer.echo(f"\n{verification}")
     typer.echo(f"\nwrote {out}: {written}")
-    if not has_tokenizer:
+    if not has_tokenizer and not has_processor:
         typer.echo(f"{model} has no tokenizer, so none was written.")
     typer.echo(f"\nTo load it:\n\n{how_to_load(loaded, out, has_tokenizer)}")
 

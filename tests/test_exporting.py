@@ -1,0 +1,543 @@
+"""Converted models as ordinary checkpoints: what they compute, where there are none, and what is left on the disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc import cli
+from hf_posenc.errors import ExportError, NotPatchedError
+from hf_posenc.export.stock import export_stock, stock_twin
+
+TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
+PAGE = Path(__file__).parent.parent / "docs" / "export.md"
+IDS = torch.randint(0, 48, (2, 30), generator=torch.Generator().manual_seed(0))
+WIDE = 1024  # more channels than any export here needs
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def llama(**changes: Any) -> Any:
+    """A Llama with grouped queries, biases, and large weights, so that attention is not uniform."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_bias": True,
+        "initializer_range": 0.2,
+    }
+    return scattered(LlamaForCausalLM(LlamaConfig(**(shape | changes))), "bias").eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "initializer_range": 0.2}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = ViTConfig(**shape, image_size=16, patch_size=4, initializer_range=0.2)
+    return ViTForImageClassification(config).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "llama": (llama, AutoModelForCausalLM),
+    "gpt2": (gpt2, AutoModelForCausalLM),
+    "t5": (t5, AutoModelForSeq2SeqLM),
+    "vit": (vit, AutoModelForImageClassification),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def scattered(model: Any, name: str, size: float = 0.2) -> Any:
+    """Move all parameters with a name, as training would."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if name in key:
+                parameter.add_(size * torch.randn_like(parameter))
+    return model
+
+
+def trained(make: Callable[[], Any], scheme: str, **options: Any) -> Any:
+    """A converted model whose scheme has moved from its start."""
+    return scattered(hf_posenc.patch(make(), scheme, **options), "hf_posenc")
+
+
+def strengths(model: Any, **values: float) -> Any:
+    hf_posenc.set_strength(model, **values)
+    return model
+
+
+def two(model: Any, scheme: str, **options: Any) -> Any:
+    return scattered(hf_posenc.patch(model, scheme, **options), "hf_posenc")
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    kind = model.config.model_type
+    if kind.endswith("vit"):
+        return model(pixel_values=torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))).logits
+    return model(input_ids=IDS, **({"decoder_input_ids": IDS.flip(1)} if kind.endswith("t5") else {})).logits
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """Everything of a model that an export must leave alone."""
+    kinds = [type(module) for module in model.modules()]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return kinds, weights, model.config.to_dict(), [p.requires_grad for p in model.parameters()], id(model.config)
+
+
+def assert_same(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    assert before[0] == after[0]
+    assert before[1].keys() == after[1].keys()
+    assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+    assert before[2:] == after[2:]
+
+
+# -- what can be exported ----------------------------------------------------------------------------------------------
+
+EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "no positions": (lambda: trained(llama, "nope"), {}),
+    "own frequencies": (lambda: trained(llama, "rope"), {}),
+    "other frequencies": (lambda: trained(llama, "rope", theta=500.0), {}),
+    "interleaved": (lambda: trained(llama, "rope", layout="interleaved"), {}),
+    "partial": (lambda: trained(llama, "rope", theta=100.0, rotary_dim=4, layout="interleaved"), {}),
+    "gates per layer": (lambda: trained(llama, "rope", gate=True), {"max_head_dim": WIDE}),
+    "some layers without": (lambda: trained(llama, "nope", layers=[1]), {"max_head_dim": WIDE}),
+    "three kinds": (
+        lambda: two(trained(llama, "nope", layers=[1]), "rope", layers=[2], theta=50.0),
+        {"max_head_dim": WIDE},
+    ),
+    "kept, nothing added": (lambda: hf_posenc.patch(llama(), "fire", native="keep"), {}),
+    "kept, turned further": (lambda: trained(llama, "rope", native="keep"), {"max_head_dim": WIDE}),
+    "fading": (lambda: strengths(trained(llama, "nope", native="keep"), native=0.5), {}),
+    "fading, some layers": (lambda: strengths(trained(llama, "nope", layers=[0], native="keep"), native=0.5), {}),
+    "scheme faded out": (lambda: strengths(trained(llama, "kerple", native="keep"), scheme=0.0), {}),
+    "yarn": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope"), {}),
+    "yarn, interleaved": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope", layout="interleaved"), {}),
+    "yarn, some layers": (lambda: trained(lambda: llama(rope_parameters=YARN), "nope", layers=[0]), {"max_head_dim": WIDE}),
+    "yarn, fading": (
+        lambda: strengths(trained(lambda: llama(rope_parameters=YARN), "nope", native="keep"), native=0.5),
+        {},
+    ),
+    "dynamic": (lambda: trained(lambda: llama(rope_parameters=DYNAMIC, max_position_embeddings=16), "rope"), {}),
+    "comrope_ap": (lambda: trained(llama, "comrope_ap"), {"max_head_dim": WIDE}),
+    "comrope_ld": (lambda: trained(llama, "comrope_ld", block_size=4), {"max_head_dim": WIDE}),
+    "comrope, yarn": (
+        lambda: trained(lambda: llama(rope_parameters=YARN), "comrope_ap", block_size=4),
+        {"max_head_dim": WIDE},
+    ),
+    "liere": (lambda: trained(llama, "liere"), {"max_head_dim": WIDE}),
+    "liere, two axes": (lambda: trained(llama, "liere", axes=2), {"max_head_dim": WIDE}),
+    "rope2d": (lambda: trained(llama, "rope2d"), {"max_head_dim": WIDE}),
+    "rope2d, axial": (lambda: trained(llama, "rope2d", kind="axial"), {}),
+    "fope, not begun": (lambda: hf_posenc.patch(llama(), "fope"), {}),
+    "tape, not begun": (lambda: hf_posenc.patch(llama(), "tape"), {}),
+    "gpt2, no positions": (lambda: trained(gpt2, "nope"), {}),
+    "gpt2, no positions, longer": (lambda: trained(gpt2, "nope"), {"max_positions": 100}),
+    "gpt2, some layers": (lambda: trained(gpt2, "nope", layers=[1]), {}),
+    "gpt2, learned": (lambda: trained(gpt2, "learned"), {}),
+    "gpt2, learned, other size": (lambda: trained(gpt2, "learned", num_positions=32), {}),
+    "gpt2, learned over own": (lambda: trained(gpt2, "learned", native="keep"), {}),
+    "gpt2, sinusoidal": (lambda: trained(gpt2, "sinusoidal"), {"max_positions": 64}),
+    "gpt2, sinusoidal over own": (lambda: trained(gpt2, "sinusoidal", native="keep"), {}),
+    "gpt2, half of both": (
+        lambda: strengths(trained(gpt2, "learned", native="keep"), native=0.5, scheme=0.5),
+        {},
+    ),
+    "gpt2, kept, nothing added": (lambda: hf_posenc.patch(gpt2(), "rope", native="keep"), {}),
+    "t5, no positions": (lambda: trained(t5, "nope"), {}),
+    "t5, one stack without": (lambda: trained(t5, "nope", stacks="encoder"), {}),
+    "t5, trained table": (lambda: trained(t5, "t5"), {}),
+    "t5, other buckets": (lambda: trained(t5, "t5", num_buckets=16, max_distance=20), {}),
+    "t5, gated table over own": (lambda: trained(t5, "t5", native="keep", gate=True, init="normal"), {}),
+    "t5, half of both": (lambda: strengths(trained(t5, "t5", native="keep"), native=0.5, scheme=0.25), {}),
+    "t5, buckets of one stack": (lambda: trained(t5, "t5", num_buckets=16, stacks="decoder"), {}),
+    "t5, other buckets over own": (lambda: trained(t5, "t5", num_buckets=16, native="keep"), {}),
+    "t5, a bias per distance": (lambda: trained(t5, "t5_clipped", max_distance=12, init="normal"), {}),
+    "t5, directed": (lambda: trained(t5, "kerple", directed=True), {"max_positions": 30}),
+    "t5, gated, over own": (lambda: trained(t5, "alibi", native="keep"), {"max_positions": 30}),
+    "t5, kept, nothing added": (lambda: hf_posenc.patch(t5(), "shaw", native="keep"), {}),
+    "vit, no positions": (lambda: trained(vit, "nope"), {}),
+    "vit, learned": (lambda: trained(vit, "learned"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_the_stock_model_computes_the_same(case: str, tmp_path: Path) -> None:
+    make, options = EXPORTS[case]
+    model = make()
+    before, expected = state_of(model), logits(model)
+    export = export_stock(model, tmp_path / "out", **options)
+    assert_same(before, state_of(model))
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert not {"posenc", "auto_map"} & set(config)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".safetensors"}
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "posenc" in name]
+    stock = MODELS[config["model_type"]][1].from_pretrained(tmp_path / "out").eval()
+    assert type(stock).__name__ == export.model == type(model).__name__.removeprefix("Posenc")
+    torch.testing.assert_close(logits(stock), expected, atol=1e-4, rtol=1e-4)
+    assert config.get("head_dim", export.head_dim) == export.head_dim
+
+
+@pytest.mark.parametrize("case", ["own frequencies", "kept, nothing added", "scheme faded out", "tape, not begun"])
+def test_what_computes_its_own_encoding_is_the_stock_model_itself(case: str, tmp_path: Path) -> None:
+    export = export_stock(EXPORTS[case][0](), tmp_path / "out")
+    assert export.changes == ()
+    llama().save_pretrained(tmp_path / "stock")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+
+
+def test_no_positions_means_none_at_a_million(tmp_path: Path) -> None:
+    export_stock(hf_posenc.patch(llama(), "nope"), tmp_path / "out")
+    config = LlamaConfig.from_pretrained(tmp_path / "out")
+    assert config.head_dim == 8
+    positions = torch.cat((torch.arange(1000), torch.arange(1000, 1_000_001, 997), torch.tensor([1_000_000])))[None]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    assert bool((cos == 1).all())
+    assert 0 < float(sin.abs().max()) < 1e-20
+    # No weight had to change.
+    before = llama().state_dict()
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize("theta", [50.0, 1e6])
+def test_frequencies_are_those_of_the_scheme(theta: float, tmp_path: Path) -> None:
+    export_stock(hf_posenc.patch(llama(), "rope", theta=theta), tmp_path / "out")
+    found = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path / "out")).inv_freq
+    torch.testing.assert_close(found, theta ** -(torch.arange(0, 8, 2) / 8), rtol=3e-7, atol=0)
+
+
+def test_heads_become_no_wider_than_needed(tmp_path: Path) -> None:
+    # Layer 1 has four planes that stand still, the others the model's own four.
+    mixed = hf_posenc.patch(llama(), "nope", layers=[1])
+    export = export_stock(mixed, tmp_path / "mixed", max_head_dim=16)
+    assert (export.head_dim, export.head_dim_before, export.memory_factor) == (16, 8, 2.0)
+    # Of partial rotations two planes stand still already.
+    for layer, theta in enumerate((100.0, 50.0, 100.0)):
+        hf_posenc.patch(mixed, "rope", layers=[layer], theta=theta, rotary_dim=4)
+    with pytest.raises(
+        ExportError, match=r"Heads with 10 channels in place of 8.*1\.25 times as large.*max_head_dim=10"
+    ):
+        export_stock(mixed, tmp_path / "partial")
+    with pytest.raises(ExportError, match="max_head_dim=9 is too little"):
+        export_stock(mixed, tmp_path / "partial", max_head_dim=9)
+    assert export_stock(mixed, tmp_path / "partial", max_head_dim=10).head_dim == 10
+
+
+def test_one_spectrum_for_all_heads_and_layers_keeps_their_width(tmp_path: Path) -> None:
+    model = trained(llama, "comrope_ap")
+    scheme = model.model.layers[0].self_attn.hf_posenc
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name, parameter in layer.self_attn.hf_posenc.named_parameters():
+                first = scheme.get_parameter(name)
+                parameter.copy_(first[:1].expand_as(first) if "freqs" in name else first)
+    expected = logits(model)
+    assert export_stock(model, tmp_path / "out").head_dim == 8
+    torch.testing.assert_close(
+        logits(LlamaForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_plane_that_turns_backwards(tmp_path: Path) -> None:
+    model = hf_posenc.patch(llama(), "rope", gate=True)
+    with torch.no_grad():
+        for layer, gate in zip(model.model.layers, (0.5, -0.5, -0.5), strict=True):
+            layer.self_attn.hf_posenc.gate_weight.fill_(gate)
+    expected = logits(model)
+    assert export_stock(model, tmp_path / "out").head_dim == 8
+    torch.testing.assert_close(
+        logits(LlamaForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_frequencies_that_differ_by_rounding_are_one(tmp_path: Path) -> None:
+    model = hf_posenc.patch(llama(), "rope", gate=True)
+    half = torch.tensor(0.5)
+    with torch.no_grad():
+        for layer, gate in zip(model.model.layers, (half, half, half.nextafter(torch.tensor(1.0))), strict=True):
+            layer.self_attn.hf_posenc.gate_weight.fill_(gate)
+    assert export_stock(model, tmp_path / "out").head_dim == 8
+
+
+def test_half_precision_stays(tmp_path: Path) -> None:
+    model = trained(llama, "liere").to(torch.bfloat16)
+    exact = logits(copy.deepcopy(model).float())
+    export_stock(model, tmp_path / "out", max_head_dim=WIDE)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert stock.dtype == torch.bfloat16
+    noise = (logits(model).float() - exact).abs().mean()
+    assert (logits(stock).float() - exact).abs().mean() < 2 * noise
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: LlamaModel(llama().config), LlamaModel),
+        (lambda: LlamaForSequenceClassification(llama(pad_token_id=0).config), LlamaForSequenceClassification),
+        (lambda: T5EncoderModel(t5().config), T5EncoderModel),
+    ],
+    ids=["body", "classifier", "encoder"],
+)
+def test_other_heads(make: Callable[[], Any], kind: Any, tmp_path: Path) -> None:
+    model = hf_posenc.patch(make().eval(), "nope")
+    assert export_stock(model, tmp_path / "out").model == kind.__name__
+    with torch.no_grad():
+        torch.testing.assert_close(kind.from_pretrained(tmp_path / "out")(IDS)[0], model(IDS)[0], atol=1e-4, rtol=1e-4)
+
+
+# -- a process without the package -------------------------------------------------------------------------------------
+
+FRESH = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+folder, found = Path(sys.argv[1]), {}
+ids = torch.load(folder / "ids.pt")
+for path in sorted(folder.iterdir()):
+    if not path.is_dir():
+        continue
+    assert type(AutoModel.from_pretrained(path)).__name__ in ("LlamaModel", "GPT2Model")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    with torch.no_grad():
+        found[path.name] = model(ids).logits
+    found[path.name + " tokens"] = model.generate(
+        ids, attention_mask=mask, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+assert "hf_posenc" not in sys.modules
+save_file(found, folder / "found.safetensors")
+"""
+
+
+def test_it_loads_and_generates_without_the_package(tmp_path: Path) -> None:
+    cases = ["comrope_ld", "liere", "liere, two axes", "some layers without", "gpt2, sinusoidal"]
+    models = {f"{index}": EXPORTS[case][0]() for index, case in enumerate(cases)}
+    for (name, model), case in zip(models.items(), cases, strict=True):
+        export_stock(model, tmp_path / name, **EXPORTS[case][1])
+    torch.save(IDS, tmp_path / "ids.pt")
+    program = [sys.executable, "-W", "ignore", "-c", FRESH, str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "found.safetensors")
+    mask = torch.ones_like(IDS)
+    mask[1, :7] = 0
+    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    for name, model in models.items():
+        torch.testing.assert_close(found[name], logits(model), atol=1e-4, rtol=1e-4)
+        assert torch.equal(found[f"{name} tokens"], model.generate(IDS, attention_mask=mask, **settings))
+
+
+# -- what cannot ------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "bias": (lambda: trained(llama, "fire"), {}, r"'fire' on layer 0 of the decoder changes the logits of attention .* hf-posenc is"),
+    "softmax": (lambda: trained(llama, "stick_breaking"), {}, "'stick_breaking' on layer 0 .* the softmax"),
+    "content": (lambda: trained(llama, "tape"), {}, "'tape' .* cached keys"),
+    "series": (lambda: trained(llama, "fope"), {}, "'fope' .* changes queries"),
+    "table on llama": (lambda: trained(llama, "learned"), {}, "vector per position .* rotary encoding has no table"),
+    "buckets on llama": (lambda: trained(llama, "t5"), {}, "adds a bias of the distance"),
+    "spectra": (lambda: trained(llama, "comrope_ld"), {}, r"differ: 24 distinct ones .* planes for 4.* 6 times as large"),
+    "other planes": (
+        lambda: trained(llama, "rope", native="keep", layout="interleaved"), {"max_head_dim": WIDE}, "other planes .* native='remove'",
+    ),
+    "half a rotation": (
+        lambda: strengths(trained(llama, "rope", native="keep"), scheme=0.5), {}, "at the strength 0.5, which is no rotation",
+    ),
+    "changing frequencies": (
+        lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {"max_head_dim": WIDE},
+        r"layer 1 of the decoder \(without a scheme\) keeps frequencies that change beyond 64 tokens",
+    ),
+    "rotation on gpt2": (lambda: trained(gpt2, "rope"), {}, "turns queries and keys .* table of positions only"),
+    "rotation on t5": (lambda: trained(t5, "rope"), {}, "turns queries and keys .* table for distances only"),
+    "tables of layers": (lambda: trained(t5, "t5", shared=False), {}, "layer 1 of the encoder .* another bias .* one table"),
+    "fading tables": (
+        lambda: strengths(trained(t5, "nope", layers=[0], native="keep"), native=0.5), {}, "layer 1 of the encoder .* another bias",
+    ),
+    "no end": (lambda: trained(t5, "kerple"), {}, "goes on changing with the distance, .* max_positions"),
+    "an end": (lambda: trained(t5, "t5"), {"max_positions": 30}, "constant from the distance 128 on"),
+    "factor": (lambda: trained(t5, "kerple", weighted=True), {"max_positions": 30}, "changes the logits"),
+    "grid": (lambda: trained(vit, "sinusoidal"), {}, "images of any size"),
+    "patches": (lambda: trained(vit, "learned", num_positions=16), {}, "ViTForImageClassification has 17"),
+    "more than there are": (lambda: trained(gpt2, "learned"), {"max_positions": 41}, "41 positions .* at most 40"),
+    "none": (lambda: trained(gpt2, "nope"), {"max_positions": 0}, "max_positions=0, expected at least 1"),
+    "positions of llama": (lambda: trained(llama, "nope"), {"max_positions": 9}, "no table of positions or distances"),
+    "width of gpt2": (lambda: trained(gpt2, "nope"), {"max_head_dim": 9}, "only models with rotary encoding"),
+    "adapters": (lambda: adapted(), {}, r"merge PEFT adapters with model.merge_and_unload"),
+    "altered": (lambda: altered(), {}, "q_proj of layer 0 of the decoder is a Altered"),
+    "elsewhere": (lambda: trained(llama, "nope").to("meta"), {}, "not in memory"),
+}  # fmt: skip
+
+
+def adapted() -> Any:
+    model = hf_posenc.patch(llama(), "nope")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
+    return model
+
+
+def altered() -> Any:
+    class Altered(torch.nn.Linear):
+        pass
+
+    model = trained(llama, "rope", theta=50.0)
+    model.model.layers[0].self_attn.q_proj.__class__ = Altered
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_stock_model_computes_is_refused(case: str, tmp_path: Path) -> None:
+    make, options, message = REFUSED[case]
+    model = make()
+    with pytest.raises(ExportError, match=message):
+        export_stock(model, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stock_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotPatchedError, match="a stock model already"):
+        export_stock(llama(), tmp_path / "out")
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_is_there_is_lost(tmp_path: Path) -> None:
+    model = hf_posenc.patch(gpt2(), "nope")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine", encoding="utf-8")
+    for target, message in (
+        (tmp_path / "full", "not empty"),
+        (tmp_path / "full" / "mine", "is a file"),
+        (tmp_path / "nowhere" / "out", "no directory"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export_stock(model, target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "mine"]
+    (tmp_path / "empty").mkdir()
+    export_stock(model, tmp_path / "empty")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()} == {0o644}
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, folder: Path) -> None:
+        (folder / "half").write_text("half", encoding="utf-8")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(GPT2LMHeadModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_stock(hf_posenc.patch(gpt2(), "nope"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+    hf_posenc.patch(AutoModelForCausalLM.from_pretrained(TINY_LLAMA), "nope", layers="every:2").save_pretrained(
+        tmp_path / "in"
+    )
+    AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(tmp_path / "in")
+    refused = run("export", tmp_path / "in", tmp_path / "out")
+    assert refused.exit_code == 1
+    assert "--max-head-dim" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    done = run("export", tmp_path / "in", tmp_path / "out", "--max-head-dim", 48)
+    assert done.exit_code == 0, done.stderr
+    assert "48 in place of 24: " in done.stdout
+    assert f'LlamaForCausalLM.from_pretrained("{tmp_path / "out"}")' in done.stdout
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(TINY_LLAMA))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is LlamaForCausalLM
+    again = run("export", tmp_path / "out", tmp_path / "twice")
+    assert (again.exit_code, "not a converted checkpoint" in again.stderr) == (1, True)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(scheme: str, architecture: str) -> str:
+    """Return what comes of exporting a trained scheme, as the page has it."""
+    make = MODELS[architecture][0]
+    causal_only = "bidirectional" not in hf_posenc.schemes()[scheme].directions
+    stacks = {"stacks": "decoder"} if architecture == "t5" and causal_only else {}
+    if architecture == "vit" and causal_only:
+        return "-"
+    model = trained(make, scheme, **stacks)
+    try:
+        stock_twin(model)
+    except ExportError as error:
+        if "max_head_dim" in str(error):
+            return "wider heads"
+        return "up to a length" if "max_positions" in str(error) else "no"
+    return "yes"
+
+
+@pytest.mark.parametrize("scheme", hf_posenc.schemes())
+def test_the_table_is_true(scheme: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8").split("## How")[0], flags=re.M)
+    assert [name for name, _ in rows] == list(hf_posenc.schemes())
+    written = [cell.strip() for cell in dict(rows)[scheme].split("|")]
+    assert written == [outcome(scheme, architecture) for architecture in MODELS]
+
+
+def test_the_code_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(TINY_LLAMA))), str(PAGE), "exec"), {})
+    assert (tmp_path / "smollm2-nope" / "model.safetensors").is_file()
