@@ -38,6 +38,7 @@ TIMES = (1, 2, 4, 8)
 RECIPES = {
     "llama": (
         *("rope", "tape", "learned", "fire", "fire_s", "kerple", "cape", "t5", "t5_clipped", "alibi", "sandwich"),
+        *("rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos"),
         *("shaw", "disentangled", "transformer_xl", "fox", "fox_pro", "cope", "stick_breaking", "sinusoidal", "nope"),
     ),
     "gpt2": ("alibi", "rope", "fire", "kerple", "fox", "cope", "shaw", "sinusoidal", "nope"),
@@ -66,6 +67,10 @@ FORMS = {
         "alibi",
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
+    **{
+        f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"])
+        for scheme in ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape")
+    },
 }
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
@@ -165,12 +170,13 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     ]
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
+        far = 8 * trained_length(arguments)
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
-            far = 8 * trained_length(arguments)
             rows[scheme] = (f"{architecture}-{scheme}", [change.replace("{far}", str(far)) for change in changes])
         for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
-            rows[form] = (f"{architecture}-{scheme}", changes)
+            whole = {change.split("=")[0]: change for change in (*REMOVED.get(scheme, []), *changes)}.values()
+            rows[form] = (f"{architecture}-{scheme}", [change.replace("{far}", str(far)) for change in whole])
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]
             rows[f"{scheme}, native kept"] = (f"{architecture}-{scheme}", kept)

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_posenc.errors import RecipeError
+from hf_posenc.recipes.annealing import Annealing
 from hf_posenc.recipes.collation import Collator, MixedLengths, PositionSkipping
 from hf_posenc.recipes.distillation import Distilling, Teacher
 from hf_posenc.recipes.groups import parameter_groups
@@ -42,7 +43,7 @@ def adapt(
 
     Args:
         model: A language model; converted, under its adapter and so on, as the recipe wants it.
-        recipe: Its sections `training` and `distillation` are followed, and the handover of `conversion`.
+        recipe: Its sections `training` and `distillation` are followed, and handover and annealing of `conversion`.
         windows: Examples with `input_ids` and `labels`.
         teacher: What to stay close to.
         callbacks: Of the trainer, more than those of the recipe.
@@ -97,6 +98,8 @@ def adaptation_trainer(
     own: list[TrainerCallback] = [LogAndSave()]
     if conversion.scheme is not None and conversion.native == "handover":
         own.append(Handover(conversion.handover))
+    if conversion.scheme is not None and conversion.options.get("anneal") is True:
+        own.append(Annealing(conversion.anneal))
     if training.new_parameters_first:
         own.append(NewParametersFirst(training.new_parameters_first))
     trainer = AdaptationTrainer(

@@ -62,6 +62,7 @@ def _needs(recipe: Recipe) -> list[_Need]:
     return [
         _Need("conversion", ("options", "native", "layers", "stacks", "fit"), has_scheme, "a scheme"),
         _Need("conversion", ("handover",), conversion.native == "handover", "conversion.native: handover"),
+        _Need("conversion", ("anneal",), _anneals(recipe), "anneal: true among conversion.options"),
         _Need("training", ("new_parameters_first",), has_scheme, "a scheme"),
         _Need("data", ("config", "split", "column"), data.source != "builtin", "another data.source than builtin"),
         _Need(
@@ -77,6 +78,10 @@ def _needs(recipe: Recipe) -> list[_Need]:
             "adapter.kind: lora",
         ),
     ]
+
+
+def _anneals(recipe: Recipe) -> bool:
+    return recipe.conversion.scheme is not None and recipe.conversion.options.get("anneal") is True
 
 
 def _without_effect(recipe: Recipe) -> Iterator[str]:

@@ -40,6 +40,7 @@ class Conversion:
         options: Options of the scheme.
         native: What becomes of the model's own encoding: removed at once, kept, or handed over from during training.
         handover: With `native: handover`, the share of the steps that the way takes.
+        anneal: With `anneal: true` among the options, the share of the steps over which the whole scheme comes in.
         layers: Which layers; a list of indices or a pattern like "every:4"; null is all.
         stacks: Of an encoder-decoder, "encoder" and/or "decoder"; null is all.
         fit: Start an additive scheme by regression on the native encoding ("native") or on another scheme of this name.
@@ -49,6 +50,7 @@ class Conversion:
     options: dict[str, Any] = field(default_factory=dict)
     native: Literal["remove", "keep", "handover"] = "remove"
     handover: SomeShare = 0.3
+    anneal: SomeShare = 0.3
     layers: Indices | Pattern | None = None
     stacks: Stacks | None = None
     fit: Name | None = None

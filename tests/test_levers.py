@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
+from hf_posenc.recipes.annealing import Annealing, annealed_inside
 from hf_posenc.recipes.collation import MixedLengths, PositionSkipping
 from hf_posenc.recipes.distillation import Distilling, Teacher, divergence, hidden_distance
 from hf_posenc.recipes.groups import is_scheme_parameter
@@ -99,6 +100,40 @@ def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(checkpoint))
     for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("scheme", ["fope", "xpos"])
+def test_annealing(scheme: str, tmp_path: Path) -> None:
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        options = {"clip": True} if scheme == "fope" else {}
+        return hf_posenc.patch(stock("llama"), scheme, anneal=True, **options)
+
+    def progress(model: Any) -> float:
+        (value,) = {float(one.progress) for one in annealed_inside(model)}
+        return value
+
+    seen: list[float] = []
+    watch = Watch(lambda step, model: seen.append(progress(model)))
+    whole = fresh()
+    trainer(whole, tmp_path / "a", callbacks=[Annealing(0.5), watch], save_strategy="steps").train()
+    assert seen == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    assert progress(AutoModelForCausalLM.from_pretrained(checkpoint)) == pytest.approx(0.6)  # that of its last step
+    again = trainer(fresh(), tmp_path / "b", callbacks=[Annealing(0.5)])
+    again.train(resume_from_checkpoint=str(checkpoint))
+    for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert progress(again.model) == 1
+
+
+def test_annealing_needs_something_to_bring_in(tmp_path: Path) -> None:
+    for scheme in ("fire", "fope"):
+        with pytest.raises(OptionError, match="anneal=True: fope or xpos"):
+            trainer(hf_posenc.patch(stock("llama"), scheme), tmp_path, callbacks=[Annealing()]).train()
+    for share in (0, 1.1):
+        with pytest.raises(OptionError, match="0 < share <= 1"):
+            Annealing(share)
 
 
 def test_a_handover_needs_something_to_hand_over(tmp_path: Path) -> None:
