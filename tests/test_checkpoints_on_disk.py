@@ -589,6 +589,7 @@ def test_what_is_in_a_directory(tmp_path: Path) -> None:
         "width": 32,
         "init": "paper",
         "normalizer": "both",
+        "directed": False,
         "gate": False,
         "shared": False,
     }

@@ -210,7 +210,9 @@ def test_failed_convert_leaves_nothing_behind(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_convert_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
     program = (
-        "import pathlib, time\nfrom hf_posenc.cli import whole_directory\n"
+        "import pathlib, signal, time\nfrom hf_posenc.cli import whole_directory\n"
+        # A shell that starts the tests in the background has them ignore interrupts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"with whole_directory(pathlib.Path({str(tmp_path / 'out')!r})) as folder:\n"
         "    (folder / 'weights').write_text('half')\n    print('writing', flush=True)\n    time.sleep(60)\n"
     )
