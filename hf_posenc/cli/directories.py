@@ -1,52 +1,27 @@
-"""Directories that are there whole, or not at all."""
+"""Directories that commands write: there whole or not at all, also when the command is stopped."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hf_posenc.errors import PosencError
+from hf_posenc import directories
+from hf_posenc.directories import OutputError
+
+__all__ = ["OutputError", "listing", "whole_directory"]
 
 
-class OutputError(PosencError):
-    """A directory cannot be written."""
-
-
-@contextlib.contextmanager
-def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
-    """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails or is stopped.
-
-    Args:
-        out: The directory that is to be there whole, or not at all.
-        replaceable: Whether an `out` that is there, and not empty, may be replaced.
-
-    Raises:
-        OutputError: `out` exists and must be kept, or cannot be made.
-    """
-    if not out.parent.is_dir():
-        raise OutputError(f"There is no directory {out.parent} to write {out.name} in. Make it first.")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} exists and is a file. Choose another name, or remove it first.")
-    if out.is_dir() and any(out.iterdir()) and not replaceable(out):
-        raise OutputError(f"{out} exists and is not empty. Choose another name, or remove it first.")
-    # On the same file system, so that it can be renamed.
-    folder = out.parent / f".{out.name}.{secrets.token_hex(4)}"
+def whole_directory(
+    out: Path, replaceable: Callable[[Path], bool] = lambda folder: False
+) -> AbstractContextManager[Path]:
+    """As `hf_posenc.directories.whole_directory`; what was begun vanishes also when the process is terminated."""
     # A signal must find its handler from the moment the folder is there.
-    with _removed_when_terminated(folder):
-        try:
-            folder.mkdir()
-            yield folder
-            _make_readable(folder)
-            if out.is_dir():
-                shutil.rmtree(out)
-            os.replace(folder, out)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    return directories.whole_directory(out, replaceable, _removed_when_terminated)
 
 
 @contextlib.contextmanager
@@ -63,14 +38,6 @@ def _removed_when_terminated(folder: Path) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _make_readable(folder: Path) -> None:
-    # safetensors makes its files private; a checkpoint is as readable as the user's other files.
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def listing(folder: Path) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from hf_posenc.directories import OutputError, whole_directory
 from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
 from hf_posenc.export.inventory import read_stack
 from hf_posenc.export.restating import Draft, restate
@@ -88,11 +85,12 @@ def export_stock(
         ExportError: No stock model computes this function, or it cannot be written. Nothing is written then.
         NotPatchedError: The model is not patched.
     """
-    target = Path(directory)
-    _check_free(target)
-    stock, export = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
-    with _beside(target) as folder:
-        stock.save_pretrained(folder)
+    try:
+        with whole_directory(Path(directory)) as folder:
+            stock, export = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
+            stock.save_pretrained(folder)
+    except OutputError as error:
+        raise ExportError(str(error)) from error
     return export
 
 
@@ -161,30 +159,3 @@ def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: 
         )
     if max_positions is not None and max_positions < 1:
         raise ExportError(f"Got max_positions={max_positions}, expected at least 1.")
-
-
-def _check_free(target: Path) -> None:
-    if not target.absolute().parent.is_dir():
-        raise ExportError(f"There is no directory {target.parent} to write {target.name} in. Make it first.")
-    if target.exists() and not target.is_dir():
-        raise ExportError(f"{target} exists and is a file. Choose another name, or remove it first.")
-    if target.is_dir() and any(target.iterdir()):
-        raise ExportError(f"{target} exists and is not empty. Choose another name, or remove it first.")
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """Give a directory to write to, which becomes the target when the block ends, and vanishes if it fails."""
-    # On the same file system, so that it can be renamed.
-    folder = target.absolute().parent / f".{target.name}.{secrets.token_hex(4)}"
-    try:
-        folder.mkdir()
-        yield folder
-        # safetensors makes its files private; a checkpoint is as readable as the user's other files.
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in folder.rglob("*"):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        os.replace(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
