@@ -46,6 +46,8 @@ RECIPES = {
 }
 # Recipes of a Llama that do something else with its encoding than to remove it; and how far positions are skipped to.
 REMOVED = {
+    # A table has rows for the positions only that training has shown.
+    "learned": ["training.skip_to={trained}"],
     "fire": ["training.skip_to={far}"],
     "fire_s": ["training.skip_to={far}"],
     "fox": ["conversion.native=remove", "conversion.options={}"],
@@ -170,13 +172,13 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     ]
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
-        far = 8 * trained_length(arguments)
+        lengths = {"{trained}": str(trained_length(arguments)), "{far}": str(8 * trained_length(arguments))}
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
-            rows[scheme] = (f"{architecture}-{scheme}", [change.replace("{far}", str(far)) for change in changes])
+            rows[scheme] = (f"{architecture}-{scheme}", [filled(change, lengths) for change in changes])
         for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
             whole = {change.split("=")[0]: change for change in (*REMOVED.get(scheme, []), *changes)}.values()
-            rows[form] = (f"{architecture}-{scheme}", [change.replace("{far}", str(far)) for change in whole])
+            rows[form] = (f"{architecture}-{scheme}", [filled(change, lengths) for change in whole])
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]
             rows[f"{scheme}, native kept"] = (f"{architecture}-{scheme}", kept)
@@ -197,6 +199,13 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
                 name = "".join(c if c.isalnum() or c == "_" else "-" for c in row.replace(", ", "--"))
                 everything = (*common, *changes, f"training.seed={seed}")
                 yield Run(row, recipe, everything, seed, arguments.runs / f"{name}.{seed}")
+
+
+def filled(change: str, lengths: dict[str, str]) -> str:
+    """Return a change with lengths in place of their names."""
+    for name, length in lengths.items():
+        change = change.replace(name, length)
+    return change
 
 
 def trained_length(arguments: argparse.Namespace) -> int:
