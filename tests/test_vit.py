@@ -26,10 +26,12 @@ from transformers import (
     ViTForMaskedImageModeling,
     ViTModel,
 )
+from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc import attention
+from hf_posenc import attention, cli
 from hf_posenc.patches.vit import grid_coords
+from hf_posenc.recipes.loading import load
 from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
@@ -548,3 +550,19 @@ def test_no_hook_stays_after_an_error() -> None:
     with pytest.raises(ValueError, match="channel dimension"):
         states(model, torch.randn(1, 3, SIDE, SIDE))
     assert [module for module in model.modules() if module._forward_pre_hooks] == []
+
+
+def test_convert_keeps_what_prepares_the_images(tmp_path: Path) -> None:
+    stock, out = tmp_path / "stock", tmp_path / "out"
+    ViTForImageClassification(config()).save_pretrained(stock)
+    (stock / "preprocessor_config.json").write_text('{"do_resize": false}')
+    result = CliRunner().invoke(cli.app, ["convert", str(stock), "nope", str(out)])
+    assert result.exit_code == 0, result.output
+    assert (out / "preprocessor_config.json").read_text() == '{"do_resize": false}'
+    assert "has no tokenizer" not in result.output
+
+
+def test_recipes_refuse_models_of_images(tmp_path: Path) -> None:
+    ViTForImageClassification(config()).save_pretrained(tmp_path)
+    with pytest.raises(hf_posenc.RecipeError, match="is a vit, which writes no text"):
+        load(str(tmp_path))
