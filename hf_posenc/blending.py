@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.scheme import Block, Projection, Scheme, Tokens, grouped_matmul
+from hf_posenc.structures import Added, Nearest
 
 
 class Blended(Scheme):
@@ -56,6 +57,14 @@ class Blended(Scheme):
         there, width = self.scheme.mix(weights, v, block), v.shape[-1]
         here = self._between(grouped_matmul(weights[..., : v.shape[2]], v), there[..., :width])
         return torch.cat((here, there[..., width:]), dim=-1) if there.shape[-1] > width else here
+
+    def added(self) -> Added | None:
+        there = self.scheme.added()
+        return None if there is None else there.scaled(self.strength)
+
+    def nearest(self) -> Nearest | None:
+        there = self.scheme.nearest()
+        return None if there is None else there.scaled(self.strength)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
         return self.scheme.carry(output, tokens)

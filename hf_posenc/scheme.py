@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import ExportError, OptionError, PositionError, ShapeError
+from hf_posenc.structures import Added, Nearest
 
 Result = TypeVar("Result")
 
@@ -119,14 +120,19 @@ class Positions:
         """Return the coordinates of the keys' tokens, `[B|1, K, axes]`."""
         return _coordinates(self.key, self.key_coords, axes, dtype)
 
-    def rows(self, start: int, stop: int, keys: int) -> Positions:
-        """Return those of the queries `start:stop` and of the first `keys` keys."""
+    def rows(self, start: int, stop: int, keys: int, first: int = 0) -> Positions:
+        """Return those of the queries `start:stop` and of the keys `first:keys`."""
         return Positions(
             self.query[:, start:stop],
-            self.key[:, :keys],
+            self.key[:, first:keys],
             None if self.query_coords is None else self.query_coords[:, start:stop],
-            None if self.key_coords is None else self.key_coords[:, :keys],
+            None if self.key_coords is None else self.key_coords[:, first:keys],
         )
+
+    def backwards(self) -> Positions:
+        """Return the same with the last query first."""
+        coords = None if self.query_coords is None else self.query_coords.flip(1)
+        return Positions(self.query.flip(1), self.key, coords, self.key_coords)
 
 
 def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
@@ -235,6 +241,14 @@ class Block:
     def distance(self) -> Tensor:
         """Return query position minus key position, int64 `[B|1, q, K]`; negative for keys ahead of the query."""
         return self.positions.query[:, :, None] - self.positions.key[:, None, :]
+
+    def consecutive(self) -> bool:
+        """Whether queries and keys stand at consecutive positions, the same in all rows of the batch."""
+        query, key = self.positions.query, self.positions.key
+        # To read numbers makes a GPU wait, and a graph that is being compiled has none.
+        if query.device.type != "cpu" or torch.compiler.is_compiling() or len(query) > 1 or len(key) > 1:
+            return False
+        return bool((query.diff() == 1).all()) and bool((key.diff() == 1).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,6 +400,20 @@ class Scheme(nn.Module):
     def cautions(self, *, native_kept: bool) -> list[str]:
         """Return what a user should know before giving a model this scheme."""
         return []
+
+    def added(self) -> Added | None:
+        """Return the bias that `score` adds, in a form that fused attention takes.
+
+        `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
+        """
+        return None
+
+    def nearest(self) -> Nearest | None:
+        """Return beyond which keys position makes no difference, in causal layers; `None` if it always may.
+
+        A scheme with `Nearest.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
+        """
+        return None
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         """Return the bytes that the cache keeps per token, and once per sequence, for `Projection.state` and `recent`.

@@ -161,6 +161,9 @@ class PosencAttention:
                 visible = Mask("slots")
             elif mask is None:
                 visible = Mask("all")
+            elif causal and context.real is not None and keys.shape[2] == length:
+                # What the mask was made of says the same, and in which order keys lie.
+                visible = Mask("slots", keep=context.real[:, None, None])
             else:
                 visible = from_tensor(mask, rule="all", batch=batch, heads=heads, q=length, k=keys.shape[2])
             content_k = state.pop(CONTENT, None)

@@ -990,8 +990,9 @@ def test_the_executor_is_chosen_by_size(name: str) -> None:
         q = torch.empty(1, HEADS, queries, HEAD_DIM, device="meta")
         kv = torch.empty(1, KV_HEADS, keys, HEAD_DIM, device="meta")
         places = Positions(torch.arange(keys - queries, keys)[None], torch.arange(keys)[None])
-        return choose(scheme, Task(q, kv, kv, places, keys - 1, 1.0), need_weights=need_weights)
+        return choose(scheme, Task(q, kv, kv, places, keys - 1, 1.0), Mask("slots"), need_weights=need_weights)
 
+    # Off the CPU, where nothing is fused; that choice is in test_engine.py.
     assert chosen(4096, 4096, need_weights=True) == "dense"
     if touches_the_matrix(scheme):
         assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["dense", "dense", "blocks"]

@@ -20,6 +20,7 @@ from hf_posenc import (
     registry,
     schemes,
 )
+from hf_posenc.attention import executors
 from hf_posenc.scheme import NativeTable
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -478,8 +479,9 @@ def test_mask_of_a_right_shape(shape: tuple[int, ...], dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", ["alibi", "fire", "kerple", "sandwich", "t5", "t5_clipped"])
 @pytest.mark.parametrize("executor", ["sdpa", "flash", ""])
 def test_an_executor_that_cannot_run_the_scheme(executor: str, name: str) -> None:
-    which = type(build(name, geometry())).__name__
-    with refused(OptionError, f"Executor {executor!r} cannot run {which}. Available: dense, blocks."):
+    scheme = build(name, geometry())
+    which, available = type(scheme).__name__, ", ".join(executors(scheme))
+    with refused(OptionError, f"Executor {executor!r} cannot run {which}. Available: {available}."):
         call(name, executor=executor)
 
 

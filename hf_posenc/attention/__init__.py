@@ -2,40 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hf_posenc.attention import fused, nearby
 from hf_posenc.attention.blocks import blocks
 from hf_posenc.attention.dense import dense
+from hf_posenc.attention.layout import is_plain
 from hf_posenc.attention.mask import Mask, from_tensor
 from hf_posenc.attention.sdpa import applies, sdpa, touches_the_matrix
 from hf_posenc.attention.task import Task
 from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.scheme import Positions, Scheme, Tokens
 
-__all__ = ["Executor", "Mask", "Task", "attend", "choose", "executors", "from_tensor", "reach", "run"]
+__all__ = [
+    "Choice",
+    "Executor",
+    "Mask",
+    "Task",
+    "attend",
+    "choose",
+    "executors",
+    "from_tensor",
+    "reach",
+    "recorded",
+    "run",
+]
 
-Executor = Literal["dense", "blocks", "sdpa"]
+Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby"]
 
 # Below this many logits per call the dense form is at least as fast, and what it keeps for the backward pass is small.
 _DENSE_LOGITS = 2**21
+# So many queries are worth the calls of the fused form.
+_FUSED_QUERIES = 32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ran in one call.
+
+    Attributes:
+        executor: Its name.
+        form: In which form it had the positions, where it knows several.
+    """
+
+    executor: Executor
+    form: str | None = None
+
+    def __str__(self) -> str:
+        return self.executor if self.form is None else f"{self.executor} ({self.form})"
+
+
+_RECORD: ContextVar[list[Choice] | None] = ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Collect what runs in this context, call by call."""
+    found: list[Choice] = []
+    token = _RECORD.set(found)
+    try:
+        yield found
+    finally:
+        _RECORD.reset(token)
 
 
 def executors(scheme: Scheme) -> tuple[Executor, ...]:
     """Return the executors that can run a scheme, the reference first."""
-    return ("dense", "blocks") if touches_the_matrix(scheme) else ("dense", "blocks", "sdpa")
+    if not touches_the_matrix(scheme):
+        return ("dense", "blocks", "sdpa")
+    found: list[Executor] = ["dense", "blocks"]
+    if scheme.added() is not None:
+        found.append("fused")
+    if scheme.nearest() is not None:
+        found.append("nearby")
+    return tuple(found)
 
 
-def choose(scheme: Scheme, task: Task, *, need_weights: bool) -> Executor:
+def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Executor:
     """Pick the executor for a call: only the dense form has weights to give."""
     if need_weights:
         return "dense"
     if applies(scheme, task):
         return "sdpa"
     batch, heads, length, _ = task.q.shape
+    # What is fused depends on numbers in tensors, which a graph that is being compiled does not have.
+    if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
+        if fused.applies(scheme, task):
+            return "fused"
+        if nearby.applies(scheme, task) and nearby.sees(task, mask):
+            return "nearby"
     return "dense" if batch * heads * length * task.k.shape[2] <= _DENSE_LOGITS else "blocks"
 
 
@@ -54,12 +116,19 @@ def run(
     Returns:
         The output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` or `None`.
     """
-    executor = executor or choose(scheme, task, need_weights=need_weights)
+    executor = executor or choose(scheme, task, mask, need_weights=need_weights)
+    record = _RECORD.get()
+    if record is not None:
+        record.append(Choice(executor, fused.form(scheme, task, mask) if executor == "fused" else None))
     if need_weights or executor == "dense":
         output, weights = dense(scheme, task, mask)
         return output, weights if need_weights else None
     if executor == "blocks":
         return blocks(scheme, task, mask), None
+    if executor == "fused":
+        return fused.fused(scheme, task, mask), None
+    if executor == "nearby":
+        return nearby.nearby(scheme, task, mask), None
     return sdpa(scheme, task, mask), None
 
 
@@ -96,7 +165,7 @@ def attend(
         mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
             be added, broadcastable to `[B, H, Q, K]`.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
-        executor: Force `"dense"`, `"blocks"` or `"sdpa"`.
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, `"fused"` and `"nearby"`, where the scheme has it.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
             projections.
         query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token its
@@ -133,8 +202,10 @@ def attend(
         positions=positions, hidden=hidden if complete else None, real=real, common=scheme.common, host=host
     )
     projected = scheme.project(tokens, q, k, v)
-    rule: Literal["all", "positions"] = "positions" if geometry.causal else "all"
-    if mask is None:
+    rule: Literal["all", "slots", "positions"] = "positions" if geometry.causal else "all"
+    if mask is None and geometry.causal and is_plain(query_positions, key_positions):
+        visible = Mask("slots", ahead=keys - length)
+    elif mask is None:
         visible = Mask(rule)
     else:
         if mask.ndim == 2:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,15 +32,29 @@ def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None
     pass. Gradients of gradients are not available; take the dense executor for those.
     """
     batch, heads, _, _ = task.q.shape
-    step = block_rows or rows_per_block(batch, heads, task.k.shape[2])
-    operands = task.operands()
-
-    def compute(operands: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        return rows(scheme, task.with_operands(operands), mask, start, stop)[0]
-
-    leaves = (*scheme.parameters(), *task.parameters)
-    output: Tensor = _Blocks.apply(compute, step, len(operands), task.dropout > 0, *operands, *leaves)  # type: ignore[no-untyped-call]
+    call = _Call(scheme, task, mask, block_rows or rows_per_block(batch, heads, task.k.shape[2]))
+    output: Tensor = _Blocks.apply(call, *task.operands(), *call.leaves)  # type: ignore[no-untyped-call]
     return output
+
+
+class _Call:
+    """One call, by blocks of so many rows."""
+
+    def __init__(self, scheme: Scheme, task: Task, mask: Mask, step: int) -> None:
+        self.scheme, self.task, self.mask, self.step = scheme, task, mask, step
+        self.leaves = (*scheme.parameters(), *task.parameters)
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Return the first row of each block, the row after its last, and the keys that it needs."""
+        length, keys = self.task.q.shape[2], self.task.k.shape[2]
+        for start in range(0, length, self.step):
+            stop = min(start + self.step, length)
+            yield start, stop, self.mask.keys_needed(stop, keys)
+
+    def output(self, part: Task, start: int, stop: int, keys: int) -> Tensor:
+        """Return the output of a block, given its part of the task."""
+        seen = self.mask.rows(start, stop, keys, self.task.positions)
+        return rows(self.scheme, part, *seen)[0]
 
 
 class _Blocks(torch.autograd.Function):
@@ -51,29 +66,19 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[[Sequence[Tensor], int, int], Tensor],
-        step: int,
-        count: int,
-        random: bool,
-        *tensors: Tensor,
-    ) -> Tensor:
-        operands, leaves = tensors[:count], tensors[count:]
-        q = operands[0]
-        ctx.compute, ctx.step, ctx.leaves = compute, step, leaves
-        ctx.device = q.device.type
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        operands = tensors[: len(tensors) - len(call.leaves)]
+        task, q = call.task.with_operands(operands), operands[0]
+        ctx.call, ctx.device = call, q.device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
-        ctx.generator = _generator_state(q.device) if random else None
+        ctx.generator = _generator_state(q.device) if task.dropout > 0 else None
         ctx.save_for_backward(*operands)
-        length = q.shape[2]
         output: Tensor | None = None
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            part = compute(operands, start, stop)
+        for start, stop, keys in call.blocks():
+            part = call.output(task.part(start, stop, keys), start, stop, keys)
             if output is None:
                 # Once for all: a small tensor kept between two large freed ones keeps their memory from being reused.
-                output = part.new_empty(*part.shape[:2], length, part.shape[3])
+                output = part.new_empty(*part.shape[:2], q.shape[2], part.shape[3])
             output[:, :, start:stop] = part
         assert output is not None
         return output
@@ -81,29 +86,44 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
-        operands = [
-            tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(ctx.saved_tensors, needed, strict=False)
-        ]
-        targets = [t for t, wanted in zip((*operands, *ctx.leaves), needed, strict=True) if wanted]
-        totals: list[Tensor | None] = [None] * len(targets)
-        length = operands[0].shape[2]
+        call: _Call = ctx.call
+        operands, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        everything = (*operands, *call.leaves)
+        totals = empty_sums(everything, needed)
+        leaves = [x for x, wanted in zip(call.leaves, needed[len(operands) :], strict=True) if wanted]
         enabled, dtype = ctx.autocast
-        with (
-            _generator_set(ctx.generator, grad.device),
-            torch.autocast(ctx.device, dtype=dtype, enabled=enabled),
-            torch.enable_grad(),
-        ):
-            for start in range(0, length, ctx.step):
-                stop = min(start + ctx.step, length)
-                output = ctx.compute(operands, start, stop)
-                parts = torch.autograd.grad(output, targets, grad[:, :, start:stop], allow_unused=True)
-                for index, part in enumerate(parts):
-                    if part is not None:
-                        total = totals[index]
-                        totals[index] = part.clone() if total is None else total.add_(part)
-        found = iter(totals)
-        return (None, None, None, None, *(next(found) if wanted else None for wanted in needed))
+        with _generator_set(ctx.generator, grad.device), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
+            for start, stop, keys in call.blocks():
+                # Parts of their own, so that no gradient is padded to the size of the whole.
+                places = call.task.places(start, stop, keys)
+                parts = [
+                    x[place].detach().requires_grad_(wanted)
+                    for x, place, wanted in zip(operands, places, needed, strict=False)
+                ]
+                positions = call.task.positions.rows(start, stop, keys)
+                with torch.enable_grad():
+                    task = replace(call.task.with_operands(parts), positions=positions)
+                    output = call.output(task, start, stop, keys)
+                targets = [x for x in parts if x.requires_grad] + leaves
+                found = iter(torch.autograd.grad(output, targets, grad[:, :, start:stop], allow_unused=True))
+                for index, total in enumerate(totals):
+                    part = None if total is None else next(found)
+                    if total is not None and part is not None:
+                        total[places[index] if index < len(places) else ...] += part
+        return (None, *finished_sums(totals, everything))
+
+
+def empty_sums(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return where to sum the gradients of these tensors that are needed, in float32 or wider."""
+    return [
+        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
+        for x, wanted in zip(tensors, needed, strict=True)
+    ]
+
+
+def finished_sums(totals: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the sums in the dtypes of the tensors."""
+    return [None if total is None else total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)]
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -13,40 +13,48 @@ from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
 def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
     """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
-    return rows(scheme, task, mask, 0, task.q.shape[2])
+    length = task.q.shape[2]
+    keys = mask.keys_needed(length, task.k.shape[2])
+    return rows(scheme, task.part(0, length, keys), *mask.rows(0, length, keys, task.positions))
 
 
-def rows(scheme: Scheme, task: Task, mask: Mask, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Attention of the query rows `start:stop` against all keys they can see."""
-    keys = mask.keys_needed(stop, task.k.shape[2])
-    q = task.q[:, :, start:stop]
-    k, v = task.k[:, :, :keys], task.v[:, :, :keys]
-    keep, bias = mask.rows(start, stop, keys, task.positions)
-    block = Block(
-        positions=task.positions.rows(start, stop, keys),
-        reach=task.reach,
-        keep=keep,
-        values=v,
-        native=task.native_score is not None or task.content_q is not None,
-        state={name: tensor[:, :keys] for name, tensor in task.state.items()},
-        own={name: tensor[:, start:stop] for name, tensor in task.own.items()},
-        tables=task.tables,
-    )
-    precise = torch.promote_types(q.dtype, torch.float32)
-    if task.upcast:
-        q, k = q.to(precise), k.to(precise)
-    logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale  # [B, H, q, K]
-    if task.native_score is not None:
-        logits = task.native_score(logits, block)
-    if task.content_q is not None:
-        q = task.content_q[:, :, start:stop]
-    if task.content_k is not None:
-        k = task.content_k[:, :, :keys]
+def rows(scheme: Scheme, task: Task, keep: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and weights of all queries and keys of a task, given what `Mask.rows` says of them."""
+    block = block_of(task, keep)
+    logits, q, k = logits_of(task, block)
     logits = scheme.score(logits, q, k, block)
     if bias is not None:
         # After the scheme, which may do more with logits than add to them.
         logits = logits + bias
-    weights = scheme.weigh(logits, block).to(v.dtype)
+    weights = scheme.weigh(logits, block).to(task.v.dtype)
     if task.dropout:
         weights = F.dropout(weights, task.dropout)
-    return scheme.mix(weights, v, block), weights[..., :keys]
+    return scheme.mix(weights, task.v, block), weights[..., : k.shape[2]]
+
+
+def block_of(task: Task, keep: Tensor | None) -> Block:
+    """Return the block that is a whole task, as the seams get it."""
+    return Block(
+        positions=task.positions,
+        reach=task.reach,
+        keep=keep,
+        values=task.v,
+        native=task.native_score is not None or task.content_q is not None,
+        state=task.state,
+        own=task.own,
+        tables=task.tables,
+    )
+
+
+def logits_of(task: Task, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `Scheme.score` gets: scaled logits `[B, H, Q, K]`, queries and keys."""
+    q, k = task.q, task.k
+    precise = torch.promote_types(q.dtype, torch.float32)
+    if task.upcast:
+        q, k = q.to(precise), k.to(precise)
+    logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale
+    if task.native_score is not None:
+        logits = task.native_score(logits, block)
+    q = q if task.content_q is None else task.content_q
+    k = k if task.content_k is None else task.content_k
+    return logits, q, k

@@ -17,31 +17,37 @@ class Mask:
     """Visibility of keys, without an S x S tensor where a rule will do.
 
     Attributes:
-        rule: `"all"`, `"slots"` (key i is visible to query j if i <= j; as many keys as queries) or `"positions"` (if
-            its position is not greater than the query's).
+        rule: `"all"`, `"slots"` (key i is visible to query j if i <= j + ahead) or `"positions"` (if its position is not greater
+            than the query's).
         keep: Keys that may be seen, bool `[B|1, H|1, Q|1, K]`, on top of the rule.
         bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
+        ahead: How many keys lie before the first query's own, K - Q (rule `"slots"`).
     """
 
     rule: Literal["all", "slots", "positions"] = "all"
     keep: Tensor | None = None
     bias: Tensor | None = None
+    ahead: int = 0
 
     def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
         """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
-        keep = _rows(self.keep, start, stop, keys)
-        if self.rule == "slots" and start + 1 < keys:
-            query = torch.arange(start, stop, device=positions.query.device)
+        keep, bias = self.given_rows(start, stop, keys)
+        if self.rule == "slots" and start + self.ahead + 1 < keys:
+            query = torch.arange(start + self.ahead, stop + self.ahead, device=positions.query.device)
             key = torch.arange(keys, device=positions.query.device)
             keep = _both(keep, (key <= query[:, None])[None, None])
         if self.rule == "positions":
             visible = positions.key[:, None, :keys] <= positions.query[:, start:stop, None]
             keep = _both(keep, visible[:, None])
-        return keep, _rows(self.bias, start, stop, keys)
+        return keep, bias
+
+    def given_rows(self, start: int, stop: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the same without what the rule hides."""
+        return _rows(self.keep, start, stop, keys), _rows(self.bias, start, stop, keys)
 
     def keys_needed(self, stop: int, keys: int) -> int:
         """How many leading keys the query rows before `stop` can see at most."""
-        return min(stop, keys) if self.rule == "slots" else keys
+        return min(stop + self.ahead, keys) if self.rule == "slots" else keys
 
 
 def _rows(tensor: Tensor | None, start: int, stop: int, keys: int) -> Tensor | None:

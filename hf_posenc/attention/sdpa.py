@@ -26,7 +26,7 @@ def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     """Return the output `[B, H, Q, D]`."""
     q, k, v = task.q, task.k, task.v
     length, keys = q.shape[2], k.shape[2]
-    if mask.rule == "slots" and mask.keep is None and mask.bias is None:
+    if mask.rule == "slots" and mask.keep is None and mask.bias is None and (length == 1 or not mask.ahead):
         attend_mask, causal = None, length > 1
     else:
         keep, bias = mask.rows(0, length, keys, task.positions)

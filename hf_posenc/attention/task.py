@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
 from hf_posenc.scheme import Block, Positions
+
+# Picks a part of a tensor.
+Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,29 @@ class Task:
         """Return all tensors that gradients may flow into."""
         loose = (tensor for tensor in (self.content_q, self.content_k) if tensor is not None)
         return (self.q, self.k, self.v, *loose, *self.state.values(), *self.own.values(), *self.tables.values())
+
+    def places(self, start: int, stop: int, keys: int, first: int = 0) -> tuple[Index, ...]:
+        """Return where the queries `start:stop` and the keys `first:keys` are in each of `operands`."""
+        rows, columns = slice(start, stop), slice(first, keys)
+        everywhere = slice(None)
+        loose = [
+            (everywhere, everywhere, part)
+            for tensor, part in ((self.content_q, rows), (self.content_k, columns))
+            if tensor is not None
+        ]
+        return (
+            (everywhere, everywhere, rows),
+            *[(everywhere, everywhere, columns)] * 2,
+            *loose,
+            *[(everywhere, columns)] * len(self.state),
+            *[(everywhere, rows)] * len(self.own),
+            *[(everywhere,)] * len(self.tables),
+        )
+
+    def part(self, start: int, stop: int, keys: int, first: int = 0) -> Task:
+        """Return the task of the queries `start:stop` against the keys `first:keys`."""
+        operands = [x[place] for x, place in zip(self.operands(), self.places(start, stop, keys, first), strict=True)]
+        return replace(self.with_operands(operands), positions=self.positions.rows(start, stop, keys, first))
 
     def with_operands(self, operands: Sequence[Tensor]) -> Task:
         """Return the same task on other tensors, in the order of `operands`."""

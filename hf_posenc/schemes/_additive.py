@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import DistanceTable, Equivalent, Nothing
+from hf_posenc import equivalents
+from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.errors import OptionError
 from hf_posenc.scheme import Block, Geometry, Positions, Scheme, set_start
+from hf_posenc.structures import Added, DistanceTable
 
 
 class AdditiveBias(Scheme):
@@ -50,6 +52,9 @@ class AdditiveBias(Scheme):
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits + self.gated_bias(block, logits)
+
+    def added(self) -> Added | None:
+        return Added(self.gated_bias)
 
     def stock_equivalent(self) -> Equivalent:
         return Nothing() if self.adds_nothing() else super().stock_equivalent()
@@ -94,14 +99,21 @@ class DistanceBias(AdditiveBias):
     def stock_equivalent(self) -> Equivalent:
         if self.axes or self.adds_nothing():
             return super().stock_equivalent()
-        return DistanceTable(self._at, self.reach())
 
-    def _at(self, distance: Tensor) -> Tensor:
-        """Return the bias as it is added, float64 `[H, N]`, at distances `[N]`."""
+        def at(distance: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.added_at(distance, torch.float64)
+
+        return equivalents.DistanceTable(at, self.reach())
+
+    def added(self) -> Added | None:
+        return Added(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)
+
+    def added_at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias as it is added, `[H, N]`, at int64 distances `[N]`."""
         far = distance.abs().max()
         block = Block(Positions(far.view(1, 1), far - distance[None]), reach=int(far))
-        with torch.no_grad():
-            return self.gated_bias(block, distance.double())[0, :, 0]
+        return self.gated_bias(block, torch.empty(0, dtype=dtype, device=distance.device))[0, :, 0]
 
 
 def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:

@@ -8,6 +8,7 @@ from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Nearest
 
 # The name under which the keys of `separate_keys` are cached.
 _GATE_KEYS = "gate_keys"
@@ -121,6 +122,20 @@ class CoPE(Scheme):
                 ahead, torch.where(ahead, gates, 0).cumsum(-1), _to_the_end(torch.where(ahead, 0, gates))
             )
         return position.clamp_max(self.npos - 1)
+
+    def nearest(self) -> Nearest | None:
+        return Nearest(self._enough, self._beyond) if self.geometry.causal else None
+
+    def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
+        with torch.autocast(logits.device.type, enabled=False):
+            gates = self._gate_logits(logits, q, k, block).sigmoid()
+            if block.keep is not None:
+                gates = gates * block.keep
+            return bool((gates.sum(-1) >= self.npos).all())  # one more than needed, for what rounding does to sums
+
+    def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        bias = (q.to(like) @ self.pos_emb[0, :, -1].to(like))[..., None]
+        return self._scale() * bias if self.scale_position_logits else bias, None
 
     def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         if self.separate_keys:

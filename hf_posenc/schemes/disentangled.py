@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
 from hf_posenc.registry import register_scheme
+from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens
 from hf_posenc.schemes._additive import require
 
@@ -17,6 +18,9 @@ _KEYS, _QUERIES = "position_keys", "position_queries"
 # Of DeBERTa.
 _STD = 0.02
 _LAYER_NORM_EPSILON = 1e-7
+
+# From so many queries on, keys meet vectors by tiles of distances.
+_MANY_QUERIES = 16
 
 
 class RelativeEmbeddings(Scheme):
@@ -201,21 +205,34 @@ class Disentangled(Scheme):
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         distance = block.distance().to(logits.device)
-        # The rows that distances in reach have, among those that `project` made tables of.
-        first, stop = self._row(-block.reach), self._row(block.reach) + 1
-        if self.geometry.causal:
-            distance, first = distance.clamp_min(0), self._first_row()
-        used = slice(first - self._first_row(), stop - self._first_row())
-        index = (self.rows(distance) - first)[:, None]  # [B|1, 1, q, K]
+        # The distances in reach, of which each has a row of the tables that `project` made.
+        first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
+        last = min(block.reach, self.max_distance)
+        reach = torch.arange(first, last + 1, device=logits.device)
+        rows = self.rows(reach) - self._first_row()
         scale, terms = self.geometry.scale, self.c2p + self.p2c
         assert scale is not None
+        plain = block.consecutive()
         with torch.autocast(logits.device.type, enabled=False):
             if self.c2p:
-                products = _times_positions(q.to(logits), block.tables[_KEYS][:, used])  # [B, H, q, N]
-                logits = logits + scale * products.gather(-1, index.expand(logits.shape))
+                keys = self._used(block.tables[_KEYS], rows).flip(1)
+                products = _times_positions(q.to(logits), keys)  # [B, H, q, N]
+                found = by_distance(products, distance, last, plain=plain)
+                logits = torch.add(logits, found, alpha=scale)
             if self.p2c:
-                logits = logits + scale * _meet_keys(k.to(logits), block.tables[_QUERIES][:, used], index)
+                queries = self._used(block.tables[_QUERIES], rows)
+                met = (
+                    keys_by_distance(k.to(logits), queries, distance, first)
+                    if plain and distance.shape[1] >= _MANY_QUERIES
+                    else _meet_keys(k.to(logits), queries, (distance - first).clamp(0, len(rows) - 1)[:, None])
+                )
+                logits = torch.add(logits, met, alpha=scale)
         return logits / math.sqrt(1 + terms) if self.scale == "deberta" else logits
+
+    def _used(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows `[N]` of `[H | G, rows, D]`, a view where they follow each other."""
+        follow = self.buckets is None and int(rows[-1] - rows[0]) == len(rows) - 1
+        return table[:, int(rows[0]) : int(rows[-1]) + 1] if follow else table[:, rows]
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         # A bias in the place of position queries changes logits, one in the place of position keys does not.

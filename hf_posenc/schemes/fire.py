@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, require
+from hf_posenc.structures import Added, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
 _EPSILON = 1e-6
@@ -102,11 +103,50 @@ class FIRE(AdditiveBias):
         distance, last = distance.to(c), last.to(c)
         # Autocast would run the network in half precision.
         with torch.autocast(c.device.type, enabled=False):
-            limit = (self.L_multiplier * self.init_L).abs().to(c)
-            norm = self._psi(c, torch.maximum(last, limit)) + _EPSILON
+            norm = self._psi(c, torch.maximum(last, self._limit().to(c))) + _EPSILON
             ratio = self._psi(c, distance) / norm
             bias: Tensor = self.mlp(ratio[..., None].to(self._layers()[0].weight.dtype))  # [B|1, q, K, H]
         return bias.to(dtype).permute(0, 3, 1, 2)
+
+    def added(self) -> Added | None:
+        if not self.geometry.causal:
+            return super().added()
+        return PiecewiseLinear(self.gated_bias, self._feature, self._weight, self._constant_until, self._pieces)
+
+    def _feature(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        c = self.c.to(distance.device, dtype)
+        return self._psi(c, distance.to(c))
+
+    def _weight(self, position: Tensor, dtype: torch.dtype) -> Tensor:
+        c = self.c.to(position.device, dtype)
+        return (self._psi(c, torch.maximum(position.to(c), self._limit().to(c))) + _EPSILON).reciprocal()
+
+    def _limit(self) -> Tensor:
+        return (self.L_multiplier * self.init_L).abs()
+
+    def _constant_until(self) -> float:
+        return float(self._limit().detach())
+
+    def _pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where units of the network turn on or off, and its slope and offset between these places.
+
+        The network sees numbers from 0 to 1 only.
+        """
+        first, second = self._layers()
+        factor, shift = first.weight[:, 0].to(dtype), first.bias.to(dtype)
+        with torch.no_grad():
+            ends = torch.where(factor == 0, 2.0, -shift / factor).clamp(-1.0, 2.0).sort().values
+            edges = torch.cat((ends[:1] - 1, ends, ends[-1:] + 1))
+            middle = (edges[1:] + edges[:-1]) / 2
+            on = self._slope_of_activation(middle[:, None] * factor + shift)  # [M + 1, width]
+        weight = second.weight.to(dtype)
+        slope, offset = (on * factor) @ weight.T, (on * shift) @ weight.T + second.bias.to(dtype)
+        if self.gate_weight is not None:
+            slope, offset = slope * self.gate_weight.to(dtype), offset * self.gate_weight.to(dtype)
+        return ends, slope, offset
+
+    def _slope_of_activation(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, 1.0, getattr(self.mlp[1], "negative_slope", 0.0)).to(x)
 
     def _layers(self) -> tuple[nn.Linear, nn.Linear]:
         first, second = self.mlp[0], self.mlp[2]

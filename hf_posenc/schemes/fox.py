@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, set_start
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Added, KeyBias
 
 # The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
@@ -168,13 +169,22 @@ class FoX(Scheme):
         return sums if before is None else sums + before
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return logits + self._bias(block, logits)
+
+    def _bias(self, block: Block, like: Tensor) -> Tensor:
         own = block.own[_SUMS].transpose(1, 2)[..., None]  # [B, H, q, 1]
         keys = block.state[_SUMS].transpose(1, 2)[:, :, None]  # [B, H, 1, K]
         if self.geometry.causal:
-            return logits + (own - keys)
+            return own - keys
         heads = self.geometry.heads
         behind = (block.distance() >= 0)[:, None]
-        return logits + torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
+        return torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
+
+    def added(self) -> Added | None:
+        return KeyBias(self._bias, self._key_bias) if self.geometry.causal else Added(self._bias)
+
+    def _key_bias(self, state: Mapping[str, Tensor]) -> Tensor:
+        return -state[_SUMS].transpose(1, 2)
 
     def start_tolerance(self, *, native_kept: bool) -> float | None:
         if not native_kept or self.horizon is None:

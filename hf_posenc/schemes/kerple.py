@@ -9,6 +9,7 @@ from hf_posenc.equivalents import Equivalent
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
+from hf_posenc.structures import Added
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -68,6 +69,9 @@ class KERPLE(DistanceBias):
         if self.kernel == "log":
             return -_bounded(self.bias_p, None).to(n)[:, None] * torch.log1p(a * n)
         return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
+
+    def added(self) -> Added | None:
+        return None if self.weighted else super().added()
 
     def stock_equivalent(self) -> Equivalent:
         # What multiplies logits is no bias.

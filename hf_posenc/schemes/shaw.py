@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
+from hf_posenc.relative import by_distance
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Nearest
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -60,10 +62,12 @@ class Shaw(Scheme):
                 nn.init.normal_(table, std=0.02)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        with torch.autocast(logits.device.type, enabled=False):
-            products = q.to(logits) @ self.rel_k.to(logits).T  # [B, H, q, 2K + 1]
         assert self.geometry.scale is not None
-        return logits + self.geometry.scale * products.gather(-1, self._index(block, logits))
+        with torch.autocast(logits.device.type, enabled=False):
+            products = q.to(logits) @ self.rel_k.to(logits).T  # [B, H, q, 2K + 1], from distance K down
+            distance = block.distance().to(logits.device)
+            found = by_distance(products, distance, self.max_distance, plain=block.consecutive())
+            return torch.add(logits, found, alpha=self.geometry.scale)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
         output = super().mix(weights, v, block)
@@ -76,6 +80,17 @@ class Shaw(Scheme):
         )
         with torch.autocast(weights.device.type, enabled=False):
             return output + (sums @ self.rel_v.to(sums)).to(output.dtype)
+
+    def nearest(self) -> Nearest | None:
+        return Nearest(self._enough, self._beyond) if self.geometry.causal else None
+
+    def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
+        return bool((block.distance()[..., 0] >= self.max_distance).all())
+
+    def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.geometry.scale is not None
+        last = self.rel_k[0].to(like)
+        return self.geometry.scale * (q.to(like) @ last)[..., None], None if self.rel_v is None else self.rel_v[0]
 
     def _index(self, block: Block, like: Tensor) -> Tensor:
         """Return the row of every query and key in the tables, expanded to `[B, H, q, K]`."""

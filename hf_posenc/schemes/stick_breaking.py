@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme, grouped_matmul, set_start
+from hf_posenc.structures import Nearest
 
 # Of lm-engine, and torch's default.
 _NORM_EPSILON = 1e-5
@@ -70,6 +71,15 @@ class StickBreaking(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits if self.logit_bias is None else logits + self.logit_bias.to(logits)[:, None, None]
 
+    def nearest(self) -> Nearest | None:
+        return Nearest(self._enough)
+
+    def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
+        logits = self.score(logits, q, k, block)
+        # Farther keys share what is left, which is less than any weight that is kept. A margin for rounding.
+        left = F.softplus(logits.where(self._taking(block), -math.inf)).sum(-1)
+        return bool((left > 1 - math.log(torch.finfo(logits.dtype).tiny)).all())
+
     def weigh(self, logits: Tensor, block: Block) -> Tensor:
         weights, rest = self.break_stick(logits, block)
         if self.remainder == "self":
@@ -81,17 +91,19 @@ class StickBreaking(Scheme):
 
     def break_stick(self, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return the keys' weights `[B, H, q, K]` and what they leave of 1, `[B, H, q, 1]`."""
-        distance = block.distance()
-        taking = (distance >= 0 if self.attend_current else distance > 0)[:, None]  # [B|1, 1, q, K]
-        if block.keep is not None:
-            taking = taking & block.keep
         # So low a logit takes nothing and leaves all.
-        logits = torch.where(taking, logits, torch.finfo(logits.dtype).min)
+        logits = torch.where(self._taking(block), logits, torch.finfo(logits.dtype).min)
         left = F.logsigmoid(-logits).flip(-1).cumsum(-1).flip(-1)  # log(1 - beta), summed from each key to the last
         # Weights too small for a normal number would take most of the time on a CPU, here and where they are multiplied.
         smallest = 4 * torch.finfo(logits.dtype).tiny
         weights = (logits + left).clamp_min(math.log(smallest)).exp()
         return F.threshold(weights, 2 * smallest, 0), left[..., :1].exp()
+
+    def _taking(self, block: Block) -> Tensor:
+        """Return which keys break a piece off, bool `[B|1, H|1, q, K]`."""
+        distance = block.distance()
+        taking = (distance >= 0 if self.attend_current else distance > 0)[:, None]
+        return taking if block.keep is None else taking & block.keep
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
         if self.head_bias is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.registry import register_scheme
+from hf_posenc.relative import by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 
@@ -157,12 +158,14 @@ class TransformerXL(Scheme):
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
-        sides = [block.tables[name] for name in (_BEHIND, _AHEAD) if name in block.tables]
-        products = q @ torch.cat(sides, dim=1).to(q).transpose(-1, -2)  # [B, H, q, sides * count]
-        distance, count = block.distance().to(q.device), sides[0].shape[1]
-        size = (distance.clamp_min(0) if self.geometry.causal else distance.abs()).clamp_max(count - 1)
-        index = size + count * (distance < 0) if len(sides) > 1 else size
-        return products.gather(-1, index[:, None].expand(*products.shape[:3], -1))
+        behind, ahead = block.tables[_BEHIND], block.tables.get(_AHEAD)
+        distance, plain = block.distance().to(q.device), block.consecutive()
+        if plain:
+            behind = behind[:, : max(0, int(distance[0, -1, 0])) + 1]  # no query is farther from any key
+        falling = behind.flip(1)
+        table = falling if ahead is None else torch.cat((falling, ahead[:, 1:]), dim=1)
+        products = q @ table.to(q).transpose(-1, -2)  # [B, H, q, distances]
+        return by_distance(products, distance, behind.shape[1] - 1, plain=plain)
 
     def _backwards(self, q: Tensor, block: Block) -> Tensor:
         """Return the same by products of sinusoids of both positions."""

@@ -1,0 +1,287 @@
+"""How fast attention with every scheme is, beside plain attention without any.
+
+    python benchmarks/attention.py op --output benchmarks/results/attention_op
+    python benchmarks/attention.py model --output benchmarks/results/attention_model
+    python benchmarks/attention.py decode --output benchmarks/results/attention_decode
+
+`op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1; beside the
+schemes stand the same with a float mask S x S, what a user writes today for a custom bias, and the textbook form ("eager").
+`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model.
+
+All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a round. One thread is
+timed by its own CPU time, several by the clock. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from memory import causal_schemes, machine
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_posenc
+
+HEADS, HEAD_DIM = 8, 64
+HIDDEN = HEADS * HEAD_DIM
+PLAIN, MASKED, LEARNED_MASK, EAGER = "plain", "with a mask", "with a learned mask", "eager"
+# The materialised forms keep several tensors S x S x heads.
+LONGEST_MATERIALISED = 2048
+MODEL = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+}
+# A case returns seconds by what was timed.
+Case = Callable[[], dict[str, float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["op", "model", "decode"])
+    parser.add_argument("--schemes", nargs="+", default=causal_schemes())
+    parser.add_argument("--lengths", nargs="+", type=int, help="default 1024 2048 4096; model 1024; decode 4096")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    makers = {"op": operations, "model": training_steps, "decode": decoding_steps}
+    lengths = arguments.lengths or {"op": [1024, 2048, 4096], "model": [1024], "decode": [4096]}[arguments.what]
+    dtype = getattr(torch, arguments.dtype)
+
+    results: dict[str, Any] = {}
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for length in lengths:
+            torch.manual_seed(0)
+            cases = makers[arguments.what](arguments.schemes, length, dtype)
+            results[f"S = {length}, {threads} thread{'s' * (threads > 1)}"] = measured(cases, arguments.rounds)
+    command = f"python {' '.join(sys.argv)}"
+    text = table(arguments.what, results, f"{machine()}, {arguments.dtype}, {arguments.rounds} rounds", command)
+    sys.stdout.write(text)
+    if arguments.output:
+        record = {"command": command, "machine": machine(), "dtype": arguments.dtype, "ratios": results}
+        arguments.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        arguments.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        picture(results).savefig(arguments.output.with_suffix(".png"), dpi=110)
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return the attention of one layer, with nothing, with a mask, and with each scheme."""
+    q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad, hidden = torch.randn_like(q), torch.randn(1, length, HIDDEN, dtype=dtype)
+    places = torch.arange(length)[None]
+
+    def case(function: Callable[[], Tensor], parameters: list[Tensor]) -> Case:
+        def run() -> dict[str, float]:
+            with torch.no_grad():
+                forward = seconds(function)
+            targets = [q, k, v, *parameters]
+            both = seconds(lambda: torch.autograd.grad(function(), targets, grad, allow_unused=True))
+            return {"forward": forward, "forward + backward": both}
+
+        return run
+
+    cases = {PLAIN: case(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [])}
+    if length <= LONGEST_MATERIALISED:
+        hidden_keys = torch.full((length, length), -math.inf).triu(1).to(dtype)
+        mask = hidden_keys + torch.zeros(HEADS, length, length, dtype=dtype)
+        bias = mask.clone().requires_grad_()
+        cases[MASKED] = case(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None]), [])
+        cases[LEARNED_MASK] = case(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]), [bias])
+        scale = HEAD_DIM**-0.5
+        cases[EAGER] = case(lambda: (q @ k.mT * scale + mask).softmax(-1) @ v, [])
+    for name in schemes:
+        module = scheme(name, length)
+        call = attending(module, q, k, v, places, hidden)
+        cases[name] = case(call, list(module.parameters()))
+    return cases
+
+
+def attending(
+    module: hf_posenc.Scheme, q: Tensor, k: Tensor, v: Tensor, places: Tensor, hidden: Tensor
+) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        output = hf_posenc.attend(module, q, k, v, query_positions=places, key_positions=places, hidden=hidden)
+        assert isinstance(output, Tensor)
+        return output
+
+    return call
+
+
+def scheme(name: str, length: int) -> hf_posenc.Scheme:
+    """Build a scheme as on a Llama of this length, with its parameters away from where they start."""
+    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    geometry = hf_posenc.Geometry(
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        hidden_size=HIDDEN,
+        inv_freq=frequencies.float(),
+        max_positions=length,
+        last=False,
+    )
+    module = hf_posenc.build(name, geometry)
+    disturb(module)
+    return module
+
+
+def disturb(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def models(schemes: list[str]) -> dict[str, LlamaForCausalLM]:
+    """Return the stock model, and one with each scheme."""
+    found = {}
+    for name in (PLAIN, *schemes):
+        torch.manual_seed(0)
+        found[name] = LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation="sdpa"))
+        if name != PLAIN:
+            hf_posenc.patch(found[name], name)
+            for module in found[name].modules():
+                if isinstance(module, hf_posenc.Scheme):
+                    disturb(module)
+    return found
+
+
+def training_steps(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return training steps of a small Llama, without the optimizer."""
+    ids = torch.randint(MODEL["vocab_size"], (1, length))
+
+    def case(model: LlamaForCausalLM) -> Case:
+        def step() -> None:
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+        return lambda: {"training step": seconds(step)}
+
+    return {name: case(model.to(dtype).train()) for name, model in models(schemes).items()}
+
+
+def decoding_steps(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return one more token after `length` of them."""
+    ids = torch.randint(MODEL["vocab_size"], (1, length))
+
+    def case(model: LlamaForCausalLM) -> Case:
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+
+        def token() -> None:
+            with torch.no_grad():
+                model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            cache.crop(length)
+
+        return lambda: {"one token": min(seconds(token) for _ in range(5))}
+
+    return {name: case(model.to(dtype).eval()) for name, model in models(schemes).items()}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def seconds(function: Callable[[], object]) -> float:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    function()
+    return clock() - start
+
+
+def measured(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
+    """Return the ratio of each case to the first by what was timed, after one round that does not count."""
+    ratios: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=(rounds + 1) * len(cases))
+        for number in range(rounds + 1):
+            base: dict[str, float] = {}
+            for name, case in cases.items():
+                progress.update(task, description=name)
+                times = case()
+                base = base or times
+                for what, value in times.items() if number else ():
+                    ratios[name].setdefault(what, []).append(value / base[what])
+                progress.advance(task)
+    return {
+        name: {what: round(statistics.median(values), 3) for what, values in found.items()}
+        for name, found in ratios.items()
+    }
+
+
+def table(what: str, results: dict[str, Any], setting: str, command: str) -> str:
+    """Return the ratios as a Markdown table, one column per length, threads and kind of time."""
+    first = next(iter(results.values()))
+    kinds = list(first[PLAIN])
+    subject = {
+        "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions.",
+        "model": "A training step of a Llama with 4 layers (hidden 512, 8 heads on 4 kv heads); 1 is the stock model.",
+        "decode": "One more token of that Llama after S cached ones; 1 is the stock model.",
+    }[what]
+    lines = [
+        f"{subject} Medians of interleaved rounds. {setting}.",
+        "",
+        "| | " + " | ".join(f"{name}: {kind}" for name in results for kind in kinds) + " |",
+        "|---|" + "---:|" * (len(results) * len(kinds)),
+    ]
+    for name in dict.fromkeys(name for found in results.values() for name in found):
+        cells = [f"{found[name][kind]:.2f}" if name in found else "" for found in results.values() for kind in kinds]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"Command: `{command}`"]) + "\n"
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Draw the ratios of every case, a panel for each kind of time."""
+    first = next(iter(results.values()))
+    kinds = list(first[PLAIN])
+    names = [name for name in dict.fromkeys(n for found in results.values() for n in found) if name != PLAIN]
+    last = list(results.values())[-1]
+    names.sort(key=lambda name: last.get(name, first.get(name, {})).get(kinds[-1], 0.0))
+    figure = Figure(figsize=(5.5 * len(kinds), 0.28 * len(names) + 1.4), layout="constrained")
+    markers = "os^DvP*X"
+    for index, kind in enumerate(kinds):
+        axes = figure.add_subplot(1, len(kinds), index + 1)
+        for marker, (setting, found) in zip(markers, results.items(), strict=False):
+            known = [(row, found[name][kind]) for row, name in enumerate(names) if name in found]
+            axes.scatter(
+                [x for _, x in known], [row for row, _ in known], marker=marker, s=30, alpha=0.8, label=setting
+            )
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes.set_xlabel(f"{kind}, times plain attention")
+        axes.set_yticks(range(len(names)), names if not index else [])
+        axes.grid(axis="x", alpha=0.3)
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+    return figure
+
+
+if __name__ == "__main__":
+    main()

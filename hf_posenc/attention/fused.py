@@ -1,0 +1,255 @@
+"""Schemes that only add a bias: blocks of rows go through the fused kernel, each with its part of the bias.
+
+No bias of size Q x K ever exists. Where the distance of two tokens is the difference of their slots, the bias of a block is a
+view of a table that overlaps itself, and costs nothing; see `TableBias`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_posenc.attention import kernel
+from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, PiecewiseBias, RowBlock, TableBias
+from hf_posenc.attention.layout import slots_tell_distances
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear
+
+# Rows of the backward pass of a bias that learns, and how many numbers of one of its matrices should be in cache at once.
+_LEARNING_ROWS = 64
+_IN_CACHE = 2**18
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A bias, and the rows it is for.
+
+    Attributes:
+        start: First row.
+        stop: The row after the last.
+        bias: Of these rows.
+    """
+
+    start: int
+    stop: int
+    bias: BlockBias
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How to run one call.
+
+    Attributes:
+        parts: Cover all rows, in order.
+        causal: Whether row i sees the first `i + 1 + ahead` keys at most.
+        ahead: Keys before the first query's own, in causal calls.
+        scale: Factor on `q @ k.T`.
+    """
+
+    parts: tuple[Part, ...]
+    causal: bool
+    ahead: int
+    scale: float
+
+    def blocks(self, part: Part, rows: int, keys: int) -> list[RowBlock]:
+        """Return the blocks of a part, of so many rows each."""
+        found = []
+        for start in range(part.start, part.stop, rows):
+            stop = min(start + rows, part.stop)
+            found.append(RowBlock(start, stop, min(stop + self.ahead, keys) if self.causal else keys))
+        return found
+
+
+def applies(scheme: Scheme, task: Task) -> bool:
+    """Whether the scheme only adds to logits, and the kernel computes it."""
+    return (
+        task.native_score is None
+        and not task.dropout
+        and not task.upcast
+        and scheme.added() is not None
+        and kernel.takes(task.q, task.k, task.v)
+        and task.q.dtype == task.k.dtype == task.v.dtype
+    )
+
+
+def fused(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+    """Return the output `[B, H, Q, D]`, without any tensor of size Q x K."""
+    added = scheme.added()
+    assert added is not None
+    plan = Plan(tuple(_parts(scheme, added, task, mask)), mask.rule == "slots", mask.ahead, task.scale)
+    return _run(plan, task.q, task.k, task.v)
+
+
+def form(scheme: Scheme, task: Task, mask: Mask) -> str:
+    """Return in which form the bias is added."""
+    added = scheme.added()
+    assert added is not None
+    kinds = {type(part.bias): part.bias.name for part in _parts(scheme, added, task, mask)}
+    return ", ".join(kinds.values())
+
+
+def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Part]:
+    """Cover the rows with the fastest form that holds what is added."""
+    queries, causal, dtype = task.q.shape[2], scheme.geometry.causal, torch.promote_types(task.q.dtype, torch.float32)
+    by_distance = isinstance(added, (DistanceTable, PiecewiseLinear))
+    regular = by_distance and slots_tell_distances(task, mask, causal=causal)
+    if isinstance(added, KeyBias):
+        yield Part(0, queries, KeysBias(added.at(task.state), added.at(task.own), task, mask))
+    elif isinstance(added, DistanceTable) and regular:
+        table = added.at(TableBias.distances(task, causal=causal), dtype)
+        yield Part(0, queries, TableBias(table, task, mask, causal=causal))
+    elif isinstance(added, PiecewiseLinear) and regular:
+        same = task.positions.query.amax(0) <= added.constant_until()
+        count = int(same.long().cumprod(0).sum())  # the first rows
+        if count:
+            table = added.table(TableBias.distances(task, causal=True), task.positions.query[:1, :1], dtype)
+            yield Part(0, count, TableBias(table, task, mask, causal=True))
+        if count < queries:
+            yield Part(count, queries, PiecewiseBias(added, task, mask))
+    else:
+        yield Part(0, queries, AnyBias(added, task, mask, tuple(scheme.parameters())))
+
+
+def _run(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the output `[B, H, Q, D]`; gradients flow into operands and into what the biases were made of."""
+    inputs = [tensor for part in plan.parts for tensor in part.bias.inputs]
+    output: Tensor = _Fused.apply(plan, q, k, v, *inputs)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        output = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        with torch.autocast("cpu", enabled=False):
+            for part, given in _with_inputs(plan, inputs):
+                prepared = part.bias.prepare(given)
+                for block in plan.blocks(part, part.bias.rows, k.shape[2]):
+                    rows = slice(block.start, block.stop)
+                    mine = q[:, :, rows].flip(2)
+                    parts = [
+                        kernel.forward(mine, k[:, :, piece.keys], v[:, :, piece.keys], piece.bias, plan.scale)
+                        for piece in part.bias.block(prepared, block)
+                    ]
+                    found, sums = functools.reduce(_merged, parts)
+                    output[:, :, rows], lse[:, :, rows] = found.flip(2), sums.flip(2)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, output, lse, *inputs)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, lse, *inputs = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        needed = ctx.needs_input_grad[4:]
+        sums = _Sums(q, k, v)
+        found: list[Tensor | None] = []
+        with torch.autocast("cpu", enabled=False):
+            for part, given in _with_inputs(plan, inputs):
+                wanted = needed[len(found) : len(found) + len(given)]
+                if any(wanted):
+                    found += _learning_backward(plan, part, given, wanted, (q, k, v, output, lse, grad), sums)
+                else:
+                    _fixed_backward(plan, part, given, (q, k, v, output, lse, grad), sums)
+                    found += [None] * len(given)
+        return (None, sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype), *found)
+
+
+def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return output and logarithm of the sum of exponentials over the keys of two calls."""
+    lse = torch.logaddexp(first[1], second[1])
+    share = [(part - lse).exp_()[..., None] for part in (first[1], second[1])]
+    return (first[0] * share[0]).add_(second[0] * share[1]).to(first[0].dtype), lse
+
+
+def _with_inputs(plan: Plan, inputs: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[Part, tuple[Tensor, ...]]]:
+    given = iter(inputs)
+    return [(part, tuple(next(given) for _ in part.bias.inputs)) for part in plan.parts]
+
+
+class _Sums:
+    """Gradients of queries, keys and values, in float32 or wider, to be added to."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        precise = torch.promote_types(q.dtype, torch.float32)
+        self.q = torch.empty_like(q, dtype=precise)
+        self.k, self.v = torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)
+
+
+def _fixed_backward(plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], sums: _Sums) -> None:
+    q, k, v, output, lse, grad = saved
+    prepared = part.bias.prepare(inputs)
+    for block in plan.blocks(part, part.bias.rows, k.shape[2]):
+        rows = slice(block.start, block.stop)
+        g_rows, q_rows, o_rows, l_rows = (x[:, :, rows].flip(2) for x in (grad, q, output, lse))
+        for index, piece in enumerate(part.bias.block(prepared, block)):
+            keys = piece.keys
+            dq, dk, dv = kernel.backward(
+                g_rows, q_rows, k[:, :, keys], v[:, :, keys], o_rows, l_rows, piece.bias, plan.scale
+            )
+            sums.q[:, :, rows] = dq.flip(2) if not index else sums.q[:, :, rows] + dq.flip(2)
+            sums.k[:, :, keys] += dk
+            sums.v[:, :, keys] += dv
+
+
+def _learning_backward(
+    plan: Plan,
+    part: Part,
+    inputs: tuple[Tensor, ...],
+    wanted: tuple[bool, ...],
+    saved: tuple[Tensor, ...],
+    sums: _Sums,
+) -> list[Tensor | None]:
+    """Add the gradients of the operands to `sums`, and return those of what the bias was made of."""
+    precise = sums.q.dtype
+    q, k, v, _, lse, grad = (x.to(precise) for x in saved)
+    gradient = part.bias.gradient(inputs, wanted)
+    heads, shared = q.shape[1], q.shape[1] // k.shape[1]
+    for block in plan.blocks(part, _LEARNING_ROWS, k.shape[2]):
+        rows, keys = slice(block.start, block.stop), block.keys
+        pieces = gradient.block(block)
+        at_once = max(1, min(heads, _IN_CACHE // (_LEARNING_ROWS * keys)))
+        at_once = max(shared, at_once - at_once % shared)
+        for row in range(q.shape[0]):
+            for first in range(0, heads, at_once):
+                mine = slice(first, min(first + at_once, heads))
+                theirs = slice(first // shared, -(-mine.stop // shared))
+                here = (slice(row, row + 1), mine, rows)
+                q_rows, g_rows = q[here].flip(2), grad[here].flip(2)
+                k_part, v_part = k[row : row + 1, theirs, :keys], v[row : row + 1, theirs, :keys]
+                weights = grouped_matmul(q_rows, k_part.mT).mul_(plan.scale)
+                for piece in pieces:
+                    bias = piece.bias[row : row + 1] if piece.bias.shape[0] > 1 else piece.bias
+                    weights[..., piece.keys] += bias[:, mine] if bias.shape[1] > 1 else bias
+                # torch's exp is slow, and very slow where the result is next to nothing.
+                weights.sub_(lse[here].flip(2)[..., None]).mul_(_LOG2_E).exp2_()
+                # Not by way of the output, whose rounding would not leave sums of zero.
+                d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
+                d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
+                gradient.add(block, row, mine, d_logits)
+                sums.q[here] = grouped_matmul(d_logits, k_part).mul_(plan.scale).flip(2)
+                _add_products(sums.k[row, theirs, :keys], d_logits, q_rows, plan.scale)
+                _add_products(sums.v[row, theirs, :keys], weights, g_rows, 1.0)
+        gradient.end(block)
+    return gradient.result()
+
+
+def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:
+    """Add `factor * weights.T @ rows` of `[1, H, q, K]` and `[1, H, q, D]` to `[G, K, D]`, over heads that share a kv head."""
+    groups = total.shape[0]
+    total.baddbmm_(
+        weights.reshape(groups, -1, weights.shape[-1]).mT, rows.reshape(groups, -1, rows.shape[-1]), alpha=factor
+    )

@@ -1,0 +1,165 @@
+"""Softmax attention with a bias on a CPU, by the kernel under torch's own attention function.
+
+The public function gives no logarithm of the sum of exponentials, which merging parts and a backward pass of our own need,
+and takes a slow path for a bias that learns. The kernel is private to torch, so it is tried on a small problem before its
+first use; where it is missing or does something else, plain products take its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from hf_posenc.scheme import grouped_matmul
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether operands are of a kind that `forward` and `backward` compute."""
+    return all(x.device.type == "cpu" and x.dtype in _DTYPES for x in tensors)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the logarithm of the sum of exponentials of every row.
+
+    Args:
+        q: `[B, H, Q, D]`.
+        k: `[B, G, K, D]`.
+        v: `[B, G, K, D]`.
+        bias: On the scaled logits, `[B|1, H|1, Q|1, K]` with any strides, float32 (float64 for float64 operands); -inf hides.
+        scale: Factor on `q @ k.T`.
+        causal: Hide from query i the keys after key i.
+
+    Returns:
+        `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64.
+    """
+    run = _fused if _kernel_works() else _plain
+    return run(_rowwise(q), _rowwise(k), _rowwise(v), bias, scale, causal)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, of a bias that has none.
+
+    `output` and `lse` may be those of a larger softmax, of which these keys are a part.
+    """
+    run = _fused_backward if _kernel_works() else _plain_backward
+    grad, q, k, v, output = (_rowwise(x) for x in (grad, q, k, v, output))
+    return run(grad, q, k, v, output, lse, bias, scale, causal)
+
+
+def _rowwise(x: Tensor) -> Tensor:
+    """Return a tensor whose rows are contiguous, as the kernel wants them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return output, lse
+
+
+def _fused_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, output, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    logits = _logits(q, k, bias, scale, causal)
+    lse = logits.logsumexp(dim=-1)
+    return grouped_matmul((logits - lse[..., None]).exp(), v.to(logits)).to(q.dtype), lse
+
+
+def _plain_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (_logits(q, k, bias, scale, causal) - lse[..., None]).exp()
+    grad, output, wide_v = grad.to(weights), output.to(weights), v.to(weights)
+    d_logits = weights * (grouped_matmul(grad, wide_v.mT) - (grad * output).sum(-1, keepdim=True)) * scale
+    return (
+        grouped_matmul(d_logits, k.to(weights)).to(q.dtype),
+        _summed_over_group(d_logits.mT @ q.to(weights), k.shape[1]).to(k.dtype),
+        _summed_over_group(weights.mT @ grad, k.shape[1]).to(v.dtype),
+    )
+
+
+def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
+    precise = torch.promote_types(q.dtype, torch.float32)
+    logits = grouped_matmul(q.to(precise), k.to(precise).mT) * scale
+    if bias is not None:
+        logits = logits + bias
+    if causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(hidden, -math.inf)
+    return logits
+
+
+def _summed_over_group(x: Tensor, groups: int) -> Tensor:
+    """Sum what query heads `[B, H, ...]` give to the kv head that they share, `[B, G, ...]`."""
+    return x if x.shape[1] == groups else x.reshape(len(x), groups, -1, *x.shape[2:]).sum(2)
+
+
+@functools.cache
+def _kernel_works() -> bool:
+    """Whether torch has the kernel, and it does what is expected of it, down to strides and shared keys."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    q, grad, k, v = draw(2, 4, 5, 3), draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 3)
+    bias = draw(4, 16).as_strided((1, 4, 5, 7), (0, 16, 1, 1))  # overlaps itself, as tables of distances do
+    try:
+        with torch.no_grad():
+            for given, causal in ((bias, False), (bias[:, :, :1], True)):
+                got, want = (_run(forward, q, k, v, given, causal) for forward in (_fused, _plain))
+                back = [run(grad, q, k, v, *want, given, 0.7, causal) for run in (_fused_backward, _plain_backward)]
+                pairs = [*zip(got, want, strict=True), *zip(*back, strict=True)]
+                if not all(torch.allclose(a, b, atol=1e-4) for a, b in pairs):
+                    return False
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _run(forward: object, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    assert callable(forward)
+    output, lse = forward(q, k, v, bias, 0.7, causal)
+    return output, lse

@@ -1,0 +1,53 @@
+"""How the positions of tokens lie to the slots that hold them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+
+# Rows of a mask that are compared at once.
+_ROWS = 256
+
+
+def slots_tell_distances(task: Task, mask: Mask, *, causal: bool = True) -> bool:
+    """Whether every key that a query sees is as far from it in positions as in slots.
+
+    So it is in a plain sequence, beside padding, and in packed sequences that do not see each other. In causal layers queries
+    that are padding may stand anywhere.
+    """
+    queries, keys = _shifts(task)
+    if bool((keys == keys[:, :1]).all()) and bool((queries == keys[:, :1]).all()):
+        return True
+    if mask.keep is None:
+        return False
+    keep = mask.keep.any(dim=1)  # [B|1, Q|1, K]
+    length, count = task.q.shape[2], task.k.shape[2]
+    if keep.shape[1] == 1:
+        seen = keep[:, 0]
+        first = seen.to(torch.uint8).argmax(dim=-1, keepdim=True)
+        shift = keys.expand(len(seen), -1).gather(1, first)
+        own = seen[:, count - length :] if causal else torch.ones_like(seen[:, :length])
+        return bool(((keys == shift) | ~seen).all()) and bool(((queries == shift) | ~own).all())
+    for start in range(0, length, _ROWS):
+        rows = slice(start, start + _ROWS)
+        if bool((keep[:, rows] & (queries[:, rows, None] != keys[:, None, :])).any()):
+            return False
+    return True
+
+
+def is_plain(query: Tensor, key: Tensor) -> bool:
+    """Whether queries at positions `[B|1, Q]` are the last of the keys at `[B|1, K]`, each row a sequence without a gap."""
+    count = query.shape[1]
+    if query.shape[0] != key.shape[0] or count > key.shape[1]:
+        return False
+    return bool((key.diff(dim=-1) == 1).all()) and bool((query == key[:, key.shape[1] - count :]).all())
+
+
+def _shifts(task: Task) -> tuple[Tensor, Tensor]:
+    """Return how far positions are ahead of slots, of queries `[B|1, Q]` and of keys `[B|1, K]`."""
+    length, count = task.q.shape[2], task.k.shape[2]
+    slots = torch.arange(count, device=task.q.device)
+    return task.positions.query.to(slots) - slots[count - length :], task.positions.key.to(slots) - slots

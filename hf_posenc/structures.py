@@ -1,0 +1,122 @@
+"""What a scheme adds to logits, in the forms that attention can use without a matrix of it; see `Scheme.added`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_posenc.scheme import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """A bias on the scaled logits, which depends on positions and on what tokens bring, not on queries and keys.
+
+    Attributes:
+        of: Returns it for a block, `[B|1, H, q, K]`, in dtype and on the device of the second argument.
+    """
+
+    of: Callable[[Block, Tensor], Tensor]
+
+    def scaled(self, factor: float) -> Added:
+        """Return the same at part of its strength."""
+        return replace(self, of=_scaled(self.of, factor))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBias(Added):
+    """A number per head and token: that of the key less that of the query.
+
+    Attributes:
+        at: Returns it for tokens, float32 or wider `[B|1, H, S]`, given their state.
+    """
+
+    at: Callable[[Mapping[str, Tensor]], Tensor]
+
+    def scaled(self, factor: float) -> KeyBias:
+        return replace(self, of=_scaled(self.of, factor), at=_scaled(self.at, factor))
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceTable(Added):
+    """A number per head and distance.
+
+    Attributes:
+        at: Returns it for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]` in the dtype of the
+            second argument.
+    """
+
+    at: Callable[[Tensor, torch.dtype], Tensor]
+
+    def scaled(self, factor: float) -> DistanceTable:
+        return replace(self, of=_scaled(self.of, factor), at=_scaled(self.at, factor))
+
+
+@dataclass(frozen=True, eq=False)
+class PiecewiseLinear(Added):
+    """A continuous function per head, of straight pieces, of `u(distance) * w(query position)`; `u` grows from 0 on.
+
+    For causal layers.
+
+    Attributes:
+        feature: Returns u of int64 distances `[N]`, float `[N]`, in the dtype of the second argument.
+        weight: Returns w of int64 query positions `[B|1, Q]`, float of the same shape, likewise.
+        constant_until: Returns the position up to which w is the same for all queries.
+        pieces: Returns the ends of the pieces, in ascending order `[M]`, and slope and offset of each piece, each
+            `[M + 1, H]`, in the dtype that is given: between two ends the function is `slope * u * w + offset`.
+    """
+
+    feature: Callable[[Tensor, torch.dtype], Tensor]
+    weight: Callable[[Tensor, torch.dtype], Tensor]
+    constant_until: Callable[[], float]
+    pieces: Callable[[torch.dtype], tuple[Tensor, Tensor, Tensor]]
+
+    def table(self, distance: Tensor, position: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias of one query position `[1, 1]` at int64 distances `[N]`, `[H, N]`."""
+        ends, slope, offset = self.pieces(dtype)
+        x = self.feature(distance, dtype) * self.weight(position, dtype)[0]
+        piece = torch.searchsorted(ends, x.detach())
+        return (slope[piece] * x[:, None] + offset[piece]).T
+
+    def scaled(self, factor: float) -> PiecewiseLinear:
+        def pieces(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+            ends, slope, offset = self.pieces(dtype)
+            return ends, slope * factor, offset * factor
+
+        return replace(self, of=_scaled(self.of, factor), pieces=pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Nearest:
+    """What the nearest keys are, beyond which position makes no difference; keys count in the order of their slots.
+
+    Attributes:
+        enough: Whether the keys of a block, without those before them, hold all that differ. It is given what `score` gets.
+        beyond: Returns what keys before them get of position: a bias for each query, `[B, H, q, 1]`, in dtype of the second
+            argument, given the queries as `score` gets them; and what is added to their values, `[D]`, or `None`. Where there
+            is no such function they get no weight at all.
+    """
+
+    enough: Callable[[Tensor, Tensor, Tensor, Block], bool]
+    beyond: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+
+    def scaled(self, factor: float) -> Nearest | None:
+        """Return the same at part of its strength; `None` if keys without weight would get some."""
+        beyond = self.beyond
+        if beyond is None:
+            return None
+
+        def part(q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+            bias, value = beyond(q, like)
+            return factor * bias, None if value is None else factor * value
+
+        return replace(self, beyond=part)
+
+
+def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:
+    return lambda *args: factor * function(*args)

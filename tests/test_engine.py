@@ -1,0 +1,398 @@
+"""The executors for long sequences: against the dense reference across many blocks, their choice, their limits."""
+
+import importlib
+import itertools
+
+import models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hf_posenc
+from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, build, schemes
+from hf_posenc.attention import executors, kernel
+from hf_posenc.attention.layout import slots_tell_distances
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+from hf_posenc.relative import by_distance, keys_by_distance
+
+# The package has functions of the modules' names.
+engine = importlib.import_module("hf_posenc.attention")
+nearby = importlib.import_module("hf_posenc.attention.nearby")
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
+FORMS = {
+    "alibi": {"learned_slopes": True, "gate": True},
+    "cope": {"npos": 9},
+    "fire": {"threshold": 70.0},
+    "shaw": {"max_distance": 5},
+    "stick_breaking": {"remainder": "head_bias"},
+    "t5": {"max_distance": 50},
+}
+FAST = [
+    (name, direction, executor)
+    for name, info in schemes().items()
+    for direction in info.directions
+    for executor in executors(
+        build(
+            name,
+            Geometry(heads=4, kv_heads=2, head_dim=6, hidden_size=11, max_positions=64, causal=direction == "causal"),
+        )
+    )
+    if executor in ("fused", "nearby")
+]
+
+
+def make(name: str, *, causal: bool = True, kv_heads: int = KV_HEADS, **options) -> Scheme:
+    geometry = Geometry(
+        heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, hidden_size=HIDDEN, max_positions=64, causal=causal
+    )
+    torch.manual_seed(0)
+    scheme = build(name, geometry, **{**FORMS.get(name, {}), **options})
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return scheme
+
+
+def left_padded(length: int) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, : length // 3] = False
+    return (mask.cumsum(-1) - 1).clamp_min(0), mask
+
+
+def packed(length: int) -> tuple[Tensor, Tensor]:
+    first = length // 3
+    places = torch.cat((torch.arange(first), torch.arange(length - first)))[None]
+    number = (torch.arange(length) >= first)[None]
+    return places, (number[:, :, None] == number[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def skipped(length: int) -> tuple[Tensor, None]:
+    return torch.cat((torch.arange(length // 2), 900 + torch.arange(length - length // 2)))[None], None
+
+
+def plain(length: int) -> tuple[Tensor, None]:
+    return torch.arange(length)[None], None
+
+
+def one_attention(
+    scheme: Scheme,
+    executor: str | None,
+    places: Tensor,
+    mask: Tensor | None,
+    *,
+    queries: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Output and gradients of the same random call, those of queries that are padding left out."""
+    length = places.shape[1]
+    queries = queries or length
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    groups = scheme.geometry.kv_heads
+    q = draw(2, HEADS, queries, HEAD_DIM)
+    k, v = draw(2, groups, length, HEAD_DIM), draw(2, groups, length, HEAD_DIM)
+    hidden, weight = draw(2, length, HIDDEN), draw(2, HEADS, queries, HEAD_DIM).detach()
+    if mask is not None and mask.ndim == 2:
+        weight = weight * mask[:, None, length - queries :, None]
+    output = attend(
+        scheme,
+        q,
+        k,
+        v,
+        query_positions=places[:, length - queries :],
+        key_positions=places,
+        hidden=hidden,
+        mask=mask,
+        executor=executor,
+    )
+    inputs = {"q": q, "k": k, "v": v, "hidden": hidden, **dict(scheme.named_parameters())}
+    grads = torch.autograd.grad(output, list(inputs.values()), weight, allow_unused=True)
+    found = {name: torch.zeros(()) if g is None else g for name, g in zip(inputs, grads, strict=True)}
+    return {"output": output.detach() * weight.ne(0), **found}
+
+
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        # Gradients that are sums of many numbers of both signs may be next to nothing themselves.
+        atol = tolerance * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(
+            got[name].double(), expected.double(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("name", "direction", "executor"), FAST)
+def test_equals_the_reference_over_many_blocks(name: str, direction: str, executor: str, layout) -> None:
+    # More than one block of 256 forwards, of 128 and of 64, none of them full.
+    places, mask = layout(301)
+    if mask is not None and mask.ndim == 3 and direction != "causal":
+        mask = mask | mask.mT
+    scheme = make(name, causal=direction == "causal").double()
+    compare(one_attention(scheme, executor, places, mask), one_attention(scheme, "dense", places, mask), tolerance=1e-9)
+
+
+@pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])
+def test_equals_the_reference_for_the_last_queries(name: str, direction: str, executor: str) -> None:
+    scheme = make(name).double()
+    got, want = (one_attention(scheme, e, *plain(150), queries=77) for e in (executor, "dense"))
+    compare(got, want, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])
+def test_is_as_exact_as_the_reference_in_lower_precision(
+    name: str, direction: str, executor: str, dtype: torch.dtype
+) -> None:
+    # Both against float64, by the rms of the error: in half precision single numbers may fall to either side.
+    scheme = make(name)
+    exact = one_attention(make(name).double(), "dense", *plain(140))
+    got, want = (one_attention(scheme, e, *plain(140), dtype=dtype) for e in (executor, "dense"))
+    slack = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for what, expected in exact.items():
+        size = max(1.0, float(expected.double().square().mean().sqrt()))
+        mine, reference = (float((x[what].double() - expected).square().mean().sqrt()) for x in (got, want))
+        assert mine <= 2 * reference + slack * size, what
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    case=st.sampled_from(FAST),
+    length=st.integers(33, 150),
+    queries=st.integers(1, 150),
+    padding=st.integers(0, 40),
+    groups=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 9),
+)
+def test_equals_the_reference_for_any_shape(
+    case: tuple[str, str, str], length: int, queries: int, padding: int, groups: int, seed: int
+) -> None:
+    name, direction, executor = case
+    scheme = make(name, causal=direction == "causal", kv_heads=groups).double()
+    mask = None
+    places = torch.arange(length)[None] + seed
+    if padding and padding < length:
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[1, :padding] = False
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+    got, want = (one_attention(scheme, e, places, mask, queries=min(queries, length)) for e in (executor, "dense"))
+    compare(got, want, tolerance=1e-9)
+
+
+# -- what runs -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
+    with engine.recorded() as record:
+        one_attention(scheme, None, places, mask)
+    (choice,) = record
+    return str(choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "want"),
+    [
+        ("rope", {}, "sdpa"),
+        ("alibi", {}, "fused (distance table)"),
+        ("kerple", {}, "fused (distance table)"),
+        ("fire", {"threshold": 1000.0}, "fused (distance table)"),
+        ("fire", {"threshold": 50.0}, "fused (distance table, straight pieces)"),
+        ("fox", {}, "fused (key bias)"),
+        ("cope", {}, "nearby"),
+        ("stick_breaking", {}, "nearby"),
+        ("kerple", {"weighted": True}, "dense"),
+    ],
+)
+def test_the_structure_of_a_scheme_decides(name: str, options: dict, want: str) -> None:
+    assert chosen(make(name, **options), *plain(120)) == want
+
+
+@pytest.mark.parametrize(("layout", "form"), [(left_padded, "distance table"), (packed, "distance table")])
+def test_a_table_serves_padding_and_packing(layout, form: str) -> None:
+    assert chosen(make("kerple"), *layout(120)) == f"fused ({form})"
+
+
+def test_positions_with_gaps_take_a_bias_by_blocks() -> None:
+    assert chosen(make("kerple"), *skipped(120)) == "fused (bias by blocks)"
+
+
+def test_one_query_takes_the_dense_form() -> None:
+    with engine.recorded() as record:
+        one_attention(make("kerple"), None, *plain(120), queries=1)
+    assert [choice.executor for choice in record] == ["dense"]
+
+
+def test_long_calls_without_a_structure_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_DENSE_LOGITS", 0)
+    assert chosen(make("cape"), *plain(40)) == "blocks"
+
+
+def test_explain_names_the_executor_of_each_layer() -> None:
+    model = models.stock("llama")
+    hf_posenc.patch(model, "fox", layers=[0])
+    hf_posenc.patch(model, "cope", layers=[1])
+    found = hf_posenc.explain(model, length=64)
+    assert [(x.layer, x.scheme, x.sequence, x.step) for x in found.layers] == [
+        (0, "fox", "fused (key bias)", "dense"),
+        (1, "cope", "nearby", "dense"),
+    ]
+    assert "fused (key bias)" in str(found)
+    model.set_attn_implementation("eager")
+    assert {x.sequence for x in hf_posenc.explain(model, length=64).layers} == {"dense"}
+
+
+def test_explain_refuses_what_is_not_patched() -> None:
+    model = models.stock("llama")
+    with pytest.raises(NotPatchedError, match=r"explain: .*is not patched\. Call hf_posenc\.patch first"):
+        hf_posenc.explain(model)
+    hf_posenc.patch(model, "alibi")
+    with pytest.raises(OptionError, match=r"explain: length=0: expected a positive number"):
+        hf_posenc.explain(model, length=0)
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_private_kernel_of_this_torch_passes_its_trial() -> None:
+    assert kernel._kernel_works()
+
+
+@pytest.mark.parametrize("name", ["kerple", "fox", "fire", "cope"])
+def test_without_the_private_kernel_results_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = make(name).double()
+    executor = "nearby" if name == "cope" else "fused"
+    want = one_attention(scheme, executor, *plain(150))
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("the private kernel ran")
+
+    monkeypatch.setattr(kernel, "_kernel_works", lambda: False)
+    monkeypatch.setattr(kernel, "_fused", forbidden)
+    monkeypatch.setattr(kernel, "_fused_backward", forbidden)
+    compare(one_attention(scheme, executor, *plain(150)), want, tolerance=1e-10)
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: object) -> tuple[Tensor, Tensor]:
+        output, lse = kernel._plain(*args)
+        return output + 0.1, lse
+
+    monkeypatch.setattr(kernel, "_fused", wrong)
+    assert not kernel._kernel_works.__wrapped__()
+
+
+# -- the nearest keys ------------------------------------------------------------------------------------------------------
+
+
+def widths_seen(scheme: Scheme, factor: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys `score` gets at most in each block of a forward pass, given how large queries and keys are."""
+    seen: dict[int, int] = {}
+    score = type(scheme).score
+
+    def watched(self: Scheme, logits: Tensor, q: Tensor, k: Tensor, block) -> Tensor:
+        last = int(block.positions.query[0, -1])
+        seen[last] = max(seen.get(last, 0), logits.shape[-1])
+        return score(self, logits, q, k, block)
+
+    monkeypatch.setattr(type(scheme), "score", watched)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 1000, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    places = torch.arange(1000)[None]
+    with torch.no_grad():
+        attend(scheme, factor * q.abs(), k.abs(), v, query_positions=places, key_positions=places, executor="nearby")
+    return [seen[last] for last in sorted(seen)]
+
+
+@pytest.mark.parametrize("name", ["cope", "stick_breaking", "shaw"])
+def test_far_keys_do_not_pass_the_seams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(widths_seen(make(name), 1.0, monkeypatch)) <= 256
+
+
+@pytest.mark.parametrize("name", ["cope", "stick_breaking"])
+def test_where_gates_are_closed_all_keys_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each key lets next to nothing through, so no number of them is enough.
+    assert max(widths_seen(make(name), -9.0, monkeypatch)) == 1000
+
+
+# -- layouts and strides ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("places", "keep", "want"),
+    [
+        ([[5, 6, 7, 8]], None, True),
+        ([[5, 6, 8, 9]], None, False),
+        ([[0, 0, 1, 2]], [[0, 1, 1, 1]], True),
+        ([[0, 0, 1, 2]], [[1, 1, 1, 1]], False),
+        ([[0, 1, 2, 2]], [[1, 1, 1, 0]], True),
+        ([[0, 1, 0, 1]], [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]], True),
+        ([[0, 1, 0, 1]], [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]], False),
+    ],
+)
+def test_whether_slots_tell_distances(places: list, keep: list | None, want: bool) -> None:
+    position = torch.tensor(places)
+    x = torch.zeros(1, 1, 4, 2)
+    task = Task(q=x, k=x, v=x, positions=Positions(position, position), reach=9, scale=1.0)
+    mask = None if keep is None else torch.tensor(keep, dtype=torch.bool)
+    mask = mask if mask is None else mask[:, None, None] if mask.ndim == 2 else mask[:, None]
+    assert slots_tell_distances(task, Mask("all", keep=mask)) is want
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "count", "first", "offset"),
+    [
+        (5, 9, 4, 0, 3),
+        (5, 9, 4, -2, 0),
+        (1, 9, 30, 0, 8),
+        (7, 3, 5, -4, -2),
+        (64, 200, 33, 0, 136),
+        (3, 130, 200, 0, 127),
+    ],
+)
+def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: int, first: int, offset: int) -> None:
+    torch.manual_seed(0)
+    distance = (offset + torch.arange(queries)[:, None] - torch.arange(keys))[None]
+    index = (distance[0] - first).clamp(0, count - 1)
+    values = torch.randn(2, 4, queries, count, dtype=torch.float64, requires_grad=True)
+    falling = values.flip(-1)
+    want = values.gather(-1, index.expand(2, 4, -1, -1))
+    weight = torch.randn_like(want)
+    for plain_layout in (True, False):
+        got = by_distance(falling, distance, first + count - 1, plain=plain_layout)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        torch.testing.assert_close(*(torch.autograd.grad(x, values, weight, retain_graph=True)[0] for x in (got, want)))
+
+    k = torch.randn(2, 2, keys, 3, dtype=torch.float64, requires_grad=True)
+    vectors = torch.randn(4, count, 3, dtype=torch.float64, requires_grad=True)
+    met = keys_by_distance(k, vectors, distance, first)
+    slow = torch.einsum("hqkd,bhkd->bhqk", vectors[:, index], k.repeat_interleave(2, dim=1))
+    torch.testing.assert_close(met, slow)
+    for got_grad, want_grad in zip(*(torch.autograd.grad(x, (k, vectors), weight) for x in (met, slow)), strict=True):
+        torch.testing.assert_close(got_grad, want_grad)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])
+def test_no_tensor_grows_with_the_square(name: str, direction: str, executor: str) -> None:
+    from test_attend import Largest
+
+    sizes = []
+    for length in (512, 1024):
+        with Largest() as largest:
+            one_attention(make(name), executor, *plain(length), dtype=torch.float32)
+        sizes.append(largest.size)
+    assert sizes[1] <= 2.1 * sizes[0]
+
+
+def test_all_executors_are_known_here() -> None:
+    names = set(itertools.chain.from_iterable(executors(make(name)) for name in schemes()))
+    assert names == {"dense", "blocks", "sdpa", "fused", "nearby"}
