@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hf_posenc.adapters import PosencLoraConfig
     from hf_posenc.attention import attend
     from hf_posenc.describing import describe
+    from hf_posenc.evaluation.running import evaluate
+    from hf_posenc.explaining import explain
     from hf_posenc.export.stock import export_stock
     from hf_posenc.patches.architecture import register_architecture
     from hf_posenc.patching import disabled, patch, unpatch
@@ -70,6 +72,8 @@ __all__ = [
     "describe",
     "disabled",
     "drop_native",
+    "evaluate",
+    "explain",
     "export_stock",
     "patch",
     "plan",
@@ -93,6 +97,8 @@ _HOMES = {
     "describe": "hf_posenc.describing",
     "disabled": "hf_posenc.patching",
     "drop_native": "hf_posenc.strength",
+    "evaluate": "hf_posenc.evaluation.running",
+    "explain": "hf_posenc.explaining",
     "export_stock": "hf_posenc.export.stock",
     "patch": "hf_posenc.patching",
     "plan": "hf_posenc.planning",
@@ -105,8 +111,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schemes":
-        return importlib.import_module("hf_posenc.schemes")
+    if name in ("plots", "schemes"):
+        return importlib.import_module(f"hf_posenc.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

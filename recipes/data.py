@@ -87,9 +87,9 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
     collate = Denoising(tokenizer, seed=seed) if denoising else None
     documents, set_aside = sources.read(data)
     of_tokenizer = _key(VERSION, _content(tokenizer))
-    tokens = _generated(partial(_tokens, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
+    tokens = _generated(partial(tokenised, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
     measured = _generated(
-        partial(_tokens, tokenizer=tokenizer, most=HELD_OUT_TOKENS),
+        partial(tokenised, tokenizer=tokenizer, most=HELD_OUT_TOKENS),
         set_aside,
         _IDS,
         _key(of_tokenizer, HELD_OUT_TOKENS),
@@ -129,7 +129,7 @@ def _check(data: Data, tokenizer: Any, denoising: bool) -> None:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def _tokens(documents: sources.Documents, *, tokenizer: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
+def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
     """Tokenise documents, each with the end-of-sequence token after it, until there are `most` tokens."""
     count = 0
     for batch in documents.iter(batch_size=_BATCH):

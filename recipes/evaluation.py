@@ -169,7 +169,7 @@ def _losses(model: Any, read: Tensor, whole: Tensor, targets: int, batch_size: i
     for start in range(0, len(whole), batch_size):
         inputs, labels = (rows[start : start + batch_size].to(model.device) for rows in (read, whole))
         try:
-            logits = _logits(model, inputs, labels, targets)
+            logits = logits_of_targets(model, inputs, labels, targets)
         except IndexError as error:
             raise PositionError(
                 f"The {type(model).__name__} cannot read {inputs.shape[1]} tokens: its position table is shorter. "
@@ -181,7 +181,7 @@ def _losses(model: Any, read: Tensor, whole: Tensor, targets: int, batch_size: i
     return torch.cat(found)
 
 
-def _logits(model: Any, inputs: Tensor, labels: Tensor, targets: int) -> Tensor:
+def logits_of_targets(model: Any, inputs: Tensor, labels: Tensor, targets: int) -> Tensor:
     """Return the predictions of the last `targets` labels, `[windows, targets, vocabulary]`."""
     logits: Tensor
     if model.config.is_encoder_decoder:

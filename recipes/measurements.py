@@ -173,7 +173,7 @@ def readable_curve(
     Raises:
         PositionError: The model can read none of them.
     """
-    end = _table_end(model)
+    end = table_end(model)
     readable = sorted(context for context in contexts if end is None or context <= end)
     while readable:
         text = ids
@@ -189,7 +189,7 @@ def readable_curve(
     )
 
 
-def _table_end(model: nn.Module) -> int | None:
+def table_end(model: nn.Module) -> int | None:
     """Return how many positions a model's own learned table has, if it has one in force.
 
     Asked before the forward, for a lookup beyond a table leaves a CUDA device unusable.

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 import torch
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from torch import Tensor, nn
 
 from hf_posenc import registry
-from hf_posenc.attention import Mask, Task, attend, run
+from hf_posenc.attention import Mask, Task, run
+from hf_posenc.plots import probing, style
+from hf_posenc.plots.style import log_distance, spread
 from hf_posenc.scheme import Geometry, Positions, Scheme, Tokens
 
 Variants = Sequence[Mapping[str, Any]]
@@ -60,15 +58,9 @@ _LOOKS = {
     "tape": _Look(noise=0.15),
 }
 
-_COLOURS = "viridis"
-# Okabe and Ito's colours, told apart with any colour vision; dashes repeat the distinction in grey.
-_STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#000000", ":"))
-_GREY = "0.35"
 _SEED = 0
 _WOKEN = "\n(parameters that start at zero are drawn at random for this picture)"
 _HEAD_DIM = 64
-# A key this far below another (in nats) has no weight that could be seen.
-_FLOOR = -16.0
 
 
 def portrait(name: str, **options: Any) -> Figure:
@@ -147,16 +139,16 @@ def _bias(name: str, look: _Look, *, content: bool) -> Figure:
     figure = _figure(f"{name}: {what}, by distance{note}")
     panels = figure.subplots(1, len(schemes), squeeze=False, sharey=True)[0]
     for axes, options, curve in zip(panels, look.variants, curves, strict=True):
-        for head, (colour, line) in enumerate(_line_styles(heads)):
+        for head, (colour, line) in enumerate(style.line_styles(heads)):
             axes.plot(distances, curve[head], color=colour, linestyle=line, linewidth=1.8, label=f"{head + 1}")
         axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
         if look.log:
-            _log_distance(axes)
+            log_distance(axes)
         axes.set_xlim(0, look.span)
         _label(axes, "distance to the key (tokens)", "", options)
     lowest = min(float(curve.min()) for curve in curves)
-    if lowest < _FLOOR:
-        panels[0].set_ylim(_FLOOR, max(0.5, *(float(curve.max()) for curve in curves)))
+    if lowest < style.FLOOR:
+        panels[0].set_ylim(style.FLOOR, max(0.5, *(float(curve.max()) for curve in curves)))
     panels[0].set_ylabel("logit, minus that at distance 0 (nats)")
     panels[-1].legend(title="head", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
@@ -167,17 +159,17 @@ def _bias_by_query(title: str, scheme: Scheme, q: Tensor, k: Tensor) -> Figure:
     figure = _figure(title)
     panels = figure.subplots(1, 3, sharey=True)
     queries = (256, 1024, 4096, 16384)
-    for query, colour in zip(queries, _ramp(len(queries)), strict=True):
-        distances = _spread(query)
+    for query, colour in zip(queries, style.ramp(len(queries)), strict=True):
+        distances = spread(query)
         curve = _logits(scheme, q, k, query, distances)
         for head, axes in enumerate(panels):
             axes.plot(distances, curve[head], color=colour, linewidth=1.8, label=f"{query}")
             axes.plot(distances[-1:], curve[head, -1:], color=colour, marker="o", markersize=4)
     for head, axes in enumerate(panels):
         axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-        _log_distance(axes)
+        log_distance(axes)
         axes.set_xlim(0, 2 * queries[-1])
-        axes.set_title(f"head {head + 1}", fontsize=9, loc="left", color=_GREY)
+        style.caption(axes, f"head {head + 1}")
         _label(axes, "distance to the key (tokens)", "" if head else "logit, minus that at distance 0 (nats)", {})
     panels[-1].legend(title="query at", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
@@ -187,17 +179,17 @@ def _decay(name: str, look: _Look) -> Figure:
     """The logit of a query and a key that are equal before they are encoded, over the distance: mean and spread."""
     figure = _figure(f"{name}: logit of a query and a key that are equal, by distance (64 random vectors)")
     axes = figure.subplots()
-    distances = _spread(8192)
+    distances = spread(8192)
     # One head per vector.
     vectors = _normal(1, 64, 1, 128)
     geometry = Geometry(heads=64, kv_heads=64, head_dim=128, hidden_size=64 * 128)
-    for options, (colour, line) in zip(look.variants, cycle(_STYLES), strict=False):
+    for options, (colour, line) in zip(look.variants, cycle(style.STYLES), strict=False):
         curves = _logits(_build(name, geometry, options), vectors, vectors, int(distances[-1]), distances)
         low, high = curves.quantile(0.1, dim=0), curves.quantile(0.9, dim=0)
         axes.fill_between(distances, low, high, color=colour, alpha=0.18, linewidth=0)
         given = _given(options) or "mean"
         axes.plot(distances, curves.mean(0), color=colour, linestyle=line, linewidth=1.8, label=given)
-    _log_distance(axes)
+    log_distance(axes)
     axes.set_xlim(0, int(distances[-1]))
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     _label(axes, "distance (tokens)", "logit, minus that at distance 0 (nats)", {})
@@ -215,7 +207,7 @@ def _uniform(name: str, look: _Look) -> Figure:
     _heat(figure, left, [left], weights, "")
     left.set_ylabel("query (position)")
     queries = (5, 11, 23, length - 1)
-    for query, colour in zip(queries, _ramp(len(queries)), strict=True):
+    for query, colour in zip(queries, style.ramp(len(queries)), strict=True):
         right.step(range(query + 1), weights[query, : query + 1], where="mid", color=colour, linewidth=1.8, label=query)
     right.set_ylim(0)
     _label(right, "key (position)", "weight", {})
@@ -275,8 +267,6 @@ def _normal(*size: int) -> Tensor:
 def _logits(scheme: Scheme, q: Tensor, k: Tensor, query: int, distances: Tensor) -> Tensor:
     """Return the logits of a query against equal keys, minus that at the first distance: `[H, distances]`.
 
-    Logits are known up to a constant from the logarithm of the weights, whatever the scheme does to get there.
-
     Args:
         scheme: The scheme.
         q: The query, `[1, H, 1, D]`.
@@ -284,13 +274,10 @@ def _logits(scheme: Scheme, q: Tensor, k: Tensor, query: int, distances: Tensor)
         query: Position of the query.
         distances: Query minus key, ascending from 0.
     """
-    keys = k.expand(-1, -1, len(distances), -1)
-    places = (query - distances)[None]
-    result = attend(
-        scheme, q, keys, keys, query_positions=torch.tensor([[query]]), key_positions=places, need_weights=True
-    )
-    logs = result[1][0, :, 0].log()  # [H, distances]
-    return logs - logs[:, :1]
+    places = Positions(torch.tensor([[query]]), query - distances[None])
+    tokens = Tokens(positions=places, common=scheme.common)
+    logits = probing.added(scheme, places, q[0, :, 0], k[0, :, 0], tokens)[:, 0]  # [H, distances]
+    return logits - logits[:, :1]
 
 
 def _weights(layers: Sequence[Scheme], hidden: Tensor) -> Tensor:
@@ -333,21 +320,11 @@ def _topics(width: int) -> Tensor:
     return (0.55 * topics[order] + 0.45 * noise)[None]
 
 
-def _spread(last: int) -> Tensor:
-    """Return distances from 0 to `last`, dense at first and then evenly on a log scale."""
-    far = torch.logspace(0, math.log10(last), 400).round().int().tolist()
-    return torch.tensor(sorted({*range(65), *far, last}))
-
-
 # -- how it looks ------------------------------------------------------------------------------------------------------
 
 
 def _figure(title: str) -> Figure:
-    # Not through pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(8, 3.36), dpi=125, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
-    return figure
+    return style.figure(8, 3.36, title, dpi=125)
 
 
 def _state(scheme: Scheme) -> str:
@@ -355,20 +332,13 @@ def _state(scheme: Scheme) -> str:
     return "\n(parameters at their start; training changes them)" if any(True for _ in scheme.parameters()) else ""
 
 
-def _log_distance(axes: Axes) -> None:
-    axes.set_xscale("symlog", linthresh=1, base=10)
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
-    )
-
-
 def _label(axes: Axes, x: str, y: str, options: Mapping[str, Any]) -> None:
     axes.set_xlabel(x)
     if y:
         axes.set_ylabel(y)
     if options:
-        axes.set_title(_given(options), fontsize=9, loc="left", color=_GREY)
-    axes.spines[["top", "right"]].set_visible(False)
+        style.caption(axes, _given(options))
+    style.open_frame(axes)
 
 
 def _given(options: Mapping[str, Any]) -> str:
@@ -381,21 +351,10 @@ def _heat(figure: Figure, axes: Axes, beside: Sequence[Axes], weights: Tensor, t
     # Ticks of one scale for all pictures, so that they can be compared.
     scale: Normalize = LogNorm(1e-3, 1, clip=True)
     image = axes.imshow(
-        weights.masked_fill(hidden, float("nan")).numpy(), cmap=_COLOURS, norm=scale, interpolation="nearest"
+        weights.masked_fill(hidden, float("nan")).numpy(), cmap=style.GROWING, norm=scale, interpolation="nearest"
     )
-    axes.set_title(title, fontsize=9, loc="left", color=_GREY)
+    style.caption(axes, title)
     axes.set_xlabel("key (position)")
-    axes.spines[["top", "right"]].set_visible(False)
+    style.open_frame(axes)
     if len(beside):
         figure.colorbar(image, ax=list(beside), label="weight", pad=0.01, format="%g")
-
-
-def _ramp(count: int) -> list[Any]:
-    """Return colours in order, from dark to light, none too light for a white page."""
-    return [colormaps[_COLOURS](0.88 * index / max(count - 1, 1)) for index in range(count)]
-
-
-def _line_styles(count: int) -> list[tuple[Any, str]]:
-    if count <= len(_STYLES):
-        return list(_STYLES[:count])
-    return [(colour, "-") for colour in _ramp(count)]

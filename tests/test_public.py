@@ -40,6 +40,8 @@ PUBLIC = [
     "describe",
     "disabled",
     "drop_native",
+    "evaluate",
+    "explain",
     "export_stock",
     "patch",
     "plan",
@@ -105,7 +107,7 @@ def test_every_scheme_documents_itself() -> None:
 # Each room may import those before it, and itself. A scheme knows no architecture; an architecture names no scheme.
 ROOMS = [
     ("hf_posenc.errors",),
-    ("hf_posenc.equivalents", "hf_posenc.directories"),
+    ("hf_posenc.equivalents", "hf_posenc.structures", "hf_posenc.relative", "hf_posenc.directories"),
     ("hf_posenc.scheme", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.blending"),
     ("hf_posenc.schemes",),
@@ -118,8 +120,10 @@ ROOMS = [
     ("hf_posenc.preparing",),
     ("hf_posenc.patching", "hf_posenc.describing", "hf_posenc.strength", "hf_posenc.adapters"),
     ("hf_posenc.export",),
-    ("hf_posenc.planning",),
+    ("hf_posenc.planning", "hf_posenc.explaining"),
+    ("hf_posenc.plots",),
     ("hf_posenc.recipes",),
+    ("hf_posenc.evaluation",),
     ("hf_posenc.cli",),
     ("hf_posenc.__main__",),
 ]

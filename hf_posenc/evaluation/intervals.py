@@ -1,0 +1,79 @@
+"""95 % confidence intervals from samples, and how numbers with one are written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# Quantile of the normal distribution for 95 %.
+_Z = 1.959964
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % confidence interval.
+
+    Attributes:
+        mean: The estimate; NaN if nothing could be measured.
+        low: Lower end; NaN for a single sample, from which it cannot be told.
+        high: Upper end.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return math.isfinite(self.mean)
+
+
+def of_mean(values: Tensor) -> Interval:
+    """Return Student's interval for the mean of samples `[n]`."""
+    mean, count = float(values.mean()), len(values)
+    if count < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = _student(count - 1) * float(values.std()) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half)
+
+
+def of_exponential(values: Tensor) -> Interval:
+    """Return the interval of `exp` of the mean of samples `[n]`: of a perplexity, given losses in nats."""
+    loss = of_mean(values)
+    return Interval(*(_exp(end) for end in (loss.mean, loss.low, loss.high)))
+
+
+def of_share(values: Tensor) -> Interval:
+    """Return Wilson's interval for the mean of samples `[n]`, each from 0 to 1.
+
+    It says something where all samples are 0 or all are 1, too. For shares between them it is wider than it must be.
+    """
+    mean, count = float(values.mean()), len(values)
+    if math.isnan(mean):
+        return Interval(mean, mean, mean)
+    shrink = 1 + _Z**2 / count
+    centre = (mean + _Z**2 / (2 * count)) / shrink
+    half = _Z * math.sqrt(max(mean * (1 - mean), 0.0) / count + (_Z / (2 * count)) ** 2) / shrink
+    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _student(freedom: int) -> float:
+    """Return the quantile of Student's distribution for 95 %: Abramowitz and Stegun 26.7.5, exact for the first four."""
+    exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
+    if freedom in exact:
+        return exact[freedom]
+    terms = (
+        _Z,
+        (_Z**3 + _Z) / 4,
+        (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96,
+        (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _exp(loss: float) -> float:
+    # A model that diverged: far above any vocabulary.
+    return math.exp(min(loss, 700.0)) if not math.isnan(loss) else loss

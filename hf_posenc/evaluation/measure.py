@@ -1,0 +1,53 @@
+"""What all measures have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from hf_posenc.evaluation.grid import Grid
+from hf_posenc.evaluation.workers import Workers
+
+
+class Measure(ABC):
+    """Something to be measured of language models, on the same inputs for all of them.
+
+    Attributes:
+        name: In file names and on the command line.
+        title: Stands above its table and picture.
+        note: What exactly is measured.
+        tokens: How many tokens one model reads.
+        mark: A point on the first numeric axis with what it means, drawn in the picture; `None` without.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    note: str
+    tokens: int
+    mark: tuple[float, str] | None = None
+
+    def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
+        """Measure a model.
+
+        Args:
+            model: A language model of transformers, on any device; its mode is left as it was.
+            workers: The processes that measure together; `None` is this one, or those that accelerate started.
+        """
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self._measure(model, Workers() if workers is None else workers)
+        finally:
+            model.train(training)
+
+    @abstractmethod
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        """Measure a model in evaluation mode, without gradients."""
+
+
+def trained_mark(length: int | None) -> tuple[float, str] | None:
+    """Return where the training ended, for the picture, if that is known."""
+    return None if length is None else (length, f"trained on {length:,} tokens")

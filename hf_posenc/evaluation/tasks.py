@@ -1,0 +1,162 @@
+"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1): generated, for any tokenizer.
+
+The length of an example is how many symbols, terms or steps it has. Examples are text with single letters and digits, each
+after a space, so that the length in tokens grows with the length whatever the tokenizer. The datasets SCAN and PCFG, which
+that paper takes over from others, are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from string import ascii_letters, ascii_lowercase
+from typing import Any
+
+from hf_posenc.errors import OptionError, suggest
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question with its answer.
+
+    Attributes:
+        prompt: Ends where the answer begins.
+        answer: Begins with a space.
+    """
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question whose answers generalise to any length, for whoever has understood it.
+
+    Attributes:
+        name: As it is asked for.
+        summary: What is asked, and what the length is.
+        make: Draws an example of a length.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[random.Random, int], Example]
+
+
+def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
+    """Return examples of a task; the same for the same arguments on any machine.
+
+    Args:
+        task: A name in `TASKS`.
+        length: Symbols, terms or steps, at least 1.
+        count: How many.
+        seed: Take another one to train than to measure. Short examples are few, so some are in both.
+
+    Raises:
+        OptionError: There is no such task, or it has no examples of that length.
+    """
+    if task not in TASKS:
+        raise OptionError(f"There is no task {task!r}. {suggest(task, TASKS)}")
+    if length < 1:
+        raise OptionError(f"draw({task!r}, length={length}): expected at least 1.")
+    source = random.Random(f"{seed} {task} {length}")
+    return [TASKS[task].make(source, length) for _ in range(count)]
+
+
+def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt and of its answer.
+
+    Together they are the tokens of the whole text: where the answer grows together with the end of the prompt, that token
+    belongs to the answer.
+
+    Args:
+        example: The question.
+        tokenizer: Any.
+        shown: Solved examples that stand before it, for models that were not trained on the task.
+    """
+    before = "".join(f"{one.prompt}{one.answer}\n\n" for one in shown)
+    prompt, whole = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (before + example.prompt, before + example.prompt + example.answer)
+    )
+    shared = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    return whole[:shared], whole[shared:]
+
+
+def training_example(example: Example, tokenizer: Any) -> dict[str, list[int]]:
+    """Return an example for a causal model's trainer: `input_ids`, and `labels` of the answer and its end alone."""
+    prompt, answer = encode(example, tokenizer)
+    answer = [*answer, tokenizer.eos_token_id]
+    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+
+
+# -- the tasks ---------------------------------------------------------------------------------------------------------
+
+
+def _copy(source: random.Random, length: int) -> Example:
+    symbols = source.choices(ascii_lowercase, k=length)
+    return Example(f"Copy: {_spaced(symbols)} . Answer:", f" {_spaced(symbols)}")
+
+
+def _reverse(source: random.Random, length: int) -> Example:
+    symbols = source.choices(ascii_lowercase, k=length)
+    return Example(f"Reverse: {_spaced(symbols)} . Answer:", f" {_spaced(symbols[::-1])}")
+
+
+def _sort(source: random.Random, length: int) -> Example:
+    digits = source.choices(range(10), k=length)
+    return Example(f"Sort: {_spaced(digits)} . Answer:", f" {_spaced(sorted(digits))}")
+
+
+def _addition(source: random.Random, length: int) -> Example:
+    # No leading zeros, as numbers are written.
+    first, second = (source.randrange(10 ** (length - 1) if length > 1 else 0, 10**length) for _ in range(2))
+    return Example(
+        f"Compute: {_spaced(str(first))} + {_spaced(str(second))} . Answer:", f" {_spaced(str(first + second))}"
+    )
+
+
+def _summation(source: random.Random, length: int) -> Example:
+    digits = source.choices(range(10), k=length)
+    return Example(f"Compute: ( {' + '.join(map(str, digits))} ) % 10 . Answer:", f" {sum(digits) % 10}")
+
+
+def _polynomial(source: random.Random, length: int) -> Example:
+    x, factors = source.randrange(10), source.choices(range(10), k=length)
+    terms = " + ".join(f"{factor} x ^ {_spaced(str(power))}" for power, factor in enumerate(factors))
+    value = sum(factor * x**power for power, factor in enumerate(factors)) % 10
+    return Example(f"Evaluate: x = {x} in ( {terms} ) % 10 . Answer:", f" {value}")
+
+
+def _parity(source: random.Random, length: int) -> Example:
+    bits = source.choices(range(2), k=length)
+    return Example(f"Is the number of 1 s even in {_spaced(bits)} ? Answer:", f" {'no' if sum(bits) % 2 else 'yes'}")
+
+
+def _lego(source: random.Random, length: int) -> Example:
+    if length > len(ascii_letters):
+        raise OptionError(f"The task 'lego' has {len(ascii_letters)} variables; got the length {length}.")
+    names, signs = source.sample(ascii_letters, k=length), source.choices("+-", k=length)
+    values = ["1", *names[:-1]]
+    steps = " ; ".join(f"{name} = {sign} {value}" for name, sign, value in zip(names, signs, values, strict=True))
+    return Example(f"If {steps} then {names[-1]} = . Answer:", f" {'-' if signs.count('-') % 2 else '+'}")
+
+
+def _spaced(symbols: Sequence[object]) -> str:
+    return " ".join(map(str, symbols))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("copy", "Repeat letters; the length is their number.", _copy),
+        Task("reverse", "Repeat letters backwards; the length is their number.", _reverse),
+        Task("addition", "Add two numbers; the length is how many digits each has.", _addition),
+        Task("polynomial", "Evaluate a polynomial modulo 10; the length is its number of terms.", _polynomial),
+        Task("sort", "Sort digits; the length is their number.", _sort),
+        Task("summation", "Add digits modulo 10; the length is their number.", _summation),
+        Task("parity", "Whether the number of ones is even; the length is the number of bits.", _parity),
+        Task("lego", "Follow a chain of assignments; the length is its number of steps.", _lego),
+    )
+}

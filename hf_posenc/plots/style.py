@@ -1,0 +1,119 @@
+"""How all pictures look: figures, colours, axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import FixedLocator, FuncFormatter
+from torch import Tensor
+
+# For what grows from nothing, and for what has two signs; told apart with any colour vision.
+GROWING, SIGNED = "viridis", "RdBu_r"
+GREY, FAINT = "0.35", "0.9"
+# Okabe and Ito's colours; dashes repeat the distinction in grey.
+STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#000000", ":"))
+# A key this far below another (in nats) has no weight that could be seen.
+FLOOR = -16.0
+# More labels than this along an axis would touch each other.
+_LABELS, _LEGEND = 64, 12
+_MISSING = "\N{WHITE SQUARE}"
+
+
+def figure(width: float, height: float, title: str, *, dpi: float = 110) -> Figure:
+    """Return an empty figure, in inches, with a title at the left."""
+    # Not through pyplot, which would keep the figure and choose a backend for the whole process.
+    made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(made)
+    entitle(made, title)
+    return made
+
+
+def entitle(canvas: FigureBase, title: str) -> None:
+    """Write a title at the left."""
+    canvas.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+
+
+def caption(axes: Axes, text: str) -> None:
+    """Write the small title of one panel."""
+    axes.set_title(text, fontsize=9, loc="left", color=GREY)
+
+
+def ramp(count: int) -> list[Any]:
+    """Return colours in order, from dark to light, none too light for a white page."""
+    return [colormaps[GROWING](0.88 * index / max(count - 1, 1)) for index in range(count)]
+
+
+def line_styles(count: int) -> list[tuple[Any, str]]:
+    """Return a colour and a dash for each of some lines."""
+    return list(STYLES[:count]) if count <= len(STYLES) else [(colour, "-") for colour in ramp(count)]
+
+
+def legend_of_heads(axes: Axes, heads: Sequence[int]) -> None:
+    """Name the lines beside a panel; of many, some."""
+    handles, labels = axes.get_legend_handles_labels()
+    step = math.ceil(len(heads) / _LEGEND)
+    axes.legend(
+        handles[::step],
+        labels[::step],
+        title="head",
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+    )
+
+
+def open_frame(axes: Axes) -> None:
+    """Take the upper and the right line of a panel away."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def log_distance(axes: Axes) -> None:
+    """Put distances, of either sign, on a logarithmic axis with room for 0."""
+    axes.set_xscale("symlog", linthresh=1, base=10)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
+
+
+def thousands(value: float) -> str:
+    """Return a number of tokens, `"4k"` for 4,000."""
+    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
+
+
+def spread(last: int) -> Tensor:
+    """Return distances from 0 to `last`, dense at first and then evenly on a log scale, int64."""
+    if last < 2:
+        return torch.arange(last + 1)
+    far = torch.logspace(0, math.log10(last), 400).round().int().tolist()
+    return torch.tensor(sorted({*range(min(65, last)), *far, last}))
+
+
+def token_ticks(axes: Axes, tokens: Sequence[str], *, x: bool = False, y: bool = False) -> None:
+    """Write the tokens of a text along axes on which token i is at i; of many, some."""
+    step = math.ceil(len(tokens) / _LABELS)
+    places = range(0, len(tokens), step)
+    labels = [_printable(tokens[place]) for place in places]
+    for wanted, axis, angle in ((x, axes.xaxis, 90), (y, axes.yaxis, 0)):
+        if wanted:
+            axis.set_major_locator(FixedLocator(list(places)))
+            # A dollar sign is no formula.
+            axis.set_ticklabels(labels, fontsize=6, rotation=angle, parse_math=False)
+
+
+@cache
+def _font() -> Any:
+    return get_font(findfont(FontProperties()))
+
+
+def _printable(token: str) -> str:
+    """Return a token with a box for each character that the font of labels lacks."""
+    return "".join(c if _font().get_char_index(ord(c)) else _MISSING for c in token)

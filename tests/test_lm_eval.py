@@ -1,0 +1,144 @@
+"""A converted checkpoint in lm-evaluation-harness, on a local task: pip install lm-eval; pytest -m slow tests/test_lm_eval.py"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stock
+from transformers import AutoTokenizer
+
+import hf_posenc
+
+pytestmark = [
+    pytest.mark.slow,
+    # Of the harness and of what it imports.
+    pytest.mark.filterwarnings("default"),
+]
+
+TASK = """
+task: posenc_topics
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+# What the command line does, without any import of hf_posenc: the checkpoint's own code makes it.
+WITHOUT_IMPORT = """
+import json, sys
+from pathlib import Path
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+checkpoint, tasks = sys.argv[1:]
+assert "hf_posenc" not in sys.modules
+model = HFLM(pretrained=checkpoint, device="cpu", batch_size=2, trust_remote_code=True)
+manager = TaskManager(include_path=tasks, include_defaults=False)
+found = lm_eval.simple_evaluate(model=model, tasks=["posenc_topics"], task_manager=manager, bootstrap_iters=0)
+print(json.dumps([type(model.model).__name__, [sample["resps"] for sample in found["samples"]["posenc_topics"]]]))
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Questions whose answers are of different lengths, and a folder `tasks` that asks them."""
+    found = [
+        {"question": "The return value is a", "choices": [" string", " list of strings", " dog"]},
+        {"question": "This function raises", "choices": [" an exception", " the roof"]},
+        {"question": "If the argument is not given,", "choices": [" the default is used", " bananas"]},
+    ]
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "tasks" / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in found), encoding="utf-8")
+    (tmp_path / "tasks" / "posenc_topics.yaml").write_text(TASK.format(data=data), encoding="utf-8")
+    return found
+
+
+@torch.no_grad()
+def log_likelihoods(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[float]]:
+    """The log-likelihood of every choice after its question, in a plain loop."""
+    found = []
+    for row in rows:
+        scores = []
+        for choice in row["choices"]:
+            whole = tokenizer(row["question"] + choice, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            asked = len(tokenizer(row["question"], add_special_tokens=False)["input_ids"])
+            likely = model(whole).logits.log_softmax(dim=-1)[0, asked - 1 : -1]
+            scores.append(likely.gather(1, whole[0, asked:, None]).sum().item())
+        found.append(scores)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "fox", "cope"])
+def test_a_converted_checkpoint_runs_in_lm_eval(scheme: str, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    converted = hf_posenc.patch(stock("llama"), scheme)
+    converted.save_pretrained(tmp_path / "converted")
+    tokenizer.save_pretrained(tmp_path / "converted")
+    expected = log_likelihoods(converted, tokenizer, rows)
+
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    for model in (
+        HFLM(pretrained=str(tmp_path / "converted"), device="cpu", batch_size=2, dtype="float32"),
+        HFLM(pretrained=converted, tokenizer=tokenizer, device="cpu", batch_size=2),
+    ):
+        assert type(model.model).__name__ == "PosencLlamaForCausalLM"
+        found = lm_eval.simple_evaluate(model=model, tasks=["posenc_topics"], task_manager=manager, bootstrap_iters=0)
+        samples = sorted(found["samples"]["posenc_topics"], key=lambda sample: sample["doc_id"])
+        for sample, scores in zip(samples, expected, strict=True):
+            assert [float(answer[0][0]) for answer in sample["resps"]] == pytest.approx(scores, abs=1e-3)
+        right = sum(max(scores) == scores[0] for scores in expected)
+        assert found["results"]["posenc_topics"]["acc,none"] == pytest.approx(right / len(rows))
+
+
+@torch.no_grad()
+def test_a_converted_encoder_decoder_needs_its_backend(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
+    converted = hf_posenc.patch(stock("t5"), "alibi")
+    converted.save_pretrained(tmp_path / "converted")
+    tokenizer.save_pretrained(tmp_path / "converted")
+    model = HFLM(pretrained=str(tmp_path / "converted"), device="cpu", backend="seq2seq", batch_size=1, dtype="float32")
+    pairs = [(row["question"], choice) for row in rows for choice in row["choices"]]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    for (question, choice), (found, _) in zip(pairs, model.loglikelihood(asked), strict=True):
+        read, written = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (question, choice))
+        likely = converted(input_ids=read, labels=written).logits.log_softmax(dim=-1)[0]
+        assert found == pytest.approx(likely.gather(1, written[0, :, None]).sum().item(), abs=1e-3)
+
+
+def test_lm_eval_needs_no_import_with_the_code_of_the_checkpoint(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("lm_eval")
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    converted = hf_posenc.patch(stock("llama"), "alibi")
+    converted.save_pretrained(tmp_path / "converted")
+    tokenizer.save_pretrained(tmp_path / "converted")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_IMPORT, str(tmp_path / "converted"), str(tmp_path / "tasks")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kind, answers = json.loads(done.stdout.splitlines()[-1])
+    assert kind == "PosencLlamaForCausalLM"
+    for found, scores in zip(answers, log_likelihoods(converted, tokenizer, rows), strict=True):
+        assert [float(answer[0][0]) for answer in found] == pytest.approx(scores, abs=1e-3)

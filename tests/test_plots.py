@@ -1,0 +1,464 @@
+"""Pictures show the schemes' own numbers, with axes that say what they are."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, FigureBase
+from models import DIRECTORIES, stock
+from peft import get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc.cli import app, plotting
+from hf_posenc.plots import figures, kinds, style
+
+HEADS, LENGTH, TOKENS = 4, 32, 9
+IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}
+
+
+def llama(scheme: str | None = None, *, layers: int = 2, **options: Any) -> Any:
+    """Return a tiny Llama with random weights, and a scheme away from its start."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=16,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        vocab_size=11,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.3,
+    )
+    model = LlamaModel(config).eval()
+    return model if scheme is None else stirred(hf_posenc.patch(model, scheme, **options))
+
+
+def stirred(model: Any) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "hf_posenc" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def draw(model: Any, *what: str, **options: Any) -> dict[str, Figure]:
+    return figures(model, what=what, **{"inputs": IDS, **options})
+
+
+def panels(figure: Figure) -> list[Axes]:
+    """Return the panels that are there to be seen, without colour bars."""
+    return [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != "<colorbar>"]
+
+
+def headings(figure: FigureBase) -> list[str]:
+    """Return the titles of all parts of a page."""
+    return [title for part in figure.subfigs for title in (part.get_suptitle(), *headings(part))]
+
+
+def lines(axes: Axes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return what the legend's lines show, by label."""
+    return {
+        str(line.get_label()): (np.asarray(line.get_xdata()), np.asarray(line.get_ydata()))
+        for line in axes.lines
+        if not str(line.get_label()).startswith("_")
+    }
+
+
+def heights(axes: Axes) -> np.ndarray:
+    """Return the values of all heads, `[H, N]`."""
+    return np.stack([y for _, y in lines(axes).values()])
+
+
+def image(axes: Axes) -> np.ndarray:
+    return np.ma.filled(axes.images[0].get_array().astype(float), np.nan)
+
+
+def below_largest(values: Tensor) -> np.ndarray:
+    return (values - values.amax(-1, keepdim=True)).detach().double().numpy()
+
+
+def operands(model: Any, layer: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Return hidden states, queries and keys of a layer as projected, and what the layer before carried to it."""
+    found: list[Any] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        passage = kwargs["posenc"].passage
+        found.append((kwargs["hidden_states"], None if passage is None else passage.carried))
+
+    attention = model.layers[layer].self_attn
+    handle = attention.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        model(**IDS)
+        handle.remove()
+        hidden, carried = found[0]
+        q, k, _ = attention.project_heads(hidden)
+    return hidden, q.double(), k.double(), carried
+
+
+def scheme_of(model: Any, layer: int = 0) -> Any:
+    return model.layers[layer].self_attn.hf_posenc
+
+
+# -- every scheme ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(hf_posenc.schemes()))
+def test_every_scheme_has_pictures(name: str) -> None:
+    """On the page of a model, which has all that fit it."""
+    page = draw(llama(name, layers=1), "overview", heads=[1], queries=[7])["overview"]
+    assert isinstance(page, Figure)
+    assert f"decoder: {name} in layer 0" in page.get_suptitle()
+    titles = [title for title in headings(page) if title]
+    assert all(title.startswith(f"{name}, decoder: ") for title in titles)
+    assert titles[-1] == f"{name}, decoder: attention weights, layer 0"
+    # Without any encoding there is nothing else to see.
+    assert len(titles) > (name != "nope")
+    for axes in panels(page):
+        assert axes.lines or axes.images
+        assert all(np.isfinite(y).all() for _, y in lines(axes).values())
+        # Panels of a grid share the labels of its edges.
+        grid = [other for other in panels(page) if axes.get_shared_x_axes().joined(axes, other)]
+        assert any(other.get_xlabel() for other in [axes, *grid])
+    assert all(axes.get_ylabel() for axes in page.axes if axes.get_label() == "<colorbar>")
+
+
+def test_kinds_are_named_on_the_command_line() -> None:
+    option = str(inspect.signature(plotting.plot).parameters["what"].annotation)
+    assert all(name in option for name in kinds())
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_kerple_is_its_formula() -> None:
+    model = llama("kerple")
+    (axes,) = panels(draw(model, "bias", queries=[50])["bias-decoder-kerple"])
+    scheme = model.hf_posenc_shared.get_submodule("0")
+    n = torch.arange(51)
+    p, a = (parameter.detach().clamp_min(0.01)[:, None] for parameter in (scheme.bias_p, scheme.bias_a))
+    np.testing.assert_allclose(heights(axes), -(p * torch.log1p(a * n)).double(), rtol=1e-5, atol=1e-6)
+    assert list(lines(axes)) == ["0", "1", "2", "3"]
+    np.testing.assert_array_equal(lines(axes)["0"][0], n)
+    assert axes.get_xlabel() == "distance to the key (tokens)"
+    assert axes.get_title(loc="left") == "layers 0, 1, query at 50"
+
+
+def test_alibi_at_50_falls_by_its_slopes() -> None:
+    (axes,) = panels(draw(llama("alibi"), "bias", queries=[50])["bias-decoder-alibi"])
+    slopes = np.array([[2.0**-2], [2.0**-4], [2.0**-6], [2.0**-8]])
+    np.testing.assert_allclose(heights(axes), -slopes * np.arange(51))
+
+
+def test_fire_is_drawn_for_each_query() -> None:
+    model = llama("fire", threshold=16.0)
+    every = draw(model, "bias")["bias-decoder-fire"]
+    titles = [axes.get_title(loc="left") for axes in panels(every)]
+    assert titles == [f"layer {layer}, query at {query}" for query in (32, 128) for layer in (0, 1)]
+    figure = draw(model, "bias", queries=[128], heads=[3, 1])["bias-decoder-fire"]
+    for layer, axes in enumerate(panels(figure)):
+        scheme, n = scheme_of(model, layer), torch.arange(129)
+        limit = (scheme.L_multiplier * 16).abs().clamp_min(128)
+        ratio = torch.log1p((scheme.c * n).abs()) / (torch.log1p((scheme.c * limit).abs()) + 1e-6)
+        want = scheme.mlp(ratio[:, None]).T[[3, 1]]
+        np.testing.assert_allclose(heights(axes), below_largest(want), atol=1e-5)
+        assert list(lines(axes)) == ["3", "1"]
+
+
+def test_a_stock_t5_shows_its_own_tables() -> None:
+    model = stock("t5")
+    before, kind = {name: p.clone() for name, p in model.named_parameters()}, type(model)
+    model.train()
+    made = figures(model, AutoTokenizer.from_pretrained(DIRECTORIES["t5"]), what="bias", queries=[200])
+    for stack, figure in zip(("encoder", "decoder"), made.values(), strict=True):
+        (axes,) = panels(figure)
+        attention = getattr(model, stack).block[0].layer[0].SelfAttention
+        with torch.no_grad():
+            bias = attention.compute_bias(401, 401)[0, :, 200]  # [H, K]
+        if stack == "decoder":
+            bias = bias[:, :201]
+        np.testing.assert_allclose(heights(axes), below_largest(bias.flip(-1)), atol=1e-6)
+        assert f"t5 (native), {stack}" in figure.get_suptitle()
+    assert type(model) is kind
+    assert model.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_rope_decay_is_the_mean_over_all_pairs() -> None:
+    model = llama("rope")
+    figure = draw(model, "decay", queries=[20])["decay-decoder-rope"]
+    for layer, axes in enumerate(panels(figure)):
+        _, q, k, _ = operands(model, layer)
+        k = k.repeat_interleave(2, dim=1)
+        want = []
+        for distance in range(21):
+            cos, sin = model.rotary_emb(q, torch.tensor([[distance]]))
+            far, _ = apply_rotary_pos_emb(q, q, cos, sin)
+            want.append((far @ k.mT).mean((0, 2, 3)) * scheme_of(model).geometry.scale)
+        np.testing.assert_allclose(heights(axes), below_largest(torch.stack(want, -1)), atol=1e-5)
+
+
+def test_shaw_is_the_mean_query_on_its_table() -> None:
+    model = llama("shaw", layers=1, max_distance=3)
+    (axes,) = panels(draw(model, "decay", queries=[8])["decay-decoder-shaw"])
+    scheme, (_, q, _, _) = scheme_of(model), operands(model, 0)
+    rows = scheme.rel_k[3 - torch.arange(9).clamp_max(3)].double()
+    np.testing.assert_allclose(heights(axes), below_largest(scheme.geometry.scale * q[0].mean(1) @ rows.T), atol=1e-6)
+
+
+def test_patches_of_an_image_are_drawn_on_their_grid() -> None:
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.image_size, config.patch_size = 20, 4
+    model = hf_posenc.patch(ViTModel(config), "alibi")
+    figure = figures(model, what="bias")["bias-encoder-alibi"]
+    offset = np.arange(5) - 2
+    far = np.hypot(offset[:, None], offset[None])
+    for axes, slope in zip(panels(figure), (2.0**-4, 2.0**-8), strict=True):
+        np.testing.assert_allclose(image(axes), -slope * far, rtol=1e-6)
+        assert axes.images[0].get_extent() == [-2.5, 2.5, 2.5, -2.5]
+
+
+def test_a_rotation_adds_nothing_where_the_query_stands() -> None:
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=20)
+    config.patch_size, config.initializer_range = 4, 0.5
+    drawn = panels(figures(hf_posenc.patch(ViTModel(config), "rope2d"), what="decay")["decay-encoder-rope2d"])
+    for axes in drawn:
+        assert np.abs(image(axes)).max() > 1e-4
+        assert image(axes)[2, 2] == pytest.approx(0, abs=1e-12)
+
+
+def test_frequencies_of_learned_rotations_are_those_of_their_generators() -> None:
+    model = llama("liere", layers=1)
+    (axes,) = panels(draw(model, "frequencies")["frequencies-decoder-liere"])
+    shown = lines(axes)
+    native = scheme_of(model).geometry.inv_freq.double()
+    np.testing.assert_allclose(shown["native"][1], 2 * math.pi / native)
+    generators = scheme_of(model).generators().sum(0)[:, 0]  # one block per head
+    for head, generator in enumerate(generators):
+        rates = torch.linalg.eigvals(generator).imag.abs().sort(descending=True).values[::2].detach()
+        np.testing.assert_allclose(shown[f"kv head {head}"][1], 2 * math.pi / rates, rtol=1e-6)
+    assert axes.get_ylabel() == "tokens per turn"
+
+
+def test_planes_say_which_channels_turn_together() -> None:
+    model = llama("comrope_ap", layers=1)
+    (axes,) = panels(draw(model, "planes")["planes-decoder-comrope_ap"])
+    shown = image(axes)
+    assert shown.shape == (8, 9)  # two heads of four planes, and a gap
+    assert np.isnan(shown[:, 4]).all()
+    np.testing.assert_allclose(np.delete(shown, 4, axis=1).sum(0), 1)
+    fresh = hf_posenc.patch(llama(), "comrope_ap")
+    native = image(panels(draw(fresh, "planes")["planes-decoder-comrope_ap"])[0])[:, :4]
+    np.testing.assert_allclose(native, 0.5 * np.vstack([np.eye(4)] * 2), atol=1e-9)
+
+
+def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
+    model = llama("learned")
+    left, right = panels(draw(model, "table")["table-decoder-learned"])
+    rows = model.hf_posenc_shared.get_submodule("0").wpe.weight.detach()
+    np.testing.assert_allclose(image(left), rows.T)
+    np.testing.assert_allclose(image(right), torch.cosine_similarity(rows[:, None], rows[None], dim=-1), atol=1e-6)
+    assert left.get_xlabel() == "position (tokens)"
+
+
+def test_series_are_the_coefficients() -> None:
+    model = llama("fope", layers=1)
+    (axes,) = panels(draw(model, "series")["series-decoder-fope"])
+    scheme = scheme_of(model)
+    both = torch.stack([scheme.sin_coef, scheme.cos_coef]).detach()
+    np.testing.assert_allclose(image(axes), both.square().mean((0, 1)).sqrt(), rtol=1e-5)
+
+
+def test_gates_and_what_they_leave() -> None:
+    model = llama("fox")
+    figure = draw(model, "gates")["gates-decoder-fox"]
+    drawn = panels(figure)
+    assert [axes.get_title(loc="left") for axes in drawn[:2]] == [
+        "gate of each token, layer 0",
+        "left at the last token, layer 0",
+    ]
+    for layer in range(2):
+        hidden = operands(model, layer)[0]
+        gate = scheme_of(model, layer).fgate_proj(hidden)[0].sigmoid().T.detach()  # [H, S]
+        np.testing.assert_allclose(image(drawn[2 * layer]), gate, rtol=1e-5)
+        left = [gate[:, token + 1 :].prod(-1) for token in range(TOKENS)]
+        np.testing.assert_allclose(image(drawn[2 * layer + 1]), torch.stack(left, -1), rtol=1e-4)
+
+
+def test_positions_are_counted_as_cope_counts() -> None:
+    model = llama("cope", layers=1, npos=4)
+    drawn = panels(draw(model, "positions")["positions-decoder-cope-layer-0"])
+    scale, (_, q, k, _) = scheme_of(model).geometry.scale, operands(model, 0)
+    gates = (scale * q @ k.repeat_interleave(2, dim=1).mT)[0].sigmoid()
+    for head, axes in enumerate(drawn):
+        shown = image(axes)
+        for query in range(TOKENS):
+            for key in range(TOKENS):
+                want = min(float(gates[head, query, key : query + 1].sum()), 3) if key <= query else math.nan
+                assert shown[query, key] == pytest.approx(want, rel=1e-5, nan_ok=True)
+
+
+def test_states_are_those_that_layers_are_handed() -> None:
+    model = llama("tape", layers=3)
+    drawn = panels(draw(model, "states")["states-decoder-tape"])
+    np.testing.assert_allclose(image(drawn[0]), np.ones((HEADS, TOKENS)), rtol=1e-6)
+    for layer in (1, 2):
+        carried = operands(model, layer)[3]
+        states = torch.view_as_complex(torch.stack(carried[0].chunk(2, dim=-1), -1).contiguous())
+        want = states.abs().square().mean(-1).sqrt().T.detach()
+        assert float((want - 1).abs().max()) > 0.01
+        np.testing.assert_allclose(image(drawn[layer]), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_attention_is_what_the_model_used(backend: str) -> None:
+    model = llama("stick_breaking")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**IDS, output_attentions=True).attentions
+    model.set_attn_implementation(backend)
+    model.train()
+    made = draw(model, "attention", "remainder")
+    assert model.training
+    assert model.config._attn_implementation == backend
+    hidden = np.triu(np.ones((TOKENS, TOKENS), dtype=bool), 1)
+    for layer in range(2):
+        for head, axes in enumerate(panels(made[f"attention-decoder-stick_breaking-layer-{layer}"])):
+            np.testing.assert_allclose(image(axes)[~hidden], weights[layer][0, head].numpy()[~hidden], rtol=1e-5)
+        left = image(panels(made["remainder-decoder-stick_breaking"])[layer])
+        np.testing.assert_allclose(left, 1 - weights[layer][0].sum(-1), atol=1e-6)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
+    model = llama(layers=4)
+    hf_posenc.patch(model, "alibi", layers=[0, 2])
+    hf_posenc.patch(model, "fox", layers=[1])
+    made = figures(model, inputs=IDS)
+    assert set(made) == {
+        "overview",
+        "bias-decoder-alibi",
+        "gates-decoder-fox",
+        *(f"attention-decoder-alibi-layer-{layer}" for layer in (0, 2)),
+        "attention-decoder-fox-layer-1",
+    }
+    header = made["overview"].get_suptitle()
+    assert "alibi in layers 0, 2; fox in layer 1; no scheme in layer 3" in header
+    hf_posenc.patch(model, "alibi", layers=[3], gate=True)
+    assert set(draw(model, "bias")) == {"bias-decoder-alibi-0", "bias-decoder-alibi-2"}
+
+
+def test_tokens_are_written_along_the_axes() -> None:
+    model = stock("llama")
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    prompt = "It costs $5 or $6 \N{SNOWMAN WITHOUT SNOW}"
+    figure = figures(model, tokenizer, what="attention", layers=[1], heads=[0], prompt=prompt)[
+        "attention-decoder-rope-layer-1"
+    ]
+    (axes,) = panels(figure)
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer(prompt)["input_ids"])
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) == len(pieces)
+    assert [label.replace("\N{OPEN BOX}", "\u0120") for label in labels[:6]] == [
+        piece.replace("\u2581", "\u0120") for piece in pieces[:6]
+    ]
+    figure.savefig(io.BytesIO())  # would warn of missing glyphs, and fail on a formula
+    style.token_ticks(axes, ["$a_$", "\N{CJK UNIFIED IDEOGRAPH-6F22}"], x=True)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["$a_$", "\N{WHITE SQUARE}"]
+    figure.savefig(io.BytesIO())
+
+
+def test_what_cannot_be_drawn_is_said() -> None:
+    model = llama("kerple")
+    with pytest.raises(hf_posenc.OptionError, match="no kind of picture 'bais'"):
+        draw(model, "bais")
+    with pytest.raises(hf_posenc.OptionError, match="no picture 'gates' of kerple"):
+        draw(model, "bias", "gates")
+    for query in (0, -3, True, 1.5):
+        with pytest.raises(hf_posenc.OptionError, match="positions of queries"):
+            draw(model, "bias", queries=[query])
+    for options in ({"layers": [2]}, {"layers": []}, {"heads": [4]}, {"heads": []}, {"heads": [-1]}):
+        with pytest.raises(hf_posenc.LayerSelectionError):
+            draw(model, "bias", **options)
+    for ids in (torch.zeros(2, 4), torch.zeros(1, 1), torch.zeros(1, 1025)):
+        with pytest.raises(hf_posenc.OptionError, match="tokens to draw"):
+            draw(model, "attention", inputs={"input_ids": ids.long()})
+    with pytest.raises(hf_posenc.ArchitectureError):
+        draw(torch.nn.Linear(2, 2), "bias")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plot", *arguments])
+
+
+# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_the_command_draws_a_run_and_an_adapter(tmp_path: Path) -> None:
+    run_folder, base = tmp_path / "run", tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    plain = LlamaForCausalLM(LlamaConfig(**{**llama().config.to_dict(), "vocab_size": len(tokenizer)}))
+    plain.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    converted = hf_posenc.patch(LlamaForCausalLM.from_pretrained(base), "kerple")
+    converted.save_pretrained(run_folder / "model")
+    (run_folder / "recipe.yaml").write_text("", encoding="utf-8")
+    done = run(str(run_folder), "--what", "bias", "--query", "20", "--out", str(tmp_path / "a"))
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["bias-decoder-kerple.png"]
+    assert f"wrote {tmp_path / 'a'}: bias-decoder-kerple.png" in done.output
+
+    converted.name_or_path = str(base)
+    adapted = get_peft_model(
+        converted, hf_posenc.PosencLoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(base))
+    )
+    with pytest.raises(hf_posenc.WrappedModelError, match=r"merge_and_unload\(\)"):
+        figures(adapted)
+    stirred(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    options = ("--prompt", "Once upon a time", "--layers", "1", "--heads", "0,2", "--format", "svg")
+    done = run(
+        str(tmp_path / "adapter"), *options, "--what", "attention", "--what", "bias", "--out", str(tmp_path / "b")
+    )
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "b").iterdir()}
+    assert names == {"attention-decoder-kerple-layer-1.svg", "bias-decoder-kerple.svg"}
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    folder = str(DIRECTORIES["gpt2"])
+    for arguments, message in (
+        ((folder, "--what", "gates"), "There is no picture 'gates' of learned."),
+        ((folder, "--layers", "first"), "--layers 'first': expected indices"),
+        ((str(tmp_path),), "There is no config.json"),
+    ):
+        done = run(*arguments, "--out", out)
+        assert done.exit_code == 1
+        assert done.output.startswith("hf-posenc: ")
+        assert message in done.output
+        assert done.output.count("\n") == 1
+    assert not any(tmp_path.iterdir())
