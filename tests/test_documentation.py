@@ -2,58 +2,101 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+import typer
 from models import DIRECTORIES, stock
 
 import hf_posenc
 from hf_posenc import registry
+from hf_posenc.cli import app
 from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import auto
 from hf_posenc.recipes.text import builtin_text
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
+# Said behind the language of a block, as in "python { .slow }", that is not run: it takes minutes, the hub, or an extra.
+NOT_RUN = {"slow", "network", "extra"}
+# Pages whose code registers something are run by tests of their own; code for contributors is theirs too.
+BY_THEMSELVES = {"docs/own_scheme.md", "docs/own_architecture.md", "CONTRIBUTING.md"}
 
 
-def _blocks(name: str, language: str) -> list[str]:
+def _quickstart_holds(page: ModuleType) -> bool:
+    """Whether the figures of the quickstart are as its comments say, each at a short and a long context."""
+    native, swapped, fitted = (
+        dict(zip(("short", "long"), got, strict=True)) for got in (page.native, page.swapped, page.fitted)
+    )
+    breaks = native["long"] > 2 * native["short"]
+    return (
+        breaks and native["short"] < fitted["short"] < 0.6 * swapped["short"] and fitted["long"] < 1.1 * fitted["short"]
+    )
+
+
+def _converted(model: object) -> bool:
+    return type(model).__name__ == "PosencLlamaForCausalLM"
+
+
+# What must hold after the code of a document, beside what it asserts itself.
+HOLDS: dict[str, Callable[[ModuleType], bool]] = {
+    "README.md": lambda page: _converted(page.model) and page.output.shape == (2, 8, 32, 16),
+    "docs/adaptation.md": lambda page: _converted(page.merged),
+    "docs/quickstart.md": _quickstart_holds,
+}
+
+
+def _blocks(name: str, language: str) -> list[tuple[str, str]]:
+    """Return what stands behind the language, and the code, of every block of a document."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, flags=re.M | re.S)
-    return [re.sub(rf"^{indent}", "", body, flags=re.M) for indent, body in found]
+    found = re.findall(rf"^( *)```{language}(?: +{{ \.(\w+) }})?\n(.*?)^ *```$", text, flags=re.M | re.S)
+    return [(mark, re.sub(rf"^{indent}", "", body, flags=re.M)) for indent, mark, body in found]
 
 
-def _marked(name: str, mark: str) -> str:
-    """Return the code block that follows a marker comment."""
-    text = (ROOT / name).read_text(encoding="utf-8").split(f"<!-- {mark} -->", 1)[1]
-    indent, body = re.findall(r"^( *)```python\n(.*?)^ *```$", text, flags=re.M | re.S)[0]
-    return re.sub(rf"^{indent}", "", body, flags=re.M)
+WITH_CODE = [name for name in DOCUMENTS if _blocks(name, "python")]
+every_document_with_code = pytest.mark.parametrize("name", WITH_CODE)
 
 
-def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of the README, in order, with a local checkpoint in place of the one on the hub."""
-    code = "\n".join(_blocks("README.md", "python"))
-    code = code.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(DIRECTORIES["llama"])))
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), namespace)
-    assert type(namespace["model"]).__name__ == "PosencLlamaForCausalLM"
-    assert namespace["output"].shape == (2, 8, 32, 16)  # type: ignore[attr-defined]
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adaptation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "\n".join(_blocks("docs/adaptation.md", "python"))
+def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Run the blocks of a document, in order, as a module in an empty folder, with local checkpoints in place of the hub's."""
+    code = "\n".join(body for mark, body in _blocks(name, "python") if not mark)
     code = code.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(DIRECTORIES["llama"])))
     code = code.replace('report_to="none"', 'report_to="none", use_cpu=True, dataloader_pin_memory=False')
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")
-    namespace: dict[str, object] = {}
-    exec(compile(code, "adaptation.md", "exec"), namespace)
-    assert type(namespace["merged"]).__name__ == "PosencLlamaForCausalLM"
+    module = f"code_of_{Path(name).stem}"
+    (folder / f"{module}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(folder)
+    # Set first, so that it is gone afterwards.
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    del sys.modules[module]
+    return importlib.import_module(module)
+
+
+@every_document_with_code
+def test_code_compiles_and_its_marks_are_known(name: str) -> None:
+    # A mark in another form would hide its block.
+    assert len(re.findall(r"^ *```python", (ROOT / name).read_text("utf-8"), re.M)) == len(_blocks(name, "python"))
+    for mark, body in _blocks(name, "python"):
+        compile(body, name, "exec")
+        assert not mark or mark in NOT_RUN, mark
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CODE if name not in BY_THEMSELVES])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "docs/adaptation.md":
+        (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")
+    if name == "docs/loading.md":
+        hf_posenc.patch(stock("llama"), "fire").save_pretrained(tmp_path / "converted")
+    page = _run(name, tmp_path, monkeypatch)
+    assert name not in HOLDS or HOLDS[name](page)
 
 
 def test_readme_names_every_scheme() -> None:
@@ -61,16 +104,32 @@ def test_readme_names_every_scheme() -> None:
     assert [name for name in hf_posenc.schemes() if f"`{name}`" not in text] == []
 
 
-def test_readme_commands_exist() -> None:
-    commands = "\n".join(_blocks("README.md", "bash"))
-    names = {line.split()[1] for line in commands.splitlines() if line.startswith("hf-posenc")}
-    help_text = subprocess.run(
-        [sys.executable, "-c", "from hf_posenc.cli import app; app()", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert {name for name in names | {"demo", "schemes", "info"} if name not in help_text} == set()
+COMMANDS = [
+    line
+    for name in DOCUMENTS
+    for language in ("bash", "console")
+    for _, body in _blocks(name, language)
+    for line in body.splitlines()
+    if line.startswith("hf-posenc ")
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_exist_with_their_options(line: str) -> None:
+    _, *words = shlex.split(line, comments=True)
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+    assert not getattr(command, "commands", {}) or not words or words[0].startswith("-"), f"no command {words[0]}"
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    assert {word.partition("=")[0] for word in words if word.startswith("-")} <= options
+
+
+def test_quoted_messages_are_those_of_the_errors() -> None:
+    messages = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    quoted = [line for _, body in _blocks("docs/loading.md", "text") for line in body.splitlines()]
+    assert quoted
+    assert [quote for quote in quoted if quote not in messages] == []
 
 
 @pytest.fixture
@@ -81,50 +140,24 @@ def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
 
 
-def _module(name: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / f"{name}.py").write_text(code, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    __import__(name)
-
-
 @pytest.mark.usefixtures("_registry_as_before")
-def test_add_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _module("window", _marked("CONTRIBUTING.md", "scheme"), tmp_path, monkeypatch)
-    assert "window" in hf_posenc.schemes()
-    assert [option.name for option in hf_posenc.describe("window").options] == ["size"]
+def test_own_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page runs, with assertions of its own, and its scheme works on the other architectures too."""
+    _run("docs/own_scheme.md", tmp_path, monkeypatch)
+    assert [option.name for option in hf_posenc.describe("window").options] == ["size", "init"]
     for name in DIRECTORIES:
-        model = hf_posenc.patch(stock(name), "window", size=4)
-        hf_posenc.verify(model)
-    prompt = torch.arange(20, 40)[None]
-    model = hf_posenc.patch(stock("llama"), "window", size=4)
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(prompt, **settings), model.generate(prompt, use_cache=False, **settings))
-    model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(type(model).from_pretrained(tmp_path / "saved")(prompt).logits, model(prompt).logits)
+        model = stock(name)
+        assert hf_posenc.plan(model, "window", native="keep").start == "exact with native kept"
+        hf_posenc.verify(hf_posenc.patch(model, "window", size=4))
 
 
 @pytest.mark.usefixtures("_registry_as_before")
-def test_add_an_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    _module("posenc_mistral", _marked("CONTRIBUTING.md", "architecture"), tmp_path, monkeypatch)
-    config = MistralConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=None,
-        initializer_range=0.1,
-    )
-    model = MistralForCausalLM(config).eval()
-    ids = torch.arange(5, 25)[None]
+def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page runs, with assertions of its own, and its architecture takes every scheme."""
+    page = _run("docs/own_architecture.md", tmp_path, monkeypatch)
+    model, ids = page.model, page.ids
     with torch.no_grad():
         before = model(ids).logits
-        torch.testing.assert_close(hf_posenc.patch(model, "rope")(ids).logits, before, atol=1e-5, rtol=1e-5)
         for scheme in hf_posenc.schemes():
             hf_posenc.verify(hf_posenc.patch(model, scheme))
             full = model(ids, use_cache=False).logits
@@ -133,7 +166,7 @@ def test_add_an_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(torch.cat([first.logits, rest], 1), full, atol=1e-5, rtol=1e-5)
         hf_posenc.patch(model, "kerple", native="keep")
         hf_posenc.set_strength(model, scheme=0.5)
-        with pytest.raises(hf_posenc.OptionError, match="of mistral cannot be at part of its strength"):
+        with pytest.raises(hf_posenc.OptionError, match="of qwen3 cannot be at part of its strength"):
             hf_posenc.set_strength(model, native=0.5)
         model.save_pretrained(tmp_path / "saved")
         loaded = auto.modeling_auto.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")

@@ -1,0 +1,118 @@
+"""What the site needs beside the Markdown of docs/: documents from elsewhere, the commands, and formulas.
+
+mkdocs calls these functions by their names.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = "benchmarks/results"
+# Documents outside of docs/, by their path in the repository: where they are on the site.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    **{
+        f"{RESULTS}/{path.name}": f"results/{path.name}"
+        for path in sorted((ROOT / RESULTS).iterdir())
+        if path.suffix in {".md", ".png"}
+    },
+}
+
+
+def on_config(config: Any) -> Any:
+    """List all schemes and results in the navigation; write formulas as MathML, which browsers draw themselves."""
+    schemes = sorted((ROOT / "docs/schemes").glob("[!R]*.md"))
+    more = {
+        "Schemes": [f"schemes/{path.name}" for path in schemes],
+        "Results": [
+            place for source, place in ELSEWHERE.items() if source.startswith(RESULTS) and place.endswith(".md")
+        ],
+    }
+    for entry in config.nav:
+        for name in more.keys() & entry.keys():
+            entry[name] += more[name]
+    fence = {"name": "math", "class": "math", "format": formula}
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the documents from elsewhere, and those that the code writes."""
+    for source, place in ELSEWHERE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    for place, write in {"results/index.md": results, "recipes.md": recipes, "command_line.md": commands}.items():
+        files.append(File.generated(config, place, content=write()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links that are right in the repository into ones that are right on the site."""
+    here = page.file.src_uri
+    source = next((path for path, place in ELSEWHERE.items() if place == here), f"docs/{here}")
+
+    def turned(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
+        place = ELSEWHERE.get(target, target.removeprefix("docs/"))
+        if not (ROOT / target).is_file() or (target == place and target not in ELSEWHERE):
+            return match[0]
+        return f"]({posixpath.relpath(place, posixpath.dirname(here) or '.')}"
+
+    return re.sub(r"\]\(([^\s():#]+)", turned, markdown)
+
+
+def formula(source: str, *_: Any, **__: Any) -> str:
+    """Return a formula in TeX as MathML, in those words of TeX that the converter knows."""
+    source = re.sub(r"\\[bB]ig", "", source.replace("{aligned}", "{split}"))
+    return f'<div class="formula">{convert(source, display="block")}</div>'
+
+
+def recipes() -> str:
+    """Return a page with every recipe that comes with the package."""
+    lines = [
+        "# Recipes that come along",
+        "",
+        "What `hf-posenc recipes` lists, and what each says where it differs from",
+        "[the defaults](adaptation.md#what-a-recipe-says). `hf-posenc recipes show NAME` prints every key.",
+        "",
+    ]
+    for path in sorted((ROOT / "recipes/library").glob("*.yaml")):
+        lines += [f"## {path.stem}", "", "```yaml", path.read_text(encoding="utf-8").rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def results() -> str:
+    """Return a page that lists all measurements."""
+    lines = ["# Results", "", "What was measured, with machine, versions, date and command.", ""]
+    for source, place in ELSEWHERE.items():
+        if source.startswith(RESULTS) and source.endswith(".md"):
+            title = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+            lines.append(f"- [{title}]({posixpath.basename(place)})")
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """Return the help of every command."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "typer",
+        "hf_posenc.cli",
+        "utils",
+        "docs",
+        "--name",
+        "hf-posenc",
+        "--title",
+        "Command line",
+    ]
+    return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout
