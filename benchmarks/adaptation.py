@@ -46,6 +46,8 @@ RECIPES = {
 }
 # Recipes of a Llama that do something else with its encoding than to remove it; and how far positions are skipped to.
 REMOVED = {
+    # The published form; the recipe's is below.
+    "alibi": ["conversion.options={}", "conversion.fit=null"],
     # A table has rows for the positions only that training has shown.
     "learned": ["training.skip_to={trained}"],
     "fire": ["training.skip_to={far}"],

@@ -202,16 +202,16 @@ def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
         ("rope", {}, "sdpa"),
         ("alibi", {}, "fused (distance table)"),
         ("kerple", {}, "fused (distance table)"),
-        ("fire", {"threshold": 1000.0}, "fused (distance table)"),
+        ("fire", {"threshold": 2000.0}, "fused (distance table)"),
         ("fire", {"threshold": 50.0}, "fused (distance table, straight pieces)"),
         ("fox", {}, "fused (key bias)"),
         ("cope", {}, "nearby"),
         ("stick_breaking", {}, "nearby"),
-        ("kerple", {"weighted": True}, "dense"),
+        ("kerple", {"weighted": True}, "blocks"),
     ],
 )
 def test_the_structure_of_a_scheme_decides(name: str, options: dict, want: str) -> None:
-    assert chosen(make(name, **options), *plain(120)) == want
+    assert chosen(make(name, **options), *plain(520)) == want
 
 
 @pytest.mark.parametrize(("layout", "form"), [(left_padded, "distance table"), (packed, "distance table")])
@@ -221,6 +221,11 @@ def test_a_table_serves_padding_and_packing(layout, form: str) -> None:
 
 def test_positions_with_gaps_take_a_bias_by_blocks() -> None:
     assert chosen(make("kerple"), *skipped(120)) == "fused (bias by blocks)"
+
+
+@pytest.mark.parametrize("name", ["cope", "stick_breaking", "shaw"])
+def test_among_few_keys_all_are_near(name: str) -> None:
+    assert chosen(make(name), *plain(120)) == "dense"
 
 
 def test_one_query_takes_the_dense_form() -> None:
@@ -241,7 +246,7 @@ def test_explain_names_the_executor_of_each_layer() -> None:
     found = hf_posenc.explain(model, length=64)
     assert [(x.layer, x.scheme, x.sequence, x.step) for x in found.layers] == [
         (0, "fox", "fused (key bias)", "dense"),
-        (1, "cope", "nearby", "dense"),
+        (1, "cope", "dense", "dense"),
     ]
     assert "fused (key bias)" in str(found)
     model.set_attn_implementation("eager")

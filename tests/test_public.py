@@ -124,6 +124,7 @@ ROOMS = [
     ("hf_posenc.plots",),
     ("hf_posenc.recipes",),
     ("hf_posenc.evaluation",),
+    ("hf_posenc.comparison",),
     ("hf_posenc.cli",),
     ("hf_posenc.__main__",),
 ]

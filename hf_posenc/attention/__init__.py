@@ -39,8 +39,9 @@ Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby"]
 
 # Below this many logits per call the dense form is at least as fast, and what it keeps for the backward pass is small.
 _DENSE_LOGITS = 2**21
-# So many queries are worth the calls of the fused form.
+# So many queries are worth the calls of the fused form, and so many keys a second look at which of them are near.
 _FUSED_QUERIES = 32
+_NEARBY_KEYS = 512
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Exe
     if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
         if fused.applies(scheme, task):
             return "fused"
-        if nearby.applies(scheme, task) and nearby.sees(task, mask):
+        if task.k.shape[2] >= _NEARBY_KEYS and nearby.applies(scheme, task) and nearby.sees(task, mask):
             return "nearby"
     return "dense" if batch * heads * length * task.k.shape[2] <= _DENSE_LOGITS else "blocks"
 

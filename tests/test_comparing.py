@@ -1,0 +1,333 @@
+"""A comparison: all under one budget, what fails is said, what is done is not done again, and rules decide."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from models import DIRECTORIES
+from torch import nn
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
+from hf_posenc.comparison import cost, examining, verdict
+from hf_posenc.comparison.contestants import NATIVE, UNTRAINED, contestants
+from hf_posenc.comparison.decay import decay
+from hf_posenc.comparison.findings import Cost, Findings
+from hf_posenc.comparison.verdict import judge, leaders
+from hf_posenc.directories import OutputError
+from hf_posenc.recipes.loading import load_tiny_llama
+from hf_posenc.recipes.recipe import Recipe
+
+CONFIG = load_tiny_llama()[0].config
+
+
+# -- who takes part ----------------------------------------------------------------------------------------------------
+
+
+def entered(
+    *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG
+) -> dict[str, Any]:
+    found = contestants("here", config, Path("runs"), schemes=schemes, budget=7, overrides=overrides)
+    return {each.name: each for each in found}
+
+
+def test_all_have_one_budget_and_their_own_recipe() -> None:
+    found = entered("training.batch_size=4")
+    assert list(found) == [NATIVE, "fire", "rope"]
+    for name, each in found.items():
+        training = each.recipe.training
+        assert (each.recipe.model, training.steps, training.batch_size, training.length) == ("here", 7, 4, 128)
+        assert each.folder == Path("runs", name)
+    assert found["fire"].recipe.conversion == Recipe.parse("llama-fire").conversion
+    assert found["fire"].recipe.training.skip_to == 1024
+    control = found[NATIVE].recipe
+    assert control.conversion.scheme is None
+    assert control.distillation.share == control.distillation.hidden == 0
+    assert control.training.skip_to is None
+
+
+def test_positions_are_skipped_in_proportion_to_the_length() -> None:
+    assert entered("training.length=256")["fire"].recipe.training.skip_to == 2048
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
+def test_eight_schemes_fit_each_architecture(architecture: str) -> None:
+    config = AutoConfig.from_pretrained(DIRECTORIES[architecture])
+    found = entered("training.length=128", schemes=None, config=config)
+    assert len(found) == 9
+    # What the architecture needs is kept for the control.
+    assert found[NATIVE].recipe.training.learning_rate == Recipe.parse(f"{architecture}-alibi").training.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schemes", "overrides", "error", "said"),
+    [
+        (("fir",), (), UnknownSchemeError, "fir"),
+        (("sinusoid.yaml",), (), RecipeError, "no file"),
+        (("fire", "fire"), (), OptionError, "different"),
+        ((), (), OptionError, "none"),
+        (("fire",), ("model=there",), OptionError, "model"),
+        (("fire",), ("conversion.native=keep",), OptionError, "recipe of your own"),
+        (("fire",), ("training.steps=3",), OptionError, "budget"),
+        (("fire",), ("training.stepz=3",), RecipeError, "stepz"),
+    ],
+)
+def test_wrong_requests_are_refused(
+    schemes: tuple[str, ...], overrides: tuple[str, ...], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        entered(*overrides, schemes=schemes)
+
+
+def test_a_scheme_without_a_recipe_is_refused_with_those_that_have_one() -> None:
+    with pytest.raises(RecipeError, match=r"no recipe for cape on gpt2 models.*kerple"):
+        entered(schemes=("cape",), config=AutoConfig.from_pretrained(DIRECTORIES["gpt2"]))
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def findings(
+    name: str, near: float, far: float, *, noise: float = 0.01, time: float = 1.0, memory: float = 1.0
+) -> Findings:
+    """A model of some losses at 128 and 1,024 tokens, which windows share but for some noise of its own."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    windows = torch.linspace(-1, 1, 16, dtype=torch.float64)
+
+    def around(loss: float) -> tuple[float, ...]:
+        own = torch.randn(16, generator=generator, dtype=torch.float64)
+        return tuple((loss + windows + noise * (own - own.mean()) / own.std()).tolist())
+
+    price = Cost((0.99 * time, time, 1.01 * time), memory, 0, 0, 0)
+    return Findings(name, (128, 1024), (around(near), around(far)), price)
+
+
+def judged(*others: Findings, native: tuple[float, float] = (2.0, 4.0)) -> verdict.Verdict:
+    found = (findings(NATIVE, *native), *others)
+    return judge({each.name: each for each in found}, 128, 1024)
+
+
+def test_leaders_are_the_best_and_those_that_do_not_differ() -> None:
+    found = {
+        each.name: each
+        for each in (findings("a", 2.0, 2), findings("b", 2.002, 2), findings("c", 2.1, 2), findings("d", 1.999, 2))
+    }
+    assert leaders(found, 128) == ("d", "a", "b")
+
+
+def test_the_native_model_is_kept_where_nothing_is_better_beyond_chance() -> None:
+    found = judged(findings("a", 1.999, 4.0), findings("b", 2.3, 4.2))
+    assert (found.near, found.far, found.overall) == (NATIVE, NATIVE, NATIVE)
+    assert found.headline == "Keep the native encoding: nothing beats it up to 1,024 tokens."
+    assert "nothing is gained" in found.reasons[0]
+
+
+def test_the_best_beyond_is_taken_for_all_where_it_costs_little() -> None:
+    found = judged(findings("a", 2.015, 2.0), findings("b", 2.2, 2.3))
+    assert (found.near, found.far, found.overall) == (NATIVE, "a", "a")
+    assert found.recommended == ("a",)
+    assert found.headline == (
+        "Take a: a loss of at most 2% at the trained length of 128 tokens, and the best choice at 1,024 tokens."
+    )
+    assert "so it reads longer texts" in " ".join(found.reasons)
+
+
+def test_there_are_two_recommendations_where_length_costs_much() -> None:
+    found = judged(findings("a", 2.1, 2.5))
+    assert (found.near, found.far, found.overall) == (NATIVE, "a", None)
+    assert found.recommended == (NATIVE, "a")
+    said = " ".join(found.reasons)
+    assert "so even this one loses" in said
+    # exp(0.1) and exp(2.5 - 4).
+    assert re.search(r"a costs: 110\.\d \[", said.replace(" %", "")), said
+    assert "22.3" in said
+
+
+def test_a_loss_that_could_be_chance_is_still_a_loss() -> None:
+    found = judged(findings("a", 2.1, 2.1, noise=1.0))
+    assert found.overall is None
+    assert "which chance can explain" in " ".join(found.reasons)
+
+
+def test_of_leaders_the_cheapest_is_taken() -> None:
+    found = judged(
+        findings("a", 1.8, 2.0, time=1.5),
+        findings("b", 1.801, 2.001, time=1.2, memory=1.4),
+        findings("c", 1.802, 2.001, time=1.195, memory=1.1),
+        findings("d", 2.5, 3.0, time=1.0),
+    )
+    assert found.overall == "c"
+    assert "b and c cannot be told from it. Of these, c has the cheapest" in found.reasons[0]
+    assert "cheapest to train is d" in found.reasons[-1]
+
+
+def test_what_cannot_read_so_far_does_not_lead_there() -> None:
+    short = findings("a", 1.0, math.nan)
+    found = judged(short, findings("b", 2.5, 2.6))
+    assert (found.near, found.far, found.overall) == ("a", "b", None)
+    assert any(reason.startswith("a cannot read 1,024 tokens") for reason in found.reasons)
+
+
+def test_findings_survive_their_file(tmp_path: Path) -> None:
+    found = findings("a", 2.0, math.nan)
+    found.save(tmp_path / "a.json")
+    again = Findings.load(tmp_path / "a.json")
+    assert again.at(128).equal(found.at(128))
+    assert not again.reads(1024)
+    assert (again.cost, again.contexts) == (found.cost, found.contexts)
+
+
+# -- cost and decay ----------------------------------------------------------------------------------------------------
+
+
+class Waits(nn.Module):
+    """Takes its time, by the clock that is looked at."""
+
+    def __init__(self, seconds: float, clock: list[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+        self._seconds, self._clock = seconds, clock
+
+    def forward(self, x: torch.Tensor, use_cache: bool) -> Any:
+        self._clock[0] += self._seconds
+        return SimpleNamespace(loss=(self.weight * x).exp().sum())
+
+
+def test_steps_are_timed_in_turns_and_leave_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
+    slow, fast = Waits(3.0, clock), Waits(2.0, clock)
+    ratios = cost.step_ratios(slow, fast, {"x": torch.rand(10)}, rounds=4)
+    assert ratios == pytest.approx([1.5] * 4)
+    assert bool((slow.weight == 1).all())
+
+
+def test_memory_is_what_the_backward_pass_needs() -> None:
+    # The input of the product (its weight is there anyway), and the result of exp.
+    assert cost.kept_bytes(Waits(0.0, [0.0]), {"x": torch.rand(10, requires_grad=True)}) == 80
+
+
+def test_decay_is_that_of_the_slopes() -> None:
+    model = hf_posenc.patch(load_tiny_llama()[0], "alibi")
+    slopes = torch.tensor([2.0 ** (-2 * head) for head in range(1, 5)])
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    near, far = (distance >= 0) & (distance <= 4), distance >= 32
+    expected = float(slopes.mean() * (distance[far].float().mean() - distance[near].float().mean()))
+    found = decay(model, torch.arange(64))
+    assert found is not None
+    assert found == (pytest.approx(expected, rel=1e-5), 64)
+    assert decay(hf_posenc.patch(load_tiny_llama()[0], "nope"), torch.arange(64)) is None
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Collects the pictures of a page, and everything that it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures: list[bytes] = []
+        self.others: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if tag == "img" and key == "src" and value and value.startswith("data:image/png;base64,"):
+                self.pictures.append(base64.b64decode(value.partition(",")[2]))
+            elif key in ("src", "href") or tag in ("script", "link"):
+                self.others.append(f"{tag} {key}={value}")
+
+
+@pytest.fixture
+def _plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They have tests of their own, and take seconds.
+    monkeypatch.setattr(examining.plots, "figures", lambda *given, **options: {"overview": Figure(figsize=(1, 1))})
+
+
+@pytest.mark.usefixtures("_plain_pictures")
+def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: tiny-llama\nconversion: {scheme: nope}\nadapter: {kind: lora, targets: [nowhere]}\n")
+    out = tmp_path / "out"
+    text = tmp_path / "text.txt"
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    text.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages)[:60_000], encoding="utf-8")
+    changes = ["training.batch_size=2", f"data.source={text}"]
+    typed = ["compare", "tiny-llama", *changes, "--schemes", f"alibi,{broken}", "--budget", "2"]
+    typed += ["--samples", "4", "--out", str(out)]
+
+    def stop(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cost, "step_ratios", stop)
+        stopped = CliRunner().invoke(cli.app, typed)
+    assert stopped.exit_code == 130, stopped.output
+    assert "the same command goes on" in stopped.output
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert out / "runs" / NATIVE / "findings.json" in done
+    assert out / "runs" / "alibi" / "model" / "model.safetensors" in done
+    assert not (out / "report.html").exists()
+
+    found = CliRunner().invoke(cli.app, typed)
+    assert found.exit_code == 1, found.output
+    assert "broken failed" in found.output
+    assert "modules" in found.output
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+
+    page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
+    page.feed(shown)
+    assert not page.others
+    # By length, what is paid for what, and of the native model and the scheme.
+    assert len(page.pictures) == 4
+    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
+    for part in (
+        "Quality by length",
+        "Report card",
+        "Cost and start",
+        "Failed",
+        "Copying a random sequence",
+        UNTRAINED,
+    ):
+        assert part in shown
+    written = (out / "report.md").read_text(encoding="utf-8")
+    native, alibi = (Findings.load(out / "runs" / name / "findings.json") for name in (NATIVE, "alibi"))
+    ratio = alibi.ratio(128, native)
+    assert re.search(
+        rf"^\| alibi \|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M
+    )
+    assert "| broken |" not in written
+    assert "- broken: " in written
+    assert all((out / name).is_file() for name in re.findall(r"\]\((.+?)\)", written))
+    # A break that two steps do not mend.
+    assert alibi.start_ratio is not None
+    assert alibi.start_ratio > 2
+    assert alibi.cost.cache_bytes == hf_posenc.plan(CONFIG, "alibi").cache_bytes_per_token
+    assert alibi.cost.own_cache_bytes == 4 * 2 * 2 * 24 * 4
+
+    other = CliRunner().invoke(cli.app, [*typed[:-1], str(tmp_path)])
+    assert other.exit_code == 1
+    assert "holds no comparison" in other.output
+    more = CliRunner().invoke(
+        cli.app, ["compare", "tiny-llama", "--schemes", "alibi", "--budget", "3", "--out", str(out)]
+    )
+    assert "another comparison: budget is 2 there and 3 here" in more.output
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    assert issubclass(OutputError, hf_posenc.PosencError)
+    refused = CliRunner().invoke(cli.app, ["compare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
+    assert refused.exit_code == 1
+    assert "no directory" in refused.output
+    assert not (tmp_path / "out").exists()
