@@ -565,7 +565,7 @@ def cases() -> list[Case]:
         reading("llama-fire", "training.steps has no keys", given=["training.steps.more=5"]),
         reading("llama-fire", "no scheme 'fier'", "Did you mean 'fire'", given=["conversion.scheme=fier"]),
         reading("llama-fire", "Did you mean 'threshold'", given=["conversion.options.thresold=32"]),
-        reading("llama-alibi", "alibi has no weights", given=["conversion.fit=native"]),
+        reading("llama-alibi", "alibi has no weights", given=["conversion.options={}"]),
         reading("llama-fire", "without adapter.kind: lora", given=["adapter.four_bit=true"]),
         reading("llama-fire", "a divisor of", given=["training.micro_batch_size=3"]),
         reading("llama-fire", "Give data.held_out", given=["data.source=wikitext", "data.streaming=true"]),
