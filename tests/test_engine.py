@@ -186,6 +186,37 @@ def test_equals_the_reference_for_any_shape(
     compare(got, want, tolerance=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    [("kerple", "fused"), ("alibi", "fused"), ("fox", "fused"), ("fire", "fused"), ("cope", "nearby")],
+)
+def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) -> None:
+    # The last token of left padding, whose output predicts the first real one.
+    scheme = make(name, **({"learned_slopes": False} if name == "alibi" else {})).double()
+    length, padding = 200, 60
+    real = (torch.arange(length) >= padding)[None]
+    places = torch.arange(length)[None]
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, HEAD_DIM).double().requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    projected = scheme.project(
+        hf_posenc.scheme.Tokens(positions=Positions(places, places), hidden=torch.randn(1, length, HIDDEN).double()),
+        q,
+        k,
+        v,
+    )
+    state = dict(projected.state)
+    task = Task(q, k, v, Positions(places, places), length, 0.4, state=state, own=state, tables=projected.tables)
+    weight = torch.randn(1, HEADS, length, HEAD_DIM).double()
+    found = []
+    for which, weighted in ((executor, weight), ("dense", weight * real[:, None, :, None])):
+        output, _ = engine.run(scheme, task, Mask("slots", keep=real[:, None, None]), executor=which)
+        found.append(torch.autograd.grad(output, (q, k, v), weighted, retain_graph=True))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
+
+
 # -- what runs -----------------------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ class _Fused(torch.autograd.Function):
                     found, sums = functools.reduce(_merged, parts)
                     output[:, :, rows], lse[:, :, rows] = found.flip(2), sums.flip(2)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, output, lse, *inputs)
+        ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
 
     @staticmethod

@@ -64,6 +64,15 @@ def backward(
     return run(grad, q, k, v, output, lse, bias, scale, causal)
 
 
+def mark_empty_rows(lse: Tensor) -> Tensor:
+    """Return logarithms of sums `[B, H, Q]` with +inf for rows that see no key, which gives them neither weights nor gradients.
+
+    Where all is hidden by the smallest number, that number swallows the logarithm: weights made from it would add up to as many
+    as there are keys.
+    """
+    return lse.masked_fill(lse < torch.finfo(lse.dtype).min / 2, math.inf)
+
+
 def _rowwise(x: Tensor) -> Tensor:
     """Return a tensor whose rows are contiguous, as the kernel wants them."""
     return x if x.stride(-1) == 1 else x.contiguous()

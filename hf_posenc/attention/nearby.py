@@ -196,6 +196,7 @@ def _merged(call: _Call, task: Task, part: Task, start: int, stop: int, keys: in
             task.scale,
         )
         lse = torch.logaddexp(lse, far_lse)
+    lse = kernel.mark_empty_rows(lse)
     output = call.scheme.mix(_weights(logits, lse).to(task.v.dtype), part.v, block)
     if first:
         share = (far_lse - lse).exp_()[..., None].to(output.dtype)
