@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from threading import Lock
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -101,6 +102,10 @@ LEVERS: dict[str, list[str]] = {
 }
 
 
+# By budget, row, seed and context; keys are strings, as in the file.
+Losses = dict[str, dict[str, dict[str, dict[str, float]]]]
+
+
 @dataclass(frozen=True)
 class Run:
     """One training.
@@ -127,7 +132,8 @@ def main() -> None:
     parser.add_argument("train", nargs="?", help="text to train on, or builtin")
     parser.add_argument("held_out", nargs="?", help="text to measure on; none for builtin")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--record", type=Path, help="what was found, by budget, row and seed")
+    parser.add_argument("--output", type=Path, help="the table")
     parser.add_argument("--only", nargs="+", help="these rows only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
@@ -145,9 +151,9 @@ def main() -> None:
         return
 
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    runs = list(planned(arguments))
-    failed = complete(runs, arguments)
-    text = table(runs, failed, arguments)
+    record = Record.load(arguments.record)
+    failed = complete(list(planned(arguments)), record, arguments)
+    text = table(record, failed, arguments)
     sys.stdout.write(text)
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")
@@ -249,10 +255,11 @@ def measure(folder: Path, windows: int) -> None:
         found.record(name, step, curve)
 
 
-def complete(runs: list[Run], arguments: argparse.Namespace) -> dict[str, str]:
-    """Run what is not finished; return what went wrong, by folder."""
+def complete(runs: list[Run], record: Record, arguments: argparse.Namespace) -> dict[str, str]:
+    """Run what is not on record, and record it; return what went wrong, by folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     failed: dict[str, str] = {}
+    budget = f"{arguments.steps} x {arguments.batch} x {arguments.length}"
 
     def succeeds(run: Run, command: list[str]) -> bool:
         done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
@@ -261,12 +268,14 @@ def complete(runs: list[Run], arguments: argparse.Namespace) -> dict[str, str]:
         return not done.returncode
 
     def start(run: Run) -> None:
-        program = ["-c", "from hf_posenc.cli import app; app()"]
-        trained = (run.folder / "model").is_dir() or succeeds(
-            run, [*program, "train", run.recipe, *run.changes, "--out", str(run.folder)]
-        )
-        if trained and not (run.folder / FAR).exists():
-            succeeds(run, [__file__, "measure", str(run.folder), "--far-windows", str(arguments.far_windows)])
+        if not record.has(budget, run):
+            program = ["-c", "from hf_posenc.cli import app; app()"]
+            done = (run.folder / "model").is_dir() or succeeds(
+                run, [*program, "train", run.recipe, *run.changes, "--out", str(run.folder)]
+            )
+            measuring = [__file__, "measure", str(run.folder), "--far-windows", str(arguments.far_windows)]
+            if done and ((run.folder / FAR).exists() or succeeds(run, measuring)):
+                record.add(budget, run)
         bar.advance(task)
 
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -276,33 +285,81 @@ def complete(runs: list[Run], arguments: argparse.Namespace) -> dict[str, str]:
     return failed
 
 
-def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace) -> str:
-    """Return the table as Markdown.
+class Record:
+    """What was found: natural logarithms of perplexities, by budget, row, seed, and number of tokens read.
+
+    Attributes:
+        near: Up to the trained length.
+        far: At and beyond it, on other windows.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.near: Losses = {}
+        self.far: Losses = {}
+        self._lock = Lock()
+
+    @classmethod
+    def load(cls, path: Path | None) -> Record:
+        """Return the record in a file, an empty one where there is none yet."""
+        record = cls(path)
+        if path is not None and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            record.near, record.far = found["near"], found["far"]
+        return record
+
+    def has(self, budget: str, run: Run) -> bool:
+        """Return whether a run is on record."""
+        return str(run.seed) in self.far.get(budget, {}).get(run.row, {})
+
+    def add(self, budget: str, run: Run) -> None:
+        """Add what is in the folder of a finished run, and write the record beside itself before it takes its place."""
+        from hf_posenc.recipes.measurements import Measurements
+
+        with self._lock:
+            for name, losses in (("measurements.json", self.near), (FAR, self.far)):
+                measured = Measurements.load(run.folder / name, writes=False)
+                for row, which in ((run.row, "after"), (UNTRAINED, "native")):
+                    curve = measured.curve(which) if run.row == NATIVE or which == "after" else None
+                    if curve is not None:
+                        found = {str(c): round(math.log(curve.perplexity(c).mean), 6) for c in curve.contexts}
+                        losses.setdefault(budget, {}).setdefault(row, {})[str(run.seed)] = found
+            if self.path is not None:
+                beside = self.path.with_name(self.path.name + ".new")
+                beside.write_text(json.dumps({"near": self.near, "far": self.far}, indent=1) + "\n", encoding="utf-8")
+                beside.replace(self.path)
+
+
+def table(record: Record, failed: dict[str, str], arguments: argparse.Namespace) -> str:
+    """Return what is on record as Markdown, a table for each budget.
 
     At and below the trained length, perplexities are ratios to that of the native model with the same training; beyond it,
     ratios to that of the same model at the trained length.
     """
     from memory import machine
 
-    from hf_posenc.recipes.measurements import Measurements
-
     trained = trained_length(arguments)
-    near: dict[str, dict[int, dict[int, float]]] = {}
-    far: dict[str, dict[int, dict[int, float]]] = {}
-    for run in runs:
-        if str(run.folder) in failed or not (run.folder / FAR).exists():
-            continue
-        for name, losses in (("measurements.json", near), (FAR, far)):
-            found = Measurements.load(run.folder / name, writes=False)
-            for row, which in ((run.row, "after"), (UNTRAINED, "native")):
-                curve = found.curve(which) if run.row == NATIVE or which == "after" else None
-                if curve is not None:
-                    losses.setdefault(row, {})[run.seed] = {
-                        c: math.log(curve.perplexity(c).mean) for c in curve.contexts
-                    }
+    lines = [
+        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the trained length, "
+        f"are ratios to the native model at {trained} tokens after the same training ({arguments.windows} windows); the others "
+        f"compare a model with itself ({arguments.far_windows} windows). Mean and standard deviation over seeds.",
+        "",
+    ]
+    for budget in sorted(record.near, key=lambda budget: int(budget.split()[0])):
+        lines += table_of(budget, record, trained)
+    lines += [f"Failed: {folder}: {reason}" for folder, reason in failed.items()]
+    command = " ".join([Path(sys.executable).name, *sys.argv])
+    lines += [f"{machine()}", "", f"{date.today()}: `{command}`", ""]
+    return "\n".join(lines)
+
+
+def table_of(budget: str, record: Record, trained: int) -> list[str]:
+    """Return the lines of the table of one budget."""
+    near, far = record.near[budget], record.far[budget]
     controls = near.get(NATIVE, {})
-    closer = sorted({context for row in near.values() for at in row.values() for context in at})
+    closer = sorted({int(context) for row in near.values() for at in row.values() for context in at})
     further = [times * trained for times in TIMES[1:]]
+    at_trained = str(trained)
 
     def cell(ratios: list[float]) -> str:
         if not ratios:
@@ -310,35 +367,25 @@ def table(runs: list[Run], failed: dict[str, str], arguments: argparse.Namespace
         spread = f" ± {statistics.stdev(ratios):.3f}" if len(ratios) > 1 else ""
         return f"{statistics.mean(ratios):.3f}{spread}"
 
-    def to_the_control(row: str, context: int) -> str:
+    def to_the_control(row: str, context: str) -> str:
         pairs = ((at, controls.get(seed, {})) for seed, at in near[row].items())
-        return cell([math.exp(at[context] - to[trained]) for at, to in pairs if context in at and trained in to])
+        return cell([math.exp(at[context] - to[at_trained]) for at, to in pairs if context in at and at_trained in to])
 
-    def to_itself(row: str, context: int) -> str:
+    def to_itself(row: str, context: str) -> str:
         found = far.get(row, {}).values()
-        return cell([math.exp(at[context] - at[trained]) for at in found if context in at and trained in at])
+        return cell([math.exp(at[context] - at[at_trained]) for at in found if context in at and at_trained in at])
 
     header = ["", *map(str, closer), *(f"{context} / {trained}" for context in further), "seeds"]
-    lines = [
-        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the trained length, "
-        f"are ratios to the native model at {trained} tokens after the same {arguments.steps} steps of {arguments.batch} x "
-        f"{arguments.length} tokens ({arguments.windows} windows); the others compare a model with itself "
-        f"({arguments.far_windows} windows). Mean and standard deviation over seeds.",
-        "",
-        "| " + " | ".join(header) + " |",
-        "|---|" + "---:|" * (len(header) - 1),
-    ]
-    for row in sorted(near, key=lambda row: [UNTRAINED, NATIVE].index(row) if row in (UNTRAINED, NATIVE) else 2):
+    lines = [f"### {budget} tokens", "", "| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    order = [UNTRAINED, NATIVE, *RECIPES["llama"]]
+    for row in sorted(near, key=lambda row: (order.index(row.split(", ")[0] if row not in order else row), row)):
         seeds = "" if row == UNTRAINED else str(len(near[row]))
-        cells = [row, *(to_the_control(row, c) for c in closer), *(to_itself(row, c) for c in further), seeds]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", *(f"Failed: {folder}: {reason}" for folder, reason in failed.items())]
+        cells = [*(to_the_control(row, str(c)) for c in closer), *(to_itself(row, str(c)) for c in further)]
+        lines.append("| " + " | ".join([row, *cells, seeds]) + " |")
     if controls:
-        mean = statistics.mean(at[trained] for at in controls.values())
-        lines += [f"Perplexity of the native model with the training, at {trained} tokens: {math.exp(mean):.2f}.", ""]
-    command = " ".join([Path(sys.executable).name, *sys.argv])
-    lines += [f"{machine()}", "", f"{date.today()}: `{command}`", ""]
-    return "\n".join(lines)
+        mean = math.exp(statistics.mean(at[at_trained] for at in controls.values()))
+        lines += ["", f"Perplexity of the native model with the training, at {trained} tokens: {mean:.3f}."]
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

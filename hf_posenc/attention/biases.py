@@ -262,8 +262,10 @@ class _KeysGradient(Gradient):
 class PiecewiseBias(BlockBias):
     """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`.
 
-    Along a row the distance falls, so each piece is one run of keys: all runs of a block are filled from a table that has a
-    row for each of them. Where the distance of two tokens is the difference of their slots, in causal calls.
+    Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them: there the
+    bias is `slope * u * w + offset` with a slope and an offset of the distance, two tables like that of `TableBias`. Distances
+    at which an end of a piece lies for some row have the piece of the smallest weight in the tables, and what the function bends
+    at that end is added to them. Where the distance of two tokens is the difference of their slots, in causal calls.
 
     Args:
         added: The function.
@@ -272,7 +274,7 @@ class PiecewiseBias(BlockBias):
     """
 
     name = "straight pieces"
-    rows = 64
+    rows = 128
 
     def __init__(self, added: PiecewiseLinear, task: Task, mask: Mask) -> None:
         self.queries, self.keys = task.q.shape[2], task.k.shape[2]
@@ -290,129 +292,150 @@ class PiecewiseBias(BlockBias):
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, _Pieces)
-        return self.hidden.put(prepared.bias_of(prepared.filled(block), block), block)
+        return self.hidden.put(prepared.bias(prepared.tables(block), block), block)
 
     def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
         return _PiecewiseGradient(self, inputs)
 
 
 @dataclass(frozen=True, eq=False)
-class _Runs:
-    """Runs of keys in the rows of a block, all of a row before those of the next.
+class _Tables:
+    """What a block needs, for every place: that of row r and key j is r + j, and the distance falls as places go up.
 
     Attributes:
-        lengths: Keys in each run, int64 `[B|1, q, R]`.
-        keys: Keys in each row.
+        feature: `[N]`.
+        piece: Which piece the distance is in, for the row of the smallest weight, `[N]`.
+        slope: Of that piece times the feature, `[H, N]`.
+        offset: Of that piece, or what hides keys ahead of the query, `[H, N]`.
+        bends: Ends of pieces, and the places where some row is beyond an end that the tables do not know of.
     """
 
-    lengths: Tensor
-    keys: int
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return the sums over the runs of `[H, q, K]`, given one row of the batch: `[H, q, R]`."""
-        ends = self.lengths.cumsum(-1)  # [1, q, R]
-        upto = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
-        return upto.gather(-1, ends.expand(len(x), -1, -1)).diff(dim=-1, prepend=upto[..., :1])
+    feature: Tensor
+    piece: Tensor
+    slope: Tensor
+    offset: Tensor
+    bends: list[tuple[int, slice]]
 
 
 class _Pieces:
     """The inputs of a `PiecewiseBias` in the form that blocks take."""
 
     def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor]) -> None:
-        self.bias = bias
+        self.of = bias
         self.feature, self.weight, self.slope, self.offset = inputs
-        self.buffers: dict[str, Tensor] = {}
-        self.first = int(torch.searchsorted(bias.ends, bias.ends.new_zeros(())))
-        self.falling = torch.cat((self.feature.flip(0), self.feature.new_zeros(bias.keys - 1)))
+        # What the slope changes by at the end of each piece, [M, H].
+        self.bend = self.slope.diff(dim=0)
+        self.memory = self.slope.new_empty(0)
 
     def weights(self, block: RowBlock) -> Tensor:
         """Return the weights of the rows, `[B|1, q, 1]`."""
         return self.weight[:, block.start : block.stop].flip(1)[..., None]
 
-    def features(self, block: RowBlock) -> Tensor:
-        """Return the feature of every distance, a view `[1, q, K]`."""
-        return self.falling.as_strided((1, block.rows, block.keys), (0, 1, 1), self.bias.queries - block.stop)
+    def tables(self, block: RowBlock) -> _Tables:
+        """Return the tables of a block."""
+        feature, weights = self.feature[: self.behind(block)], self.weights(block)
+        lowest, highest = (torch.searchsorted(self.of.ends, feature * w) for w in (weights.amin(), weights.amax()))
+        ends = torch.arange(len(self.of.ends), device=feature.device)
+        first, last = (torch.searchsorted(piece, ends, right=True).tolist() for piece in (highest, lowest))
+        bends = [
+            (end, slice(len(feature) - upto, len(feature) - start))
+            for end, (start, upto) in enumerate(zip(first, last, strict=True))
+            if start < upto
+        ]
+        # Keys ahead of the query have what distance 0 has, or are hidden.
+        ahead = block.rows + block.keys - 1 - len(feature)
+        feature, piece = (torch.cat((x.flip(0), x[:1].expand(ahead))) for x in (feature, lowest))
+        slope, offset = self.slope[piece].T * feature, self.offset[piece].T.contiguous()
+        if self.of.hides and ahead:
+            offset[:, -ahead:] = -math.inf
+        return _Tables(feature, piece, slope, offset, bends)
 
-    def runs(self, block: RowBlock) -> _Runs:
-        """Return the runs of every row, the last piece first; behind the first piece comes what is ahead of the query."""
-        limits = self.bias.ends / self.weights(block)  # [B|1, q, M]
-        # A piece ends before the first distance beyond its limit.
-        beyond = torch.searchsorted(self.feature, limits.flip(-1).contiguous(), right=True)
-        own = (
-            torch.arange(block.stop - 1, block.start - 1, -1, device=beyond.device) + self.bias.keys - self.bias.queries
+    def behind(self, block: RowBlock) -> int:
+        """Return how many keys the last query of a block has behind it, itself included."""
+        return block.stop + self.of.keys - self.of.queries
+
+    def bias(self, tables: _Tables, block: RowBlock) -> Tensor:
+        """Return the bias `[B|1, H, q, K]`; overwritten by the next call."""
+        weights = self.weights(block)
+        batch, heads, width = len(weights), len(tables.slope), tables.slope.shape[1]
+        shape = (batch, heads, block.rows, block.keys)
+        offset, slope = (
+            table.as_strided(shape, (0, width, 1, 1)) for table in (tables.offset, tables.slope.contiguous())
         )
-        starts = (own[:, None] + 1 - beyond).clamp(0, block.keys)
-        ahead = (own + 1)[:, None].expand(*starts.shape[:2], 1)
-        edges = torch.cat((torch.zeros_like(ahead), starts, ahead, torch.full_like(ahead, block.keys)), dim=-1)
-        return _Runs(edges.diff(dim=-1), block.keys)
+        bias = torch.addcmul(offset, slope, weights[:, None], out=self.buffer(shape))
+        strides = (bias.stride(0), bias.stride(1), block.keys - 1, 1)
+        for end, places in tables.bends:
+            size = places.stop - places.start
+            beyond = (tables.feature[places] * weights - self.of.ends[end]).clamp_min_(0)  # [B|1, q, places]
+            # Rows that have no such key, since it would be before the first.
+            beyond = beyond.triu_(-places.start)
+            lines = bias.as_strided((batch, heads, block.rows, size), strides, places.start)
+            lines.addcmul_(beyond[:, None], self.bend[end][:, None, None])
+        return bias
 
-    def filled(self, block: RowBlock) -> Tensor:
-        """Return slope and offset of every key, `[B|1, q, K, 2 H]`; overwritten by the next call."""
-        rows = self.coefficients(block)
-        size = len(rows) * block.rows * block.keys
-        run = torch.repeat_interleave(self.runs(block).lengths.flatten(), output_size=size)
-        found = torch.index_select(rows.flatten(0, 2), 0, run, out=self.buffer("filled", (size, rows.shape[-1]), block))
-        return found.view(len(rows), block.rows, block.keys, -1)
-
-    def bias_of(self, filled: Tensor, block: RowBlock) -> Tensor:
-        """Return the bias `[B|1, H, q, K]`, in the place of the offsets; overwritten by the next call."""
-        slope, offset = filled.chunk(2, dim=-1)
-        batch, rows, keys, heads = slope.shape
-        made = offset.addcmul_(slope, self.features(block)[..., None])
-        bias = self.buffer("bias", (batch, heads, rows, keys), block)
-        return bias.copy_(made.permute(0, 3, 1, 2))
-
-    def buffer(self, name: str, shape: tuple[int, ...], block: RowBlock) -> Tensor:
+    def buffer(self, shape: tuple[int, ...]) -> Tensor:
         """Return memory that is used again for every block: to ask for new costs more than to fill it."""
         size = math.prod(shape)
-        if name not in self.buffers:
+        if len(self.memory) < size:
             # The first block has as many rows as any, and most keys come later.
-            self.buffers[name] = self.slope.new_empty(size // block.keys * self.bias.keys)
-        return self.buffers[name][:size].view(shape)
-
-    def coefficients(self, block: RowBlock) -> Tensor:
-        """Return slope, times the row's weight, and offset of every run, `[B|1, q, R, 2 H]`."""
-        # Keys ahead of the query are hidden, or have what distance 0 has (whatever hides them then is not for us to know).
-        own = torch.full_like(self.offset[:1], -math.inf) if self.bias.hides else self.offset[self.first][None]
-        slope = torch.cat((self.slope.flip(0), torch.zeros_like(self.slope[:1])))  # [R, H]
-        offset = torch.cat((self.offset.flip(0), own))
-        slope = slope * self.weights(block)[..., None]
-        return torch.cat((slope, offset.expand_as(slope)), dim=-1)
+            self.memory = self.slope.new_empty(size // shape[-1] * self.of.keys)
+        return self.memory[:size].view(shape)
 
 
 class _PiecewiseGradient(Gradient):
     def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor]) -> None:
         self.bias, self.pieces = bias, _Pieces(bias, inputs)
         self.totals = [torch.zeros_like(x) for x in inputs]
-        self.strip: Tensor | None = None
+        self.memory = bias.inputs[0].new_empty(0)
 
     def block(self, block: RowBlock) -> list[Piece]:
-        self.runs = self.pieces.runs(block)
-        filled = self.pieces.filled(block)
-        self.slope = filled.chunk(2, dim=-1)[0].permute(0, 3, 1, 2)  # [B|1, H, q, K]
-        return self.bias.hidden.put(self.pieces.bias_of(filled, block), block)
+        self.tables = self.pieces.tables(block)
+        heads, width = len(self.tables.slope), block.keys + block.rows
+        if self.memory.numel() < heads * block.rows * width:
+            self.memory = self.pieces.slope.new_empty(heads * block.rows * (self.bias.keys + block.rows))
+        self.strip = self.memory[: heads * block.rows * width].view(heads, block.rows, width)
+        # As many zeros as there are rows, since lines of one place that leave a row go on in the next.
+        self.strip[..., block.keys :] = 0
+        return self.bias.hidden.put(self.pieces.bias(self.tables, block), block)
 
     def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
-        here = row if len(self.runs.lengths) > 1 else 0
-        runs = _Runs(self.runs.lengths[here : here + 1], block.keys)
-        _, weight, slope, offset = self.totals
-        features, weights = self.pieces.features(block), self.pieces.weights(block)[here]  # [q, 1]
-        by_offset = runs.sums(d_logits[0])[..., :-1].flip(-1)  # [h, q, M + 1], the first piece first
-        by_slope = runs.sums(d_logits[0] * features)[..., :-1].flip(-1)
-        offset[:, heads] += by_offset.sum(1).T
-        slope[:, heads] += (by_slope * weights).sum(1).T
-        rows = weight[here, block.start : block.stop]
-        rows += torch.einsum("hqr,rh->q", by_slope, self.pieces.slope[:, heads]).flip(0)
-        if self.strip is None:
-            self.strip = d_logits.new_zeros(block.rows, self.bias.queries + self.bias.keys + block.rows)
-        first = self.bias.queries - block.stop
-        self.strip[: block.rows, first : first + block.keys] += (d_logits[0] * self.slope[here, heads]).sum(0)
+        self.strip[heads, :, : block.keys] = d_logits[0]
+        if heads.stop == len(self.strip):
+            self._gather(block, row if len(self.pieces.weight) > 1 else 0)
+
+    def _gather(self, block: RowBlock, row: int) -> None:
+        """Take the gradient of the logits of all heads in one row of the batch."""
+        tables, weights = self.tables, self.pieces.weights(block)[row]  # [q, 1]
+        d_feature, d_weight, d_slope, d_offset = self.totals
+        heads, rows, width = self.strip.shape
+        lines = self.strip.as_strided((heads, rows, width - 1), (rows * width, width - 1, 1))
+        both = torch.stack((torch.ones_like(weights), weights)).mT.expand(heads, 2, 1, rows).flatten(1, 2)
+        by_offset, by_slope = (both @ lines).unbind(1)  # [H, N]
+        of_weights = (lines @ tables.slope[..., None]).sum(0)  # [q, 1]
+        of_feature = (by_slope * self.pieces.slope[tables.piece].T).sum(0)  # [N]
+        of_slope, of_offset = (
+            d_slope.new_zeros(heads, len(d_slope)).scatter_add_(1, tables.piece.expand(heads, -1), x)
+            for x in (by_slope * tables.feature, by_offset)
+        )
+        for end, places in tables.bends:
+            feature, bend = tables.feature[places], self.pieces.bend[end]
+            x = feature * weights  # [q, places]
+            beyond = (x > self.bias.ends[end]).to(x).triu_(-places.start)
+            mine = lines[..., places].flatten(1)  # [H, q * places]
+            bent = mine @ torch.stack((beyond * x, beyond)).flatten(1).T  # [H, 2]
+            for total, change in zip((of_slope, of_offset), bent.T, strict=True):
+                total[:, end + 1] += change
+                total[:, end] -= change
+            d_x = (bend @ mine).view_as(x) * beyond
+            of_feature[places] += (d_x * weights).sum(0)
+            of_weights += (d_x * feature).sum(1, keepdim=True)
+        d_slope += of_slope.T
+        d_offset += of_offset.T
+        behind = self.pieces.behind(block)
+        d_feature[:behind] += of_feature[:behind].flip(0)
+        d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
 
     def result(self) -> list[Tensor | None]:
-        assert self.strip is not None
-        rows, width = self.strip.shape
-        lines = self.strip.as_strided((rows, self.bias.keys), (width - 1, 1))
-        self.totals[0] += lines.sum(0).flip(0)
         return [*self.totals]
 
 
