@@ -72,6 +72,7 @@ FORMS = {
         "alibi",
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
+    "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{
         f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"])
         for scheme in ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape")

@@ -1,14 +1,14 @@
 """What is added to the logits, block by block of rows, and how its gradient is gathered.
 
-In a block rows run backwards: the last query comes first. A bias of the distance then grows in the same direction along rows
-and along keys, so that a block of it is a view of one table, in which both strides are 1.
+In a block rows run backwards, unless a form says otherwise: the last query comes first. A bias of the distance then grows in
+the same direction along rows and along keys, so that a block of it is a view of one table, in which both strides are 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,11 +38,13 @@ class Piece:
 
     Attributes:
         keys: Which.
-        bias: With what is hidden in it, `[B|1, H, q|1, keys]`, rows backwards, float32 or float64.
+        bias: With what is hidden in it, `[B|1, H, q|1, keys]`, float32 or float64.
+        causal: Whether row i sees the first i + 1 of these keys only, and the bias does not say so.
     """
 
     keys: slice
     bias: Tensor
+    causal: bool = False
 
 
 class Gradient:
@@ -69,9 +71,11 @@ class BlockBias:
 
     Attributes:
         inputs: The tensors it is made of, into which gradients may flow.
+        backwards: Whether the last query comes first.
     """
 
     inputs: tuple[Tensor, ...]
+    backwards = True
     # Rows of a block that are best made at once.
     rows = 256
     name: str
@@ -97,11 +101,13 @@ class Hidden:
         mask: The mask.
         positions: Of queries and keys.
         in_bias: Whether the bias hides itself what the causal rule of slots hides.
+        backwards: Whether the last query comes first.
     """
 
     mask: Mask
     positions: Positions
     in_bias: bool = False
+    backwards: bool = True
 
     def put(self, bias: Tensor, block: RowBlock) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
@@ -114,11 +120,15 @@ class Hidden:
         else:
             keep, added = self.mask.given_rows(block.start, block.stop, block.keys)
         if added is not None:
-            bias = bias + added[..., keys].flip(2).to(bias)
+            bias = bias + self._in_order(added[..., keys]).to(bias)
         if keep is not None:
             # The smallest number rather than -inf: a row that sees no key must not become NaN.
-            bias = torch.where(keep[..., keys].flip(2), bias, bias.new_full((), torch.finfo(bias.dtype).min))
+            smallest = bias.new_full((), torch.finfo(bias.dtype).min)
+            bias = torch.where(self._in_order(keep[..., keys]), bias, smallest)
         return Piece(keys, bias)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        return rows.flip(2) if self.backwards else rows
 
 
 # -- tables of distances ---------------------------------------------------------------------------------------------
@@ -210,28 +220,31 @@ class KeysBias(BlockBias):
 
     name = "key bias"
     rows = 256
+    # The kernel's own causal rule is cheaper than a mask, and counts rows forwards.
+    backwards = False
 
     def __init__(self, keys: Tensor, queries: Tensor, task: Task, mask: Mask) -> None:
-        self.hidden = Hidden(mask, task.positions)
+        self.hidden = Hidden(mask, task.positions, backwards=False)
         self.inputs = (keys.contiguous(), queries)
         self.ahead = task.k.shape[2] - task.q.shape[2]
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
-        keys: Tensor = prepared[0][:, :, None]
+        *before, beside = self.pieces(prepared[0], block, ruled=self.hidden.mask.rule == "positions")
+        return [*before, replace(beside, causal=self.hidden.mask.rule == "slots")]
+
+    def pieces(self, keys: Tensor, block: RowBlock, *, ruled: bool) -> list[Piece]:
+        """Return the bias of a block, with what the rule hides if that is asked for; of keys next to the queries at last."""
         # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By steps that
         # smaller blocks of the backward pass share.
         near = max(0, block.start - block.start % self.rows + self.ahead)
-        bias = keys[..., : block.keys] - keys[..., near : near + 1]
-        first = block.start + self.ahead
-        if self.hidden.mask.rule != "slots" or not first:
-            return self.hidden.put(bias, block)
+        bias = (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
         # Only next to the diagonal do rows differ.
-        before, beside = slice(0, first), slice(first, block.keys)
-        return [
-            self.hidden.piece(bias[..., before], block, before, ruled=False),
-            self.hidden.piece(bias[..., beside], block, beside, ruled=True),
-        ]
+        first = block.start + self.ahead if self.hidden.mask.rule == "slots" else 0
+        pieces = [self.hidden.piece(bias[..., first:], block, slice(first, block.keys), ruled=ruled)]
+        if first:
+            pieces.insert(0, self.hidden.piece(bias[..., :first], block, slice(0, first), ruled=False))
+        return pieces
 
     def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
         return _KeysGradient(self, inputs)
@@ -243,14 +256,14 @@ class _KeysGradient(Gradient):
         self.totals = [torch.zeros_like(x) for x in inputs]
 
     def block(self, block: RowBlock) -> list[Piece]:
-        return self.bias.block(self.inputs, block)
+        return self.bias.pieces(self.inputs[0], block, ruled=True)
 
     def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
         keys, queries = self.totals
         here = row if len(keys) > 1 else 0
         keys[here, heads, : block.keys] += d_logits[0].sum(1)
         # Zero but for rounding; that which the keys' gradients have of it cancels where gates are summed up.
-        queries[here, heads, block.start : block.stop] -= d_logits[0].sum(2).flip(1)
+        queries[here, heads, block.start : block.stop] -= d_logits[0].sum(2)
 
     def result(self) -> list[Tensor | None]:
         return [*self.totals]

@@ -45,6 +45,10 @@ class Part:
     stop: int
     bias: BlockBias
 
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Return rows `[B, H, q, ...]` in the order of the bias, or bring them back from it."""
+        return rows.flip(2) if self.bias.backwards else rows
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -138,13 +142,13 @@ class _Fused(torch.autograd.Function):
                 prepared = part.bias.prepare(given)
                 for block in plan.blocks(part, part.bias.rows, k.shape[2]):
                     rows = slice(block.start, block.stop)
-                    mine = q[:, :, rows].flip(2)
-                    parts = [
-                        kernel.forward(mine, k[:, :, piece.keys], v[:, :, piece.keys], piece.bias, plan.scale)
-                        for piece in part.bias.block(prepared, block)
-                    ]
+                    mine = part.in_order(q[:, :, rows])
+                    parts = []
+                    for piece in part.bias.block(prepared, block):
+                        k_part, v_part = k[:, :, piece.keys], v[:, :, piece.keys]
+                        parts.append(kernel.forward(mine, k_part, v_part, piece.bias, plan.scale, causal=piece.causal))
                     found, sums = functools.reduce(_merged, parts)
-                    output[:, :, rows], lse[:, :, rows] = found.flip(2), sums.flip(2)
+                    output[:, :, rows], lse[:, :, rows] = part.in_order(found), part.in_order(sums)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
@@ -194,15 +198,15 @@ def _fixed_backward(plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: t
     prepared = part.bias.prepare(inputs)
     for block in plan.blocks(part, part.bias.rows, k.shape[2]):
         rows = slice(block.start, block.stop)
-        g_rows, q_rows, o_rows, l_rows = (x[:, :, rows].flip(2) for x in (grad, q, output, lse))
+        g_rows, q_rows, o_rows, l_rows = (part.in_order(x[:, :, rows]) for x in (grad, q, output, lse))
         for index, piece in enumerate(part.bias.block(prepared, block)):
-            keys = piece.keys
+            k_part, v_part = (x[:, :, piece.keys] for x in (k, v))
             dq, dk, dv = kernel.backward(
-                g_rows, q_rows, k[:, :, keys], v[:, :, keys], o_rows, l_rows, piece.bias, plan.scale
+                g_rows, q_rows, k_part, v_part, o_rows, l_rows, piece.bias, plan.scale, causal=piece.causal
             )
-            sums.q[:, :, rows] = dq.flip(2) if not index else sums.q[:, :, rows] + dq.flip(2)
-            sums.k[:, :, keys] += dk
-            sums.v[:, :, keys] += dv
+            sums.q[:, :, rows] = part.in_order(dq) if not index else sums.q[:, :, rows] + part.in_order(dq)
+            sums.k[:, :, piece.keys] += dk
+            sums.v[:, :, piece.keys] += dv
 
 
 def _learning_backward(
@@ -228,19 +232,19 @@ def _learning_backward(
                 mine = slice(first, min(first + at_once, heads))
                 theirs = slice(first // shared, -(-mine.stop // shared))
                 here = (slice(row, row + 1), mine, rows)
-                q_rows, g_rows = q[here].flip(2), grad[here].flip(2)
+                q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
                 k_part, v_part = k[row : row + 1, theirs, :keys], v[row : row + 1, theirs, :keys]
                 weights = grouped_matmul(q_rows, k_part.mT).mul_(plan.scale)
                 for piece in pieces:
                     bias = piece.bias[row : row + 1] if piece.bias.shape[0] > 1 else piece.bias
                     weights[..., piece.keys] += bias[:, mine] if bias.shape[1] > 1 else bias
                 # torch's exp is slow, and very slow where the result is next to nothing.
-                weights.sub_(lse[here].flip(2)[..., None]).mul_(_LOG2_E).exp2_()
+                weights.sub_(part.in_order(lse[here])[..., None]).mul_(_LOG2_E).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
                 gradient.add(block, row, mine, d_logits)
-                sums.q[here] = grouped_matmul(d_logits, k_part).mul_(plan.scale).flip(2)
+                sums.q[here] = part.in_order(grouped_matmul(d_logits, k_part).mul_(plan.scale))
                 _add_products(sums.k[row, theirs, :keys], d_logits, q_rows, plan.scale)
                 _add_products(sums.v[row, theirs, :keys], weights, g_rows, 1.0)
         gradient.end(block)
