@@ -129,11 +129,6 @@ class Positions:
             None if self.key_coords is None else self.key_coords[:, first:keys],
         )
 
-    def backwards(self) -> Positions:
-        """Return the same with the last query first."""
-        coords = None if self.query_coords is None else self.query_coords.flip(1)
-        return Positions(self.query.flip(1), self.key, coords, self.key_coords)
-
 
 def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
     if coords is None:

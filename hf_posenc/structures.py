@@ -21,11 +21,16 @@ class Added:
         of: Returns it for a block, `[B|1, H, q, K]`, in dtype and on the device of the second argument.
     """
 
-    of: Callable[[Block, Tensor], Tensor]
+    of: Callable[..., Tensor]
 
     def scaled(self, factor: float) -> Added:
         """Return the same at part of its strength."""
         return replace(self, of=_scaled(self.of, factor))
+
+
+@dataclass(frozen=True, eq=False)
+class ContentBias(Added):
+    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does."""
 
 
 @dataclass(frozen=True, eq=False)

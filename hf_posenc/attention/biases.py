@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.task import Index, Task
 from hf_posenc.scheme import Block, Positions
-from hf_posenc.structures import Added, PiecewiseLinear
+from hf_posenc.structures import Added, ContentBias, PiecewiseLinear
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,20 @@ class Hidden:
     def put(self, bias: Tensor, block: RowBlock) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
         return [self.piece(bias, block, slice(0, block.keys), ruled=not self.in_bias)]
+
+    def split(self, bias: Tensor, block: RowBlock, *, by_kernel: bool) -> list[Piece]:
+        """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.
+
+        Only next to the diagonal does the causal rule of slots hide anything: there it is in the bias, or left to the kernel.
+        """
+        slots = self.mask.rule == "slots"
+        first = block.start + self.mask.ahead if slots else 0
+        before, beside = slice(0, first), slice(first, block.keys)
+        piece = self.piece(bias[..., beside], block, beside, ruled=not (slots and by_kernel))
+        pieces = [replace(piece, causal=slots and by_kernel)]
+        if first:
+            pieces.insert(0, self.piece(bias[..., before], block, before, ruled=False))
+        return pieces
 
     def piece(self, bias: Tensor, block: RowBlock, keys: slice, *, ruled: bool) -> Piece:
         """Return the bias of some keys of a block with the mask in it; with what its rule hides, if that is asked for."""
@@ -230,21 +244,14 @@ class KeysBias(BlockBias):
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
-        *before, beside = self.pieces(prepared[0], block, ruled=self.hidden.mask.rule == "positions")
-        return [*before, replace(beside, causal=self.hidden.mask.rule == "slots")]
+        return self.hidden.split(self.plain(prepared[0], block), block, by_kernel=True)
 
-    def pieces(self, keys: Tensor, block: RowBlock, *, ruled: bool) -> list[Piece]:
-        """Return the bias of a block, with what the rule hides if that is asked for; of keys next to the queries at last."""
+    def plain(self, keys: Tensor, block: RowBlock) -> Tensor:
+        """Return the bias of a block without the mask, `[B|1, H, 1, K]`."""
         # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By steps that
         # smaller blocks of the backward pass share.
         near = max(0, block.start - block.start % self.rows + self.ahead)
-        bias = (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
-        # Only next to the diagonal do rows differ.
-        first = block.start + self.ahead if self.hidden.mask.rule == "slots" else 0
-        pieces = [self.hidden.piece(bias[..., first:], block, slice(first, block.keys), ruled=ruled)]
-        if first:
-            pieces.insert(0, self.hidden.piece(bias[..., :first], block, slice(0, first), ruled=False))
-        return pieces
+        return (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
 
     def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
         return _KeysGradient(self, inputs)
@@ -256,7 +263,7 @@ class _KeysGradient(Gradient):
         self.totals = [torch.zeros_like(x) for x in inputs]
 
     def block(self, block: RowBlock) -> list[Piece]:
-        return self.bias.pieces(self.inputs[0], block, ruled=True)
+        return self.bias.hidden.split(self.bias.plain(self.inputs[0], block), block, by_kernel=False)
 
     def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
         keys, queries = self.totals
@@ -460,39 +467,53 @@ class AnyBias(BlockBias):
 
     Args:
         added: The bias.
-        task: The operands, of which state and tables are read.
+        task: The operands, of which state and tables are read; queries and keys too, where the bias depends on them.
         mask: What is hidden.
         parameters: That the bias reads.
     """
 
     name = "bias by blocks"
+    rows = 128
+    backwards = False
 
     def __init__(self, added: Added, task: Task, mask: Mask, parameters: Sequence[Tensor]) -> None:
-        self.added = added
-        self.hidden = Hidden(mask, task.positions)
-        self.shape = task.q.shape
-        self.positions, self.reach = task.positions, task.reach
+        self.added, self.task = added, task
+        self.hidden = Hidden(mask, task.positions, backwards=False)
+        self.content: tuple[Tensor, ...] = ()
+        if isinstance(added, ContentBias):
+            q, k = task.content_q, task.content_k
+            self.content = (task.q if q is None else q, task.k if k is None else k)
         self.names = [tuple(tensors) for tensors in (task.state, task.own, task.tables)]
-        tensors = (*task.state.values(), *task.own.values(), *task.tables.values())
-        self.inputs = (*tensors, *parameters)
+        self.operands = (*self.content, *task.state.values(), *task.own.values(), *task.tables.values())
+        self.inputs = (*self.operands, *parameters)
         self.like = torch.empty(0, dtype=torch.promote_types(task.q.dtype, torch.float32), device=task.q.device)
+
+    def places(self, block: RowBlock) -> tuple[Index, ...]:
+        """Return where a block is in each of the operands."""
+        rows, keys, everywhere = slice(block.start, block.stop), slice(block.keys), slice(None)
+        state, own, tables = map(len, self.names)
+        content = ((everywhere, everywhere, rows), (everywhere, everywhere, keys)) if self.content else ()
+        return (*content, *[(everywhere, keys)] * state, *[(everywhere, rows)] * own, *[(everywhere,)] * tables)
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
-        return self.hidden.put(self.plain(prepared, block), block)
+        parts = [x[place] for x, place in zip(prepared, self.places(block), strict=False)]
+        return self.hidden.split(self.plain(parts, block), block, by_kernel=True)
 
-    def plain(self, inputs: Sequence[Tensor], block: RowBlock) -> Tensor:
-        """Return the bias without the mask."""
-        given = iter(inputs)
+    def plain(self, parts: Sequence[Tensor], block: RowBlock) -> Tensor:
+        """Return the bias without the mask `[B|1, H, q, K]`, given the block's part of each operand."""
+        given = iter(parts)
+        content = [next(given) for _ in self.content]
         state, own, tables = ({name: next(given) for name in names} for names in self.names)
         place = Block(
-            positions=self.positions.rows(block.start, block.stop, block.keys).backwards(),
-            reach=self.reach,
-            state={name: tensor[:, : block.keys] for name, tensor in state.items()},
-            own={name: tensor[:, block.start : block.stop].flip(1) for name, tensor in own.items()},
+            positions=self.task.positions.rows(block.start, block.stop, block.keys),
+            reach=self.task.reach,
+            native=self.task.content_q is not None,
+            state=state,
+            own=own,
             tables=tables,
         )
-        return self.added.of(place, self.like)
+        return self.added.of(place, self.like, *content)
 
     def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
         return _AnyGradient(self, inputs, wanted)
@@ -502,34 +523,45 @@ class _AnyGradient(Gradient):
     """Differentiates the making of each block."""
 
     def __init__(self, bias: AnyBias, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        self.bias, self.wanted = bias, wanted
-        count = sum(map(len, bias.names))
-        fresh = [x.detach().requires_grad_(want) for x, want in zip(inputs[:count], wanted, strict=False)]
-        self.inputs = [*fresh, *inputs[count:]]
-        self.targets = [x for x, want in zip(self.inputs, wanted, strict=True) if want]
-        self.totals: list[Tensor | None] = [None] * len(self.targets)
+        self.bias, self.inputs, self.wanted = bias, inputs, wanted
+        self.totals: list[Tensor | None] = [None] * len(inputs)
+        self.targets: dict[int, Tensor] = {}
         self.made: Tensor | None = None
         self.grad: Tensor | None = None
 
     def block(self, block: RowBlock) -> list[Piece]:
+        # Parts of their own, so that no gradient is padded to the size of the whole.
+        parts = [
+            x[place].detach().requires_grad_(wanted)
+            for x, place, wanted in zip(self.inputs, self.bias.places(block), self.wanted, strict=False)
+        ]
+        leaves = (*parts, *self.inputs[len(parts) :])
+        self.targets = {index: x for index, x in enumerate(leaves) if self.wanted[index]}
         with torch.enable_grad():
-            self.made = self.bias.plain(self.inputs, block)
-        self.grad = torch.zeros_like(self.made)
-        return self.bias.hidden.put(self.made.detach(), block)
+            self.made = self.bias.plain(parts, block)
+        self.grad = torch.empty_like(self.made, memory_format=torch.contiguous_format)
+        return self.bias.hidden.split(self.made.detach(), block, by_kernel=False)
 
     def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
         assert self.grad is not None
-        self.grad[row if self.grad.shape[0] > 1 else 0, heads] += d_logits[0]
+        if row < len(self.grad):
+            self.grad[row, heads] = d_logits[0]
+        else:
+            self.grad[0, heads] += d_logits[0]
 
     def end(self, block: RowBlock) -> None:
         assert self.made is not None
-        parts = torch.autograd.grad(self.made, self.targets, self.grad, allow_unused=True)
-        for index, part in enumerate(parts):
-            if part is not None:
-                total = self.totals[index]
-                self.totals[index] = part.clone() if total is None else total.add_(part)
+        parts = torch.autograd.grad(self.made, list(self.targets.values()), self.grad, allow_unused=True)
+        places = self.bias.places(block)
+        for index, part in zip(self.targets, parts, strict=True):
+            if part is None:
+                continue
+            total = self.totals[index]
+            if total is None:
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                total = self.totals[index] = torch.zeros_like(self.inputs[index], dtype=dtype)
+            total[places[index] if index < len(places) else ...] += part
         self.made = self.grad = None
 
     def result(self) -> list[Tensor | None]:
-        found = iter(self.totals)
-        return [next(found) if want else None for want in self.wanted]
+        return [None if total is None else total.to(x.dtype) for total, x in zip(self.totals, self.inputs, strict=True)]

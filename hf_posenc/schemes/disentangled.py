@@ -11,6 +11,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Added, ContentBias
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -204,30 +205,36 @@ class Disentangled(Scheme):
         return self.span if self.geometry.causal else 0
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        distance = block.distance().to(logits.device)
+        logits = logits + self._bias(block, logits, q, k)
+        return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
+
+    def added(self) -> Added | None:
+        return ContentBias(self._bias) if self.scale == "host" else None
+
+    def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return what is added to the scaled logits, `[B, H, q, K]`."""
+        distance = block.distance().to(like.device)
         # The distances in reach, of which each has a row of the tables that `project` made.
         first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
         last = min(block.reach, self.max_distance)
-        reach = torch.arange(first, last + 1, device=logits.device)
+        reach = torch.arange(first, last + 1, device=like.device)
         rows = self.rows(reach) - self._first_row()
-        scale, terms = self.geometry.scale, self.c2p + self.p2c
+        scale, plain = self.geometry.scale, block.consecutive()
         assert scale is not None
-        plain = block.consecutive()
-        with torch.autocast(logits.device.type, enabled=False):
+        terms = []
+        with torch.autocast(like.device.type, enabled=False):
             if self.c2p:
                 keys = self._used(block.tables[_KEYS], rows).flip(1)
-                products = _times_positions(q.to(logits), keys)  # [B, H, q, N]
-                found = by_distance(products, distance, last, plain=plain)
-                logits = torch.add(logits, found, alpha=scale)
+                products = _times_positions(q.to(like) * scale, keys)  # [B, H, q, N]
+                terms.append(by_distance(products, distance, last, plain=plain))
             if self.p2c:
-                queries = self._used(block.tables[_QUERIES], rows)
-                met = (
-                    keys_by_distance(k.to(logits), queries, distance, first)
+                queries = self._used(block.tables[_QUERIES], rows) * scale
+                terms.append(
+                    keys_by_distance(k.to(like), queries, distance, first)
                     if plain and distance.shape[1] >= _MANY_QUERIES
-                    else _meet_keys(k.to(logits), queries, (distance - first).clamp(0, len(rows) - 1)[:, None])
+                    else _meet_keys(k.to(like), queries, (distance - first).clamp(0, len(rows) - 1)[:, None])
                 )
-                logits = torch.add(logits, met, alpha=scale)
-        return logits / math.sqrt(1 + terms) if self.scale == "deberta" else logits
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def _used(self, table: Tensor, rows: Tensor) -> Tensor:
         """Return the rows `[N]` of `[H | G, rows, D]`, a view where they follow each other."""

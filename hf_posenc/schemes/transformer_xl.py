@@ -9,6 +9,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Added, ContentBias
 
 # Names of the tables that `project` makes: both biases, and W_r R_n for keys behind and ahead of a query, by |n|.
 _CONTENT_BIAS, _POSITION_BIAS = "r_w_bias", "r_r_bias"
@@ -148,13 +149,21 @@ class TransformerXL(Scheme):
         return nn.functional.pad(torch.cat(self._sin_cos(distance, dtype), dim=-1), (0, self.geometry.hidden_size % 2))
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        assert self.geometry.scale is not None
-        with torch.autocast(logits.device.type, enabled=False):
-            u = block.tables[_CONTENT_BIAS].to(logits)[None, :, None]  # [1, H, 1, D]
-            content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(logits).transpose(-1, -2))  # [B, H, 1, K]
-            q = q.to(logits) + block.tables[_POSITION_BIAS].to(logits)[:, None]
+        return logits + self._bias(block, logits, q, k)
+
+    def added(self) -> Added:
+        return ContentBias(self._bias)
+
+    def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return what is added to the scaled logits, `[B, H, q, K]`."""
+        scale = self.geometry.scale
+        assert scale is not None
+        with torch.autocast(like.device.type, enabled=False):
+            u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * scale  # [1, H, 1, D]
+            content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
+            q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * scale
             place = self._from_table(q, block) if _BEHIND in block.tables else self._backwards(q, block)
-            return logits + self.geometry.scale * (content + place)
+            return content + place
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
