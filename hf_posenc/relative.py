@@ -49,6 +49,15 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
     rows, keys = distance.shape[1:]
     groups, width = k.shape[1], k.shape[3]
     heads = vectors.shape[0]
+    # Keys that are so far from all queries that they meet the last vector: whole tiles of them.
+    far = max(0, int(distance[0, 0, 0]) - (first + vectors.shape[1] - 1) + 1) // _TILE * _TILE
+    if far:
+        last = vectors[:, -1].view(groups, -1, width)
+        met = torch.einsum("bgkd,grd->bgrk", k[:, :, :far], last).flatten(1, 2)[:, :, None].expand(-1, -1, rows, -1)
+        if far == keys:
+            return met
+        near = keys_by_distance(k[:, :, far:], vectors, distance[:, :, far:], first)
+        return torch.cat((met, near), dim=-1)
     tiles, span = -(-keys // _TILE), rows + _TILE - 1
     k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys)).reshape(
         len(k), groups, tiles, _TILE, width

@@ -213,33 +213,27 @@ class Disentangled(Scheme):
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scaled logits, `[B, H, q, K]`."""
-        distance = block.distance().to(like.device)
+        distance, plain = block.distance().to(like.device), block.consecutive()
         # The distances in reach, of which each has a row of the tables that `project` made.
         first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
-        last = min(block.reach, self.max_distance)
-        reach = torch.arange(first, last + 1, device=like.device)
-        rows = self.rows(reach) - self._first_row()
-        scale, plain = self.geometry.scale, block.consecutive()
+        rows = self.rows(torch.arange(first, min(block.reach, self.max_distance) + 1)) - self._first_row()
+        rows = rows[: int((rows < rows[-1]).sum()) + 1]  # up to the first that has the row of the last
+        last, scale = first + len(rows) - 1, self.geometry.scale
         assert scale is not None
         terms = []
         with torch.autocast(like.device.type, enabled=False):
             if self.c2p:
-                keys = self._used(block.tables[_KEYS], rows).flip(1)
+                keys = _rows(block.tables[_KEYS], rows).flip(1)
                 products = _times_positions(q.to(like) * scale, keys)  # [B, H, q, N]
                 terms.append(by_distance(products, distance, last, plain=plain))
             if self.p2c:
-                queries = self._used(block.tables[_QUERIES], rows) * scale
+                queries = _rows(block.tables[_QUERIES], rows) * scale
                 terms.append(
                     keys_by_distance(k.to(like), queries, distance, first)
                     if plain and distance.shape[1] >= _MANY_QUERIES
                     else _meet_keys(k.to(like), queries, (distance - first).clamp(0, len(rows) - 1)[:, None])
                 )
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
-
-    def _used(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Return the rows `[N]` of `[H | G, rows, D]`, a view where they follow each other."""
-        follow = self.buckets is None and int(rows[-1] - rows[0]) == len(rows) - 1
-        return table[:, int(rows[0]) : int(rows[-1]) + 1] if follow else table[:, rows]
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         # A bias in the place of position queries changes logits, one in the place of position keys does not.
@@ -257,6 +251,13 @@ def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     grown = torch.log(size.clamp_min(half).double() / half) / math.log((max_distance - 1) / half) * (half - 1)
     far = (grown - 1e-9).ceil().long() + half
     return torch.where(size <= half, distance, distance.sign() * far)
+
+
+def _rows(table: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows `[N]` (on the CPU) of `[H | G, rows, D]`, a view where they follow each other."""
+    first, last = int(rows[0]), int(rows[-1])
+    follow = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
+    return table[:, first : last + 1] if follow else table[:, rows.to(table.device)]
 
 
 def _times_positions(q: Tensor, keys: Tensor) -> Tensor:
