@@ -16,13 +16,17 @@ from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme
 
-# A block's logits should stay in cache and never weigh on memory: about 4M of them, in 16 to 128 rows.
-_LOGITS_PER_BLOCK = 2**22
+# A block's logits should stay in cache, with what a scheme makes of them (CAPE has 32 numbers per key beside 8 heads), unless
+# that makes it a few rows only; and never weigh on memory.
+_LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
+_FEW_ROWS = 32
 
 
 def rows_per_block(batch: int, heads: int, keys: int) -> int:
     """Return how many query rows to take at once."""
-    return max(16, min(128, _LOGITS_PER_BLOCK // max(1, batch * heads * keys)))
+    logits = max(1, batch * heads * keys)
+    wanted = max(_LOGITS_IN_CACHE // logits, min(_FEW_ROWS, _LOGITS_AT_MOST // logits))
+    return max(16, min(128, wanted))
 
 
 def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None) -> Tensor:
