@@ -30,16 +30,14 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         if type(config) not in kind._model_mapping:
             raise RecipeError(
-                f"The model {name!r} of the recipe is a {config.model_type}, which writes no text. Recipes train language models; "
-                "patch this one, and train it as any other of its kind."
+                f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To train this "
+                "one, patch it and train it as any other of its kind."
             )
         return kind.from_pretrained(name, **options).eval(), AutoTokenizer.from_pretrained(name)
     except PosencError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise RecipeError(
-            f"The model {name!r} of the recipe cannot be loaded: {' '.join(str(error).split())}"
-        ) from error
+        raise RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
