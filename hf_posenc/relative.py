@@ -7,6 +7,8 @@ query and key.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,15 +60,19 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
             return met
         near = keys_by_distance(k[:, :, far:], vectors, distance[:, :, far:], first)
         return torch.cat((met, near), dim=-1)
-    tiles, span = -(-keys // _TILE), rows + _TILE - 1
+    tiles, spread = -(-keys // _TILE), -(-(rows + _TILE - 1) // _TILE)
     k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys)).reshape(
         len(k), groups, tiles, _TILE, width
     )  # [B, G, T, t, D]
-    # A tile sees the distances from its last key and the first query to its first key and the last query.
+    # A tile sees the distances from its last key and the first query to its first key and the last query: so many chunks of
+    # as many distances as it has keys.
     lowest = int(distance[0, 0, 0]) - tiles * _TILE + 1
-    rising = _window(vectors.mT, lowest - first, (tiles - 1) * _TILE + span)  # [H, D, ...]
-    windows = rising.unfold(-1, span, _TILE).permute(0, 2, 1, 3).flip(1)  # [H, T, D, span], the first tile first
-    windows = windows.reshape(groups, heads // groups, tiles, width, span)
+    rising = _window(vectors.mT, lowest - first, (tiles - 1 + spread) * _TILE)
+    chunks = (
+        rising.reshape(heads, width, -1, _TILE).movedim(2, 1).flip(1)
+    )  # [H, ..., D, t], those of the first tile first
+    windows = torch.cat([chunks[:, start : start + tiles] for start in reversed(range(spread))], dim=-1)
+    windows = windows.view(groups, heads // groups, tiles, width, -1)
     products = torch.einsum("bgtkd,grtds->bgrtks", k, windows).flatten(1, 2)
     return _shifted(products, rows).flatten(2, 3)[:, :, :keys].mT
 
@@ -84,8 +90,39 @@ def _window(values: Tensor, start: int, count: int) -> Tensor:
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """Return `count` places of each row of `[..., q, W]`, from the last row's first on, one place later in each row before."""
-    rows, width = x.shape[-2:]
-    if rows == 1:
-        return x[..., :count]
-    flat = x.flatten(-2)[..., rows - 1 : rows * width - 1]
-    return flat.view(*x.shape[:-2], rows, width - 1)[..., :count]
+    shifted: Tensor = _Shift.apply(x, count)  # type: ignore[no-untyped-call]
+    return shifted
+
+
+class _Shift(torch.autograd.Function):
+    """A view. torch's own backward pass of one fills several tensors with zeros where one will do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        return _view(x, count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ShiftBack.apply(grad, ctx.width), None  # type: ignore[no-untyped-call]
+
+
+class _ShiftBack(torch.autograd.Function):
+    """The transpose of `_Shift`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.count = x.shape[-1]
+        found = x.new_zeros(*x.shape[:-1], width)
+        _view(found, ctx.count).copy_(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _shifted(grad, ctx.count), None
+
+
+def _view(x: Tensor, count: int) -> Tensor:
+    *outer, row, place = x.stride()
+    first = x.storage_offset() + (x.shape[-2] - 1) * place
+    return x.as_strided((*x.shape[:-1], count), (*outer, row - place, place), first)
