@@ -72,6 +72,10 @@ FORMS = {
         "alibi",
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
+    "fire, windows of 1024": (
+        "fire",
+        ["training.skip_to={far}", "training.length=1024", "training.batch_size=2", "training.micro_batch_size=1"],
+    ),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{
         f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"])
