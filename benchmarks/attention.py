@@ -3,13 +3,15 @@
     python benchmarks/attention.py op --output benchmarks/results/attention_op
     python benchmarks/attention.py model --output benchmarks/results/attention_model
     python benchmarks/attention.py decode --output benchmarks/results/attention_decode
+    python benchmarks/attention.py op --device cuda
 
 `op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1; beside the
 schemes stand the same with a float mask S x S, what a user writes today for a custom bias, and the textbook form ("eager").
 `model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model.
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a round. One thread is
-timed by its own CPU time, several by the clock. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
+timed by its own CPU time, several by the clock, a GPU by its own events: there the default is bfloat16, lengths up to 16,384, and the
+schemes that have kernels. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
+import hf_posenc.attention
 
 HEADS, HEAD_DIM = 8, 64
 HIDDEN = HEADS * HEAD_DIM
@@ -56,29 +59,38 @@ Case = Callable[[], dict[str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["op", "model", "decode"])
-    parser.add_argument("--schemes", nargs="+", default=causal_schemes())
-    parser.add_argument("--lengths", nargs="+", type=int, help="default 1024 2048 4096; model 1024; decode 4096")
+    parser.add_argument("--schemes", nargs="+", help="default all; on a GPU those with kernels")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, help="default 1024 2048 4096 (GPU: 1024 4096 16384); model 1024; decode 4096"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32; bfloat16 on a GPU")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     makers = {"op": operations, "model": training_steps, "decode": decoding_steps}
-    lengths = arguments.lengths or {"op": [1024, 2048, 4096], "model": [1024], "decode": [4096]}[arguments.what]
-    dtype = getattr(torch, arguments.dtype)
+    torch.set_default_device(arguments.device)
+    on_gpu = arguments.device == "cuda"
+    usual = [1024, 4096, 16384] if on_gpu else [1024, 2048, 4096]
+    lengths = arguments.lengths or {"op": usual, "model": [1024], "decode": [4096]}[arguments.what]
+    precision = arguments.dtype or ("bfloat16" if on_gpu else "float32")
+    dtype, where = getattr(torch, precision), f"{torch.cuda.get_device_name()}, {machine()}" if on_gpu else machine()
+    schemes = arguments.schemes or [name for name in causal_schemes() if not on_gpu or has_kernels(name)]
 
     results: dict[str, Any] = {}
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         for length in lengths:
             torch.manual_seed(0)
-            cases = makers[arguments.what](arguments.schemes, length, dtype)
-            results[f"S = {length}, {threads} thread{'s' * (threads > 1)}"] = measured(cases, arguments.rounds)
+            cases = makers[arguments.what](schemes, length, dtype)
+            setting = "" if on_gpu else f", {threads} thread{'s' * (threads > 1)}"
+            results[f"S = {length}{setting}"] = measured(cases, arguments.rounds)
     command = f"python {' '.join(sys.argv)}"
-    text = table(arguments.what, results, f"{machine()}, {arguments.dtype}, {arguments.rounds} rounds", command)
+    text = table(arguments.what, results, f"{where}, {precision}, {arguments.rounds} rounds", command)
     sys.stdout.write(text)
     if arguments.output:
-        record = {"command": command, "machine": machine(), "dtype": arguments.dtype, "ratios": results}
+        record = {"command": command, "machine": where, "dtype": precision, "ratios": results}
         arguments.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         arguments.output.with_suffix(".md").write_text(text, encoding="utf-8")
         picture(results).savefig(arguments.output.with_suffix(".png"), dpi=110)
@@ -202,7 +214,20 @@ def decoding_steps(schemes: list[str], length: int, dtype: torch.dtype) -> dict[
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
+def has_kernels(name: str) -> bool:
+    """Whether plain attention or a kernel computes a scheme on this GPU."""
+    known = hf_posenc.attention.executors(scheme(name, length=8), torch.device("cuda"))
+    return not {"sdpa", "flex", "triton"}.isdisjoint(known)
+
+
 def seconds(function: Callable[[], object]) -> float:
+    if torch.get_default_device().type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     function()

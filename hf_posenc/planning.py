@@ -148,7 +148,8 @@ def plan(
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         start=start,
         start_tolerance=_tolerance(prepared.schemes, native),
-        executors=attention.executors(prepared.schemes[0]),
+        # A skeleton lies nowhere.
+        executors=attention.executors(prepared.schemes[0], model.device if model.device.type == "cuda" else None),
         cache_bytes_per_token=per_token,
         cache_bytes_per_sequence=per_sequence,
         warnings=(*prepared.warnings, *_start_warnings(start, prepared.schemes[0], native)),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import ExportError, OptionError, PositionError, ShapeError
-from hf_posenc.structures import Added, Nearest
+from hf_posenc.structures import Added, Nearest, Walk
 
 Result = TypeVar("Result")
 
@@ -408,6 +408,10 @@ class Scheme(nn.Module):
 
         A scheme with `Nearest.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
         """
+        return None
+
+    def walk(self) -> Walk | None:
+        """Return how `score`, `weigh` and `mix` go through the keys, in causal layers, where kernels of a GPU know the way."""
         return None
 
     def state_bytes(self, element: int) -> tuple[int, int]:

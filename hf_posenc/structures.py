@@ -123,5 +123,46 @@ class Nearest:
         return replace(self, beyond=part)
 
 
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """How a scheme goes through the keys from the last to the first, in a form that a kernel takes; see `Scheme.walk`."""
+
+
+@dataclass(frozen=True, eq=False)
+class GateCount(Walk):
+    """A bias at what gates let through, from a key up to the query; in between it is straight, and it ends at the last number.
+
+    A gate is the sigmoid of a scaled product; hidden keys have none.
+
+    Attributes:
+        at: Returns the bias at whole numbers from 0 on, `[B, H, Q, N]`, given the queries as `score` gets them, in dtype of the
+            second argument.
+        keys: Returns the keys by which gates open, `[B, G, K, D]`, given those that `score` gets and a block of all; `None` where the
+            logits open them.
+        scale: Factor on the products of queries and these keys.
+    """
+
+    at: Callable[[Tensor, Tensor], Tensor]
+    keys: Callable[[Tensor, Block], Tensor | None]
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Stick(Walk):
+    """In place of the softmax every key takes the sigmoid of its logit of what nearer ones left.
+
+    Attributes:
+        current: Whether the query's own key takes a part, too.
+        bias: Of the logits, `[H]`.
+        rest_to_own: Whether the query's own value gets what all keys leave.
+        rest: What gets it, `[H, D]`; `None` if nothing does.
+    """
+
+    current: bool
+    bias: Tensor | None = None
+    rest_to_own: bool = False
+    rest: Tensor | None = None
+
+
 def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:
     return lambda *args: factor * function(*args)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.attention import fused, nearby
+from hf_posenc.attention import flex, fused, gpu, nearby, trial
 from hf_posenc.attention.blocks import blocks
 from hf_posenc.attention.dense import dense
 from hf_posenc.attention.layout import is_plain
@@ -35,11 +35,11 @@ __all__ = [
     "run",
 ]
 
-Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby"]
+Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby", "flex", "triton"]
 
 # Below this many logits per call the dense form is at least as fast, and what it keeps for the backward pass is small.
 _DENSE_LOGITS = 2**21
-# So many queries are worth the calls of the fused form, and so many keys a second look at which of them are near.
+# So many queries are worth the calls of the fused form, or a kernel; and so many keys a second look at which of them are near.
 _FUSED_QUERIES = 32
 _NEARBY_KEYS = 512
 
@@ -74,15 +74,26 @@ def recorded() -> Iterator[list[Choice]]:
         _RECORD.reset(token)
 
 
-def executors(scheme: Scheme) -> tuple[Executor, ...]:
-    """Return the executors that can run a scheme, the reference first."""
+def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[Executor, ...]:
+    """Return the executors that can run a scheme, the reference first.
+
+    Args:
+        scheme: The scheme.
+        device: Where; `None` is the CPU.
+    """
     if not touches_the_matrix(scheme):
         return ("dense", "blocks", "sdpa")
     found: list[Executor] = ["dense", "blocks"]
-    if scheme.added() is not None:
-        found.append("fused")
-    if scheme.nearest() is not None:
-        found.append("nearby")
+    if device is None or device.type == "cpu":
+        if scheme.added() is not None:
+            found.append("fused")
+        if scheme.nearest() is not None:
+            found.append("nearby")
+    if device is not None and gpu.available(device):
+        if flex.has_form(scheme):
+            found.append("flex")
+        if gpu.structure(scheme) is not None:
+            found.append("triton")
     return tuple(found)
 
 
@@ -95,11 +106,24 @@ def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Exe
     batch, heads, length, _ = task.q.shape
     # What is fused depends on numbers in tensors, which a graph that is being compiled does not have.
     if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
+        if gpu.applies(scheme, task, mask) and trial.passed("triton", gpu.kernels, scheme, task, mask):
+            return "triton"
+        if flex.applies(scheme, task, mask) and trial.passed("flex", flex.flex, scheme, task, mask):
+            return "flex"
         if fused.applies(scheme, task):
             return "fused"
         if task.k.shape[2] >= _NEARBY_KEYS and nearby.applies(scheme, task) and nearby.sees(task, mask):
             return "nearby"
     return "dense" if batch * heads * length * task.k.shape[2] <= _DENSE_LOGITS else "blocks"
+
+
+def _form(scheme: Scheme, task: Task, mask: Mask, executor: Executor) -> str | None:
+    """Return in which form an executor has the positions."""
+    if executor == "fused":
+        return fused.form(scheme, task, mask)
+    if executor == "flex":
+        return flex.form(scheme, task)
+    return gpu.form(scheme) if executor == "triton" else None
 
 
 def run(
@@ -120,7 +144,7 @@ def run(
     executor = executor or choose(scheme, task, mask, need_weights=need_weights)
     record = _RECORD.get()
     if record is not None:
-        record.append(Choice(executor, fused.form(scheme, task, mask) if executor == "fused" else None))
+        record.append(Choice(executor, _form(scheme, task, mask, executor)))
     if need_weights or executor == "dense":
         output, weights = dense(scheme, task, mask)
         return output, weights if need_weights else None
@@ -130,6 +154,10 @@ def run(
         return fused.fused(scheme, task, mask), None
     if executor == "nearby":
         return nearby.nearby(scheme, task, mask), None
+    if executor == "flex":
+        return flex.flex(scheme, task, mask), None
+    if executor == "triton":
+        return gpu.kernels(scheme, task, mask), None
     return sdpa(scheme, task, mask), None
 
 
@@ -166,7 +194,8 @@ def attend(
         mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
             be added, broadcastable to `[B, H, Q, K]`.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
-        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, `"fused"` and `"nearby"`, where the scheme has it.
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"nearby"`, on a GPU `"flex"`
+            and `"triton"`, where the scheme has it.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
             projections.
         query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token its
@@ -185,9 +214,9 @@ def attend(
         raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
     geometry = scheme.geometry
     _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
-    if executor is not None and executor not in executors(scheme):
+    if executor is not None and executor not in executors(scheme, q.device):
         raise OptionError(
-            f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme))}."
+            f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme, q.device))}."
         )
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")

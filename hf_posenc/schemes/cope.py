@@ -8,7 +8,7 @@ from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
-from hf_posenc.structures import Nearest
+from hf_posenc.structures import GateCount, Nearest, Walk
 
 # The name under which the keys of `separate_keys` are cached.
 _GATE_KEYS = "gate_keys"
@@ -137,15 +137,26 @@ class CoPE(Scheme):
         bias = (q.to(like) @ self.pos_emb[0, :, -1].to(like))[..., None]
         return self._scale() * bias if self.scale_position_logits else bias, None
 
+    def walk(self) -> Walk | None:
+        return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
+
+    def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:
+        bias = q.to(like) @ self.pos_emb[0].to(like)
+        return self._scale() * bias if self.scale_position_logits else bias
+
     def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        if self.separate_keys:
-            k = block.state[_GATE_KEYS].transpose(1, 2)  # [B, G, K, D]
-        elif self.value_gates:
-            assert block.values is not None
-            k = block.values
-        elif not block.native:
+        keys = self._gate_keys(k, block)
+        if keys is None:
             return logits  # already the product
-        return grouped_matmul(q, k.to(q).transpose(-1, -2)).to(logits) * self._scale()
+        return grouped_matmul(q, keys.to(q).transpose(-1, -2)).to(logits) * self._scale()
+
+    def _gate_keys(self, k: Tensor, block: Block) -> Tensor | None:
+        """Return what gates compare queries with, `[B, G, K, D]`; `None` where the logits are that already."""
+        if self.separate_keys:
+            return block.state[_GATE_KEYS].transpose(1, 2)
+        if self.value_gates:
+            return block.values
+        return k if block.native else None
 
     def _scale(self) -> float:
         assert self.geometry.scale is not None

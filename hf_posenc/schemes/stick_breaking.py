@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme, grouped_matmul, set_start
-from hf_posenc.structures import Nearest
+from hf_posenc.structures import Nearest, Stick, Walk
 
 # Of lm-engine, and torch's default.
 _NORM_EPSILON = 1e-5
@@ -73,6 +73,9 @@ class StickBreaking(Scheme):
 
     def nearest(self) -> Nearest | None:
         return Nearest(self._enough)
+
+    def walk(self) -> Walk | None:
+        return Stick(self.attend_current, self.logit_bias, self.remainder == "self", self.head_bias)
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         logits = self.score(logits, q, k, block)

@@ -1,0 +1,428 @@
+"""The executors of a GPU, against the dense reference.
+
+Without one, `flex` runs as it was traced, and kernels in Triton's interpreter, which has to be on before Triton is imported:
+
+    TRITON_INTERPRET=1 python -m pytest tests/test_gpu_executors.py -m slow
+
+On a GPU, compiled:
+
+    python -m pytest tests/test_gpu_executors.py -m gpu
+"""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from test_engine import compare, left_padded, packed, plain, skipped
+from torch import Tensor
+
+from hf_posenc import Geometry, OptionError, Positions, Scheme, attend, build
+from hf_posenc.attention import choose, executors, gpu, trial
+from hf_posenc.attention.blocks import blocks
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+
+engine = importlib.import_module("hf_posenc.attention")
+# The module has a function of its name.
+flex_module = importlib.import_module("hf_posenc.attention.flex")
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 24, 11
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: a scheme with options, and how tokens lie."""
+
+    name: str
+    layout: Callable[[int], tuple[Tensor, Tensor | None]] = plain
+    options: dict = field(default_factory=dict)
+    queries: int | None = None
+    causal: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        found = [self.name, self.layout.__name__, *(f"{k}={v}" for k, v in self.options.items()), kind]
+        return "-".join(found + [f"last{self.queries}"] * bool(self.queries) + ["encoder"] * (not self.causal))
+
+
+LONG, SHORT = {"threshold": 20.0}, {"threshold": 900.0}
+FLEX = [
+    Case("kerple"),
+    Case("kerple", left_padded),
+    Case("kerple", packed, queries=21),
+    Case("t5", left_padded, causal=False),
+    Case("t5", packed, causal=False),
+    Case("alibi", skipped, {"learned_slopes": True}),
+    Case("fox", left_padded),
+    Case("fox", queries=21),
+    Case("fire", options=LONG),
+    Case("fire", packed, LONG),
+    Case("fire", options=SHORT),
+    *(Case(name, options=LONG if name == "fire" else {}, dtype=torch.bfloat16) for name in ("kerple", "fox", "fire")),
+]
+SELF = {"remainder": "self", "start_bias": True, "attend_current": True}
+VECTOR = {"remainder": "head_bias"}
+NEAR, FAR = {"npos": 50}, {"npos": 6}
+KERNELS = [
+    Case("stick_breaking", options=VECTOR),
+    Case("stick_breaking", left_padded, SELF),
+    Case("stick_breaking", packed, VECTOR),
+    Case("stick_breaking", options=SELF, queries=21),
+    Case("stick_breaking", dtype=torch.bfloat16),
+    Case("cope", options=FAR),
+    Case("cope", left_padded, FAR),
+    Case("cope", packed, {**NEAR, "value_gates": True}),
+    Case("cope", options={**FAR, "separate_keys": True}, queries=21),
+    Case("cope", options=FAR, dtype=torch.bfloat16),
+    Case("fox", left_padded),
+    Case("fox", skipped),
+    Case("fox", queries=21),
+    Case("fox", dtype=torch.bfloat16),
+]
+
+
+STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
+COMPILED = {
+    "stick": {"_forward": STICK, "_backward": {**STICK, "num_warps": 8, "num_stages": 1}},
+    "count": {"_forward": COUNT, "_backward": {**COUNT, "num_warps": 8, "num_stages": 1}},
+    "keys": {"_forward": {}, "_backward_of_queries": {"num_stages": 2}, "_backward_of_keys": {"num_stages": 2}},
+}
+
+
+def make(case: Case) -> Scheme:
+    geometry = Geometry(
+        heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_size=HIDDEN, max_positions=64, causal=case.causal
+    )
+    torch.manual_seed(0)
+    scheme = build(case.name, geometry, **case.options)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return scheme
+
+
+def run(
+    case: Case, executor: str | None, *, length: int = 43, device: torch.device = CPU, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of a random call, those of queries that are padding left out; on the CPU."""
+    dtype = dtype or case.dtype
+    scheme = make(case).to(device)
+    scheme = scheme.double() if dtype == torch.float64 else scheme
+    places, mask = case.layout(length)
+    if mask is not None and mask.ndim == 3 and not case.causal:
+        mask = mask | mask.mT
+    queries = case.queries or length
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    q, k, v = (
+        draw(2, heads, size, HEAD_DIM) for heads, size in ((HEADS, queries), (KV_HEADS, length), (KV_HEADS, length))
+    )
+    hidden, weight = draw(2, length, HIDDEN), draw(2, HEADS, queries, HEAD_DIM).detach()
+    if mask is not None:
+        if mask.ndim == 2:
+            weight = weight * mask[:, None, length - queries :, None].to(device)
+        else:
+            mask = mask[:, None, length - queries :]
+        mask = mask.to(device)
+    places = places.to(device)
+    output = attend(
+        scheme,
+        q,
+        k,
+        v,
+        query_positions=places[:, length - queries :],
+        key_positions=places,
+        hidden=hidden,
+        mask=mask,
+        executor=executor,
+    )
+    inputs = {"q": q, "k": k, "v": v, "hidden": hidden, **dict(scheme.named_parameters())}
+    grads = torch.autograd.grad(output, list(inputs.values()), weight, allow_unused=True)
+    found = {name: torch.zeros(()) if g is None else g.cpu() for name, g in zip(inputs, grads, strict=True)}
+    return {"output": (output.detach() * weight.ne(0)).cpu(), **found}
+
+
+def check(case: Case, executor: str, *, length: int = 43, device: torch.device = CPU) -> None:
+    got, want = (run(case, which, length=length, device=device) for which in (executor, "dense"))
+    if case.dtype == torch.float32:
+        compare(got, want, tolerance=1e-4 if device.type == "cuda" else 2e-5)
+        return
+    # Both against float64, by the rms of the error: in half precision single numbers may fall to either side.
+    exact = run(case, "dense", length=length, device=device, dtype=torch.float64)
+    for what, expected in exact.items():
+        if executor == "flex" and float(expected.abs().max()) < 1e-9:
+            continue  # its backward pass starts from the rounded output, which leaves something of sums that are zero
+        size = max(1.0, float(expected.square().mean().sqrt()))
+        mine, reference = (float((x[what].double() - expected).square().mean().sqrt()) for x in (got, want))
+        assert mine <= 2 * reference + 3e-2 * size, what
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the executors of a GPU run on the CPU, and nothing else in their place."""
+
+    def missed(*args: object) -> None:
+        raise AssertionError("went by blocks")
+
+    monkeypatch.setattr(gpu, "available", lambda device: True)
+    monkeypatch.setattr(gpu, "blocks", missed)
+    monkeypatch.setattr(flex_module, "blocks", missed)
+    # torch has no kernel for the backward pass on a CPU, but the graph is there.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+
+
+# -- against the reference -----------------------------------------------------------------------------------------------
+
+
+# Tracing looks at tensors in a way that torch itself warns about, and hides.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("case", FLEX, ids=str)
+def test_flex_equals_the_reference(case: Case, forced: None) -> None:
+    check(case, "flex")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_kernels_equal_the_reference(case: Case, forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
+    monkeypatch.setattr(tiles, "ROWS_AND_COLUMNS", dict.fromkeys(tiles.ROWS_AND_COLUMNS, (16, 16)))
+    check(case, "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{len(KERNELS)} passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("module", list(COMPILED))
+def test_kernels_compile_without_a_gpu(module: str) -> None:
+    # The interpreter takes what the compiler refuses.
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kernel, constants in COMPILED[module].items():
+        function = getattr(importlib.import_module(f"hf_posenc.attention.gpu.{module}"), kernel)
+        options = {name: value for name, value in constants.items() if name.startswith("num_")}
+        tile = {"D": 64, "BD": 64, "BM": 64, "BN": 64, "RULE": 1, "KEEP": True, "PRECISION": "tf32"}
+        fixed = {name: value for name, value in {**tile, **constants}.items() if name not in options}
+        types = {p.name: "constexpr" if p.name in fixed else argument_type(p.name, module) for p in function.params}
+        source = ASTSource(function, types, fixed)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        # What a program may have: 227 KB on an H100, 163 on an A100, 99 on smaller ones.
+        assert compiled.metadata.shared <= 99 * 1024, kernel
+
+
+def argument_type(name: str, module: str) -> str:
+    """Return the type of an argument of a kernel for operands in bfloat16."""
+    if name in ("scale", "gate_scale"):
+        return "fp32"
+    if name.endswith(("_batch", "_head", "_row", "_column")) or name in ("heads", "group", "queries", "keys", "ahead"):
+        return "i32"
+    # Gradients that several programs add to are float32.
+    narrow = {"q", "k", "v", "gate_q", "gate_k", "grad", "dq", "dgate_q"} | (
+        {"dk", "dv"} if module == "keys" else set()
+    )
+    pointers = {
+        "query_positions": "*i64",
+        "key_positions": "*i64",
+        "keep": "*u8",
+        "first_near": "*i32",
+        "first_taking": "*i32",
+    }
+    return pointers.get(name, "*bf16" if name in narrow else "*fp32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("default")
+class TestCompiled:
+    """The same on a GPU: odd lengths over many tiles, compiled."""
+
+    @pytest.mark.parametrize("case", FLEX, ids=str)
+    def test_flex(self, case: Case) -> None:
+        check(case, "flex", length=301, device=GPU)
+
+    @pytest.mark.parametrize("case", KERNELS, ids=str)
+    def test_kernels(self, case: Case) -> None:
+        check(case, "triton", length=301, device=GPU)
+
+    @pytest.mark.parametrize("width", [16, 64, 80, 128])
+    @pytest.mark.parametrize("name", ["stick_breaking", "cope", "fox"])
+    def test_widths_of_heads(self, name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(globals(), "HEAD_DIM", width)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check(Case(name, dtype=dtype), "triton", length=301, device=GPU)
+
+    @pytest.mark.parametrize("name", ["stick_breaking", "cope", "fox", "kerple", "fire"])
+    def test_memory_does_not_grow_with_the_square(self, name: str) -> None:
+        peaks = []
+        for length in (4096, 8192):
+            torch.cuda.reset_peak_memory_stats()
+            run(Case(name, dtype=torch.bfloat16), None, length=length, device=GPU)
+            peaks.append(torch.cuda.max_memory_allocated())
+        assert peaks[1] < 2.5 * peaks[0]
+
+
+# -- what runs -----------------------------------------------------------------------------------------------------------
+
+
+CHOICES = [
+    ("rope", {}, "sdpa"),
+    ("kerple", {}, "flex (distance table)"),
+    ("fire", SHORT, "flex (distance table)"),
+    ("fire", LONG, "flex (straight pieces)"),
+    ("fox", {}, "triton (key bias)"),
+    ("cope", {}, "triton (gate count)"),
+    ("stick_breaking", {}, "triton (stick)"),
+    ("shaw", {}, "dense"),
+]
+
+
+def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "passed", lambda *call: True)
+    for name, options, want in CHOICES:
+        scheme = make(Case(name, options=options))
+        q, kv = torch.zeros(1, HEADS, 40, HEAD_DIM), torch.zeros(1, KV_HEADS, 40, HEAD_DIM)
+        places = torch.arange(40)[None]
+        task, mask = Task(q, kv, kv, Positions(places, places), 39, 1.0), Mask("slots")
+        executor = choose(scheme, task, mask, need_weights=False)
+        assert executor in executors(scheme, CPU)
+        assert str(engine.Choice(executor, engine._form(scheme, task, mask, executor))) == want
+        # A few queries are not worth a kernel.
+        assert choose(scheme, task.part(0, 8, 40), mask, need_weights=False) in ("dense", "sdpa")
+
+
+def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "available", lambda device: True)
+    for name, executor in (("kerple", "flex"), ("cope", "triton")):
+        scheme = make(Case(name))
+        q, kv = torch.randn(1, HEADS, 5, HEAD_DIM), torch.randn(1, KV_HEADS, 5, HEAD_DIM)
+        places, bias = torch.arange(5)[None], torch.randn(1, 1, 5, 5)
+        got, want = (
+            attend(scheme, q, kv, kv, query_positions=places, key_positions=places, mask=bias, executor=which)
+            for which in (executor, "dense")
+        )
+        torch.testing.assert_close(got, want)
+
+
+def test_without_a_gpu_they_are_refused() -> None:
+    for executor in ("flex", "triton"):
+        message = rf"Executor '{executor}' cannot run FoX\. Available: dense, blocks, fused\."
+        with pytest.raises(OptionError, match=message):
+            run(Case("fox"), executor)
+
+
+def test_kernels_wait_for_triton() -> None:
+    code = "import sys, hf_posenc.attention, hf_posenc.attention.flex; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# -- blocks of a mask ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_without_a_visible_key_are_skipped() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    for length, queries in ((300, 300), (256, 256), (400, 270)):
+        q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
+        for layout in (plain, left_padded, packed, skipped):
+            places, given = layout(length)
+            keep = (
+                given
+                if given is None
+                else given[:, None, None]
+                if given.ndim == 2
+                else given[:, None, length - queries :]
+            )
+            task = Task(q, kv, kv, Positions(places[:, length - queries :], places), 2 * length, 1.0)
+            for rule in ("slots", "positions"):
+                mask = Mask(rule, keep=keep, ahead=length - queries)
+                got = flex_module._block_mask(task, mask)
+                want = create_block_mask(got.mask_mod, 2, HEADS, queries, length, device="cpu")
+                keys = want.to_dense().bool()
+                mine = got.to_dense().bool().expand_as(keys)
+                # Padding is looked up key by key: its blocks are not skipped, and those with none are not taken whole.
+                by_key = layout is left_padded and rule == "slots"
+                assert not bool((keys & ~mine).any())
+                assert by_key or torch.equal(mine, keys)
+                whole = [int(x.full_kv_num_blocks.expand(2, HEADS, -1).sum()) for x in (got, want)]
+                assert whole[0] == (0 if by_key else whole[1])
+
+
+def test_one_compiled_function_serves_a_structure() -> None:
+    added = make(Case("kerple")).added()
+    task = Task(*(torch.zeros(1, 4, 40, HEAD_DIM),) * 3, Positions(*(torch.arange(40)[None],) * 2), 39, 1.0)
+    functions = {flex_module._form_of(added.scaled(factor), task, causal=True)[0] for factor in (0.5, 1.0)}
+    (function,) = functions
+    assert flex_module._compiled(function, "cuda") is flex_module._compiled(function, "cuda")
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+def padded_task() -> tuple[Scheme, Task, Mask]:
+    scheme, (places, mask) = make(Case("kerple")), left_padded(83)
+    q, k, v = torch.randn(2, HEADS, 83, HEAD_DIM), *torch.randn(2, 2, KV_HEADS, 83, HEAD_DIM)
+    task = Task(q, k, v, Positions(places, places), reach=82, scale=0.2)
+    return scheme, task, Mask("slots", keep=mask[:, None, None])
+
+
+def wrong_values(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+    return 1.1 * blocks(scheme, task, mask)
+
+
+def wrong_gradients(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+    return blocks(scheme, Task(**{**vars(task), "k": task.k.detach() + 0 * task.k}), mask)
+
+
+def does_not_compile(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+    raise RuntimeError("PTX version too new")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    monkeypatch.setattr(trial, "_RESULTS", {})
+    with torch.inference_mode(inference):
+        call = padded_task()
+        assert trial.passed("tried", blocks, *call)
+        assert trial.passed("tried", does_not_compile, *call), "it is tried once"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem"),
+    [
+        (wrong_values, "is off by 1.0e-01 in its output"),
+        (wrong_gradients, "is off by 1.0e\\+00 in its gradient of k"),
+        (does_not_compile, "does not run \\(RuntimeError: PTX version too new\\)"),
+    ],
+)
+def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, kernel: Callable, problem: str) -> None:
+    monkeypatch.setattr(trial, "_RESULTS", {})
+    call = padded_task()
+    with pytest.warns(UserWarning, match=f"The tried kernel for KERPLE {problem} on cpu. Attention goes by blocks"):
+        assert not trial.passed("tried", kernel, *call)
+    assert not trial.passed("tried", blocks, *call), "it is tried once"
