@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention import kernel
-from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, PiecewiseBias, RowBlock, TableBias
+from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, RowBlock, TableBias
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.pieces import PiecewiseBias
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear

@@ -1,0 +1,195 @@
+"""A piecewise linear bias, block by block of rows: FIRE beyond its threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock
+from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.task import Task
+from hf_posenc.structures import PiecewiseLinear
+
+
+class PiecewiseBias(BlockBias):
+    """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`.
+
+    Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them: there the
+    bias is `slope * u * w + offset` with a slope and an offset of the distance, two tables like that of `TableBias`. Distances
+    at which an end of a piece lies for some row have the piece of the smallest weight in the tables, and what the function bends
+    at that end is added to them. Where the distance of two tokens is the difference of their slots, in causal calls.
+
+    Args:
+        added: The function.
+        task: The operands.
+        mask: What is hidden.
+    """
+
+    name = "straight pieces"
+    rows = 128
+
+    def __init__(self, added: PiecewiseLinear, task: Task, mask: Mask) -> None:
+        self.queries, self.keys = task.q.shape[2], task.k.shape[2]
+        dtype = torch.promote_types(task.q.dtype, torch.float32)
+        self.hides = mask.rule == "slots"
+        self.hidden = Hidden(mask, task.positions, in_bias=self.hides)
+        feature = added.feature(torch.arange(self.keys, device=task.q.device), dtype)
+        weight = added.weight(task.positions.query, dtype)
+        ends, slope, offset = added.pieces(dtype)
+        self.ends = ends.detach()
+        self.inputs = (feature, weight, slope, offset)
+
+    def prepare(self, inputs: Sequence[Tensor]) -> object:
+        return _Pieces(self, inputs)
+
+    def block(self, prepared: object, block: RowBlock) -> list[Piece]:
+        assert isinstance(prepared, _Pieces)
+        return self.hidden.put(prepared.bias(prepared.tables(block), block), block)
+
+    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+        return _PiecewiseGradient(self, inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """What a block needs, for every place: that of row r and key j is r + j, and the distance falls as places go up.
+
+    Attributes:
+        feature: `[N]`.
+        piece: Which piece the distance is in, for the row of the smallest weight, `[N]`.
+        slope: Of that piece times the feature, `[H, N]`.
+        offset: Of that piece, or what hides keys ahead of the query, `[H, N]`.
+        bends: Ends of pieces, and the places where some row is beyond an end that the tables do not know of.
+    """
+
+    feature: Tensor
+    piece: Tensor
+    slope: Tensor
+    offset: Tensor
+    bends: list[tuple[int, slice]]
+
+
+class _Pieces:
+    """The inputs of a `PiecewiseBias` in the form that blocks take."""
+
+    def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor]) -> None:
+        self.of = bias
+        self.feature, self.weight, self.slope, self.offset = inputs
+        # What the slope changes by at the end of each piece, [M, H].
+        self.bend = self.slope.diff(dim=0)
+        self.memory = self.slope.new_empty(0)
+
+    def weights(self, block: RowBlock) -> Tensor:
+        """Return the weights of the rows, `[B|1, q, 1]`."""
+        return self.weight[:, block.start : block.stop].flip(1)[..., None]
+
+    def tables(self, block: RowBlock) -> _Tables:
+        """Return the tables of a block."""
+        feature, weights = self.feature[: self.behind(block)], self.weights(block)
+        lowest, highest = (torch.searchsorted(self.of.ends, feature * w) for w in (weights.amin(), weights.amax()))
+        ends = torch.arange(len(self.of.ends), device=feature.device)
+        first, last = (torch.searchsorted(piece, ends, right=True).tolist() for piece in (highest, lowest))
+        bends = [
+            (end, slice(len(feature) - upto, len(feature) - start))
+            for end, (start, upto) in enumerate(zip(first, last, strict=True))
+            if start < upto
+        ]
+        # Keys ahead of the query have what distance 0 has, or are hidden.
+        ahead = block.rows + block.keys - 1 - len(feature)
+        feature, piece = (torch.cat((x.flip(0), x[:1].expand(ahead))) for x in (feature, lowest))
+        slope, offset = self.slope[piece].T * feature, self.offset[piece].T.contiguous()
+        if self.of.hides and ahead:
+            offset[:, -ahead:] = -math.inf
+        return _Tables(feature, piece, slope, offset, bends)
+
+    def behind(self, block: RowBlock) -> int:
+        """Return how many keys the last query of a block has behind it, itself included."""
+        return block.stop + self.of.keys - self.of.queries
+
+    def bias(self, tables: _Tables, block: RowBlock) -> Tensor:
+        """Return the bias `[B|1, H, q, K]`; overwritten by the next call."""
+        weights = self.weights(block)
+        batch, heads, width = len(weights), len(tables.slope), tables.slope.shape[1]
+        shape = (batch, heads, block.rows, block.keys)
+        offset, slope = (
+            table.as_strided(shape, (0, width, 1, 1)) for table in (tables.offset, tables.slope.contiguous())
+        )
+        bias = torch.addcmul(offset, slope, weights[:, None], out=self.buffer(shape))
+        strides = (bias.stride(0), bias.stride(1), block.keys - 1, 1)
+        for end, places in tables.bends:
+            size = places.stop - places.start
+            beyond = (tables.feature[places] * weights - self.of.ends[end]).clamp_min_(0)  # [B|1, q, places]
+            # Rows that have no such key, since it would be before the first.
+            beyond = beyond.triu_(-places.start)
+            lines = bias.as_strided((batch, heads, block.rows, size), strides, places.start)
+            lines.addcmul_(beyond[:, None], self.bend[end][:, None, None])
+        return bias
+
+    def buffer(self, shape: tuple[int, ...]) -> Tensor:
+        """Return memory that is used again for every block: to ask for new costs more than to fill it."""
+        size = math.prod(shape)
+        if len(self.memory) < size:
+            # The first block has as many rows as any, and most keys come later.
+            self.memory = self.slope.new_empty(size // shape[-1] * self.of.keys)
+        return self.memory[:size].view(shape)
+
+
+class _PiecewiseGradient(Gradient):
+    def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor]) -> None:
+        self.bias, self.pieces = bias, _Pieces(bias, inputs)
+        self.totals = [torch.zeros_like(x) for x in inputs]
+        self.memory = bias.inputs[0].new_empty(0)
+
+    def block(self, block: RowBlock) -> list[Piece]:
+        self.tables = self.pieces.tables(block)
+        heads, width = len(self.tables.slope), block.keys + block.rows
+        if self.memory.numel() < heads * block.rows * width:
+            self.memory = self.pieces.slope.new_empty(heads * block.rows * (self.bias.keys + block.rows))
+        self.strip = self.memory[: heads * block.rows * width].view(heads, block.rows, width)
+        # As many zeros as there are rows, since lines of one place that leave a row go on in the next.
+        self.strip[..., block.keys :] = 0
+        return self.bias.hidden.put(self.pieces.bias(self.tables, block), block)
+
+    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
+        self.strip[heads, :, : block.keys] = d_logits[0]
+        if heads.stop == len(self.strip):
+            self._gather(block, row if len(self.pieces.weight) > 1 else 0)
+
+    def _gather(self, block: RowBlock, row: int) -> None:
+        """Take the gradient of the logits of all heads in one row of the batch."""
+        tables, weights = self.tables, self.pieces.weights(block)[row]  # [q, 1]
+        d_feature, d_weight, d_slope, d_offset = self.totals
+        heads, rows, width = self.strip.shape
+        lines = self.strip.as_strided((heads, rows, width - 1), (rows * width, width - 1, 1))
+        both = torch.stack((torch.ones_like(weights), weights)).mT.expand(heads, 2, 1, rows).flatten(1, 2)
+        by_offset, by_slope = (both @ lines).unbind(1)  # [H, N]
+        of_weights = (lines @ tables.slope[..., None]).sum(0)  # [q, 1]
+        of_feature = (by_slope * self.pieces.slope[tables.piece].T).sum(0)  # [N]
+        of_slope, of_offset = (
+            d_slope.new_zeros(heads, len(d_slope)).scatter_add_(1, tables.piece.expand(heads, -1), x)
+            for x in (by_slope * tables.feature, by_offset)
+        )
+        for end, places in tables.bends:
+            feature, bend = tables.feature[places], self.pieces.bend[end]
+            x = feature * weights  # [q, places]
+            beyond = (x > self.bias.ends[end]).to(x).triu_(-places.start)
+            mine = lines[..., places].flatten(1)  # [H, q * places]
+            bent = mine @ torch.stack((beyond * x, beyond)).flatten(1).T  # [H, 2]
+            for total, change in zip((of_slope, of_offset), bent.T, strict=True):
+                total[:, end + 1] += change
+                total[:, end] -= change
+            d_x = (bend @ mine).view_as(x) * beyond
+            of_feature[places] += (d_x * weights).sum(0)
+            of_weights += (d_x * feature).sum(1, keepdim=True)
+        d_slope += of_slope.T
+        d_offset += of_offset.T
+        behind = self.pieces.behind(block)
+        d_feature[:behind] += of_feature[:behind].flip(0)
+        d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
+
+    def result(self) -> list[Tensor | None]:
+        return [*self.totals]
