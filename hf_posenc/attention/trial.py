@@ -1,7 +1,7 @@
 """Kernels that are compiled on the spot must pass a trial before they are used.
 
 No test of ours can run on every GPU, driver and compiler. The first call of each kind is computed a second time by the dense
-reference, for its last rows, with gradients; a kernel that does something else, or does not run, is not used, with a warning.
+reference, for its last rows, with gradients where there are any; a kernel that does something else, or does not run, is not used, with a warning.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hf_posenc.scheme import Scheme
 _ROWS = 64
 # Of the root mean square, by bytes of a number: half precision rounds operands, and GPUs may multiply float32 with 10 bits.
 _TOLERANCE = {8: 1e-6, 4: 5e-3, 2: 5e-2}
+_COMPARED = ("output", "gradient of q", "gradient of k", "gradient of v")
 _RESULTS: dict[Hashable, bool] = {}
 
 Executor = Callable[[Scheme, Task, Mask], Tensor]
@@ -37,7 +38,8 @@ def passed(name: str, run: Executor, scheme: Scheme, task: Task, mask: Mask) -> 
         mask: What is hidden.
     """
     of_scheme = (type(scheme), repr(scheme.options()))
-    kind = (name, *of_scheme, task.q.dtype, task.q.device, task.q.shape[-1], mask.rule, mask.keep is None)
+    of_call = (task.q.dtype, task.q.device, task.q.shape[-1], mask.rule, mask.keep is None, torch.is_grad_enabled())
+    kind = (name, *of_scheme, *of_call)
     if kind not in _RESULTS:
         problem = _difference(run, scheme, task, mask)
         _RESULTS[kind] = problem is None
@@ -52,17 +54,15 @@ def passed(name: str, run: Executor, scheme: Scheme, task: Task, mask: Mask) -> 
 
 def _difference(run: Executor, scheme: Scheme, task: Task, mask: Mask) -> str | None:
     """Return what is wrong with an executor, as the rest of a sentence."""
-    # Nothing here belongs to the caller's graph, or to its mode.
-    with torch.inference_mode(False), torch.enable_grad():
-        part, visible, seen = _last_rows(task, mask)
-        weight = torch.randn(part.q.shape, generator=torch.Generator().manual_seed(0)).to(part.q) * seen
-        want = _results(lambda *given: dense(*given)[0], scheme, part, visible, weight)
-        try:
-            got = _results(run, scheme, part, visible, weight)
-        except Exception as error:  # a compiler may raise anything
-            return f"does not run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    part, visible, seen = _last_rows(task, mask)
+    weight = torch.randn(part.q.shape, generator=torch.Generator().manual_seed(0)).to(part.q) * seen
+    want = _results(lambda *given: dense(*given)[0], scheme, part, visible, weight)
+    try:
+        got = _results(run, scheme, part, visible, weight)
+    except Exception as error:  # a compiler may raise anything
+        return f"does not run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     tolerance = _TOLERANCE[task.q.element_size()]
-    for what, a, b in zip(("output", "gradient of q", "gradient of k", "gradient of v"), got, want, strict=True):
+    for what, a, b in zip(_COMPARED, got, want, strict=False):
         off, size = (float(x.double().square().mean().sqrt()) for x in (a.double() - b.double(), b))
         if not off <= tolerance * (size + tolerance):
             return f"is off by {off / size:.1e} in its {what}"
@@ -74,16 +74,18 @@ def _last_rows(task: Task, mask: Mask) -> tuple[Task, Mask, Tensor]:
     stop, keys = task.q.shape[2], task.k.shape[2]
     start = max(0, stop - _ROWS)
     part = task.part(start, stop, keys)
-    part = part.with_operands([x.detach().clone() for x in part.operands()])
-    keep, bias = (None if x is None else x.clone() for x in mask.given_rows(start, stop, keys))
-    positions = replace(part.positions, query=part.positions.query.clone(), key=part.positions.key.clone())
+    part = part.with_operands([x.detach().clone() for x in part.operands()])  # nothing of the caller's graph
+    keep, bias = mask.given_rows(start, stop, keys)
     visible = Mask(mask.rule, keep, bias, mask.ahead + start if mask.rule == "slots" else mask.ahead)
-    seen = visible.rows(0, stop - start, keys, positions)[0]
+    seen = visible.rows(0, stop - start, keys, part.positions)[0]
     rows = torch.ones((), device=task.q.device) if seen is None else seen.any(-1, keepdim=True)
-    return replace(part, positions=positions), visible, rows
+    return part, visible, rows
 
 
 def _results(run: Executor, scheme: Scheme, task: Task, mask: Mask, weight: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (task.q, task.k, task.v)]
+    """Return the output and, where the caller wants any, the gradients."""
+    learns = torch.is_grad_enabled()
+    leaves = [x.requires_grad_(learns) for x in (task.q.detach(), task.k.detach(), task.v.detach())]
     output = run(scheme, replace(task, q=leaves[0], k=leaves[1], v=leaves[2]), mask)
-    return [output.detach() * weight.ne(0), *torch.autograd.grad(output, leaves, weight)]
+    grads = torch.autograd.grad(output, leaves, weight) if learns else ()
+    return [output.detach() * weight.ne(0), *grads]
