@@ -74,6 +74,14 @@ def skipped(length: int) -> tuple[Tensor, None]:
     return torch.cat((torch.arange(length // 2), 900 + torch.arange(length - length // 2)))[None], None
 
 
+def skipped_apart(length: int) -> tuple[Tensor, Tensor]:
+    first, _ = skipped(length)
+    second = torch.cat((torch.arange(length // 5), 40 + torch.arange(length - length // 5)))[None]
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, :7] = False
+    return torch.cat((first, second)), mask
+
+
 def plain(length: int) -> tuple[Tensor, None]:
     return torch.arange(length)[None], None
 
@@ -128,7 +136,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -
         )
 
 
-@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped, skipped_apart], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("name", "direction", "executor"), FAST)
 def test_equals_the_reference_over_many_blocks(name: str, direction: str, executor: str, layout) -> None:
     # More than one block of 256 forwards, of 128 and of 64, none of them full.
@@ -147,14 +155,15 @@ def test_equals_the_reference_for_the_last_queries(name: str, direction: str, ex
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])
 def test_is_as_exact_as_the_reference_in_lower_precision(
-    name: str, direction: str, executor: str, dtype: torch.dtype
+    name: str, direction: str, executor: str, layout, dtype: torch.dtype
 ) -> None:
     # Both against float64, by the rms of the error: in half precision single numbers may fall to either side.
     scheme = make(name)
-    exact = one_attention(make(name).double(), "dense", *plain(140))
-    got, want = (one_attention(scheme, e, *plain(140), dtype=dtype) for e in (executor, "dense"))
+    exact = one_attention(make(name).double(), "dense", *layout(140))
+    got, want = (one_attention(scheme, e, *layout(140), dtype=dtype) for e in (executor, "dense"))
     slack = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for what, expected in exact.items():
         size = max(1.0, float(expected.double().square().mean().sqrt()))
@@ -250,8 +259,22 @@ def test_a_table_serves_padding_and_packing(layout, form: str) -> None:
     assert chosen(make("kerple"), *layout(120)) == f"fused ({form})"
 
 
-def test_positions_with_gaps_take_a_bias_by_blocks() -> None:
-    assert chosen(make("kerple"), *skipped(120)) == "fused (bias by blocks)"
+@pytest.mark.parametrize(
+    ("name", "form"), [("kerple", "distance table by index"), ("fire", "straight pieces by index")]
+)
+def test_positions_with_gaps_are_looked_up(name: str, form: str) -> None:
+    assert chosen(make(name), *skipped(120)) == f"fused ({form})"
+    # Not in a table that is larger than what it would spare.
+    places = torch.cat((torch.arange(60), 10**6 + torch.arange(60)))[None]
+    assert chosen(make(name), places) == "fused (bias by blocks)"
+
+
+@pytest.mark.parametrize("width", [1, 400])
+def test_straight_pieces_of_any_number_are_looked_up(width: int) -> None:
+    # The more of them the network has, the more lie where it is used; so many that they are searched.
+    scheme = make("fire", width=width).double()
+    got, want = (one_attention(scheme, executor, *skipped(150)) for executor in ("fused", "dense"))
+    compare(got, want, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cope", "stick_breaking", "shaw"])

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from hf_posenc.attention import kernel
 from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, RowBlock, TableBias
 from hf_posenc.attention.layout import slots_tell_distances
+from hf_posenc.attention.lookups import PiecewiseLookup, TableLookup
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.pieces import PiecewiseBias
 from hf_posenc.attention.task import Task
@@ -122,6 +123,10 @@ def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Par
             yield Part(0, count, TableBias(table, task, mask, causal=True))
         if count < queries:
             yield Part(count, queries, PiecewiseBias(added, task, mask))
+    elif isinstance(added, DistanceTable) and TableLookup.pays(task):
+        yield Part(0, queries, TableLookup(added, task, mask, causal=causal))
+    elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(task):
+        yield Part(0, queries, PiecewiseLookup(added, task, mask))
     else:
         yield Part(0, queries, AnyBias(added, task, mask, tuple(scheme.parameters())))
 
