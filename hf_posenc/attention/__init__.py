@@ -37,8 +37,9 @@ __all__ = [
 
 Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby", "flex", "triton"]
 
-# Below this many logits per call the dense form is at least as fast, and what it keeps for the backward pass is small.
-_DENSE_LOGITS = 2**21
+# Up to so many logits per call the dense form is about as fast, and what it keeps for the backward pass is small. At four times as
+# many CoPE and CAPE, which have several numbers per logit, take nearly twice as long in it.
+_DENSE_LOGITS = 2**19
 # So many queries are worth the calls of the fused form, or a kernel; and so many keys a second look at which of them are near.
 _FUSED_QUERIES = 32
 _NEARBY_KEYS = 512
