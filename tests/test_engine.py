@@ -269,6 +269,23 @@ def test_positions_with_gaps_are_looked_up(name: str, form: str) -> None:
     assert chosen(make(name), places) == "fused (bias by blocks)"
 
 
+@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_queries_may_have_one_row_of_positions_where_keys_have_several(name: str, layout) -> None:
+    # As after a cache that holds the positions of each row.
+    scheme = make(name).double()
+    places, _ = layout(150)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 150, HEAD_DIM).double() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    weight, parameters = torch.randn_like(q), list(scheme.parameters())
+    found = []
+    for executor in ("fused", "dense"):
+        output = attend(scheme, q, k, v, query_positions=places, key_positions=places.repeat(2, 1), executor=executor)
+        found.append((output, *torch.autograd.grad(output, parameters, weight)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("width", [1, 400])
 def test_straight_pieces_of_any_number_are_looked_up(width: int) -> None:
     # The more of them the network has, the more lie where it is used; so many that they are searched.

@@ -176,7 +176,9 @@ class _PiecewiseLookupGradient(Gradient):
 
     def end(self, block: RowBlock) -> None:
         pairs, (d_feature, d_weight, _, _) = self.pairs, self.totals
-        d_weight[:, block.start : block.stop] += (self.d_x * pairs.feature).sum(-1)
+        # Queries may have the same positions in all rows of the batch, and keys not.
+        of_weight = (self.d_x * pairs.feature).sum(-1).sum_to_size(len(d_weight), block.rows)
+        d_weight[:, block.start : block.stop] += of_weight
         d_feature.scatter_add_(0, pairs.index.flatten(), (self.d_x * pairs.weight).flatten())
 
     def result(self) -> list[Tensor | None]:
