@@ -36,6 +36,26 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
     return _shifted(_window(values, last - highest, rows + keys - 1), keys)
 
 
+def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
+    """Return for each query and key the product of the query with the vector of their distance.
+
+    Args:
+        q: `[B, H, q, D]`.
+        vectors: `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the end.
+        distance: int64 `[B|1, q, K]`.
+        last: See above.
+        plain: Whether distances are those of consecutive positions.
+
+    Returns:
+        `[B, H, q, K]`.
+    """
+    if not plain:
+        return by_distance(q @ vectors.mT, distance, last, plain=False)
+    rows, keys = distance.shape[1:]
+    met = _window(vectors.mT, last - int(distance[0, -1, 0]), rows + keys - 1)
+    return _shifted(q @ met, keys)
+
+
 def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -> Tensor:
     """Return for each query and key the product of the key with the vector of their distance.
 
@@ -112,8 +132,11 @@ class _ShiftBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
-        ctx.count = x.shape[-1]
-        found = x.new_zeros(*x.shape[:-1], width)
+        rows, ctx.count = x.shape[-2:]
+        found = x.new_empty(*x.shape[:-1], width)
+        # Zeros only where some row has nothing.
+        found[..., : rows - 1] = 0
+        found[..., ctx.count :] = 0
         _view(found, ctx.count).copy_(x)
         return found
 

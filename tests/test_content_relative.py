@@ -443,8 +443,9 @@ def test_transformer_xl_is_the_official_code(
     places = torch.arange(11)[None]
     made = scheme.project(Tokens(positions=Positions(places[:, rows], places), common=scheme.common), q, q, q).tables
     if way == "table":
-        near("W_r R", made["positions_behind"], values["pos_key"], tolerance("transformer_xl", dtype))
-    assert ("positions_behind" in made) == (way == "table" or (way == "chosen" and rows == slice(None)))
+        rising = made["positions_by_distance"][:, :11].flip(1)
+        near("W_r R", rising, values["pos_key"], tolerance("transformer_xl", dtype))
+    assert ("positions_by_distance" in made) == (way == "table" or (way == "chosen" and rows == slice(None)))
 
 
 def test_transformer_xl_encodes_distances_as_the_official_code() -> None:
@@ -489,11 +490,11 @@ def test_transformer_xl_takes_the_cheaper_way() -> None:
         return set(scheme.project(Tokens(positions=places, common=scheme.common), q, k, k).tables)
 
     both = {"r_w_bias", "r_r_bias"}
-    assert tables(64, 63) == both | {"positions_behind"}
-    assert tables(64, 63, direction="bidir") == both | {"positions_behind", "positions_ahead"}
+    assert tables(64, 63) == both | {"positions_by_distance"}
+    assert tables(64, 63, direction="bidir") == both | {"positions_by_distance"}
     assert tables(1, 63) == both
     assert tables(64, 100_000) == both
-    assert tables(64, 100_000, clamp_len=100) == both | {"positions_behind"}
+    assert tables(64, 100_000, clamp_len=100) == both | {"positions_by_distance"}
 
 
 def test_transformer_xl_reads_no_tensor_in_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ class BlockBias:
 
     inputs: tuple[Tensor, ...]
     backwards = True
-    # Rows of a block that are best made at once.
-    rows = 256
+    # Rows of a block that are best made at once; and in the backward pass of a bias that learns.
+    rows, learning_rows = 256, 64
     name: str
 
     def prepare(self, inputs: Sequence[Tensor]) -> object:
@@ -290,7 +290,8 @@ class AnyBias(BlockBias):
     """
 
     name = "bias by blocks"
-    rows = 128
+    # Tables that a block reads get a gradient of their whole size from each, so few blocks are better.
+    rows, learning_rows = 128, 128
     backwards = False
 
     def __init__(self, added: Added, task: Task, mask: Mask, parameters: Sequence[Tensor]) -> None:

@@ -26,8 +26,7 @@ from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear
 
-# Rows of the backward pass of a bias that learns, and how many numbers of one of its matrices should be in cache at once.
-_LEARNING_ROWS = 64
+# How many numbers of a matrix should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
 
 _LOG2_E = math.log2(math.e)
@@ -228,10 +227,10 @@ def _learning_backward(
     q, k, v, _, lse, grad = (x.to(precise) for x in saved)
     gradient = part.bias.gradient(inputs, wanted)
     heads, shared = q.shape[1], q.shape[1] // k.shape[1]
-    for block in plan.blocks(part, _LEARNING_ROWS, k.shape[2]):
+    for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
         rows, keys = slice(block.start, block.stop), block.keys
         pieces = gradient.block(block)
-        at_once = max(1, min(heads, _IN_CACHE // (_LEARNING_ROWS * keys)))
+        at_once = max(1, min(heads, _IN_CACHE // (part.bias.learning_rows * keys)))
         at_once = max(shared, at_once - at_once % shared)
         for row in range(q.shape[0]):
             for first in range(0, heads, at_once):

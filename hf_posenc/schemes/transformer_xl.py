@@ -6,14 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.registry import register_scheme
-from hf_posenc.relative import by_distance
+from hf_posenc.relative import queries_by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Added, ContentBias
 
-# Names of the tables that `project` makes: both biases, and W_r R_n for keys behind and ahead of a query, by |n|.
-_CONTENT_BIAS, _POSITION_BIAS = "r_w_bias", "r_r_bias"
-_BEHIND, _AHEAD = "positions_behind", "positions_ahead"
+# Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
+_CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
+# In decoders the table ends with so many rows for keys ahead of the query, which are hidden: what lies above the diagonal of a
+# block then is a part of the table, too.
+_HIDDEN_ROWS = 128
 
 _BASE = 10000.0
 
@@ -112,12 +114,13 @@ class TransformerXL(Scheme):
         }
         count = self._distances(tokens.positions, q.shape[2] * k.shape[2])
         if count is not None:
-            distance = torch.arange(count, device=q.device)
-            sides = {_BEHIND: distance} if self.geometry.causal else {_BEHIND: distance, _AHEAD: -distance}
+            ahead = 0 if self.geometry.causal else count - 1
+            distance = torch.arange(count - 1, -ahead - 1, -1, device=q.device)
             with torch.autocast(q.device.type, enabled=False):
-                for name, side in sides.items():
-                    projected = self.r_net(self._encoding(side, precise))
-                    tables[name] = projected.view(count, self.geometry.heads, -1).transpose(0, 1)  # [H, count, D]
+                projected = self.r_net(self._encoding(distance, precise))
+            if self.geometry.causal:
+                projected = torch.cat((projected, projected[-1:].expand(_HIDDEN_ROWS, -1)))
+            tables[_FALLING] = projected.view(len(projected), self.geometry.heads, -1).transpose(0, 1)  # [H, N, D]
         return Projection(q, k, v, tables=tables)
 
     def _distances(self, positions: Positions, pairs: int) -> int | None:
@@ -162,19 +165,14 @@ class TransformerXL(Scheme):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * scale  # [1, H, 1, D]
             content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
             q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * scale
-            place = self._from_table(q, block) if _BEHIND in block.tables else self._backwards(q, block)
+            place = self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block)
             return content + place
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
-        behind, ahead = block.tables[_BEHIND], block.tables.get(_AHEAD)
-        distance, plain = block.distance().to(q.device), block.consecutive()
-        if plain:
-            behind = behind[:, : max(0, int(distance[0, -1, 0])) + 1]  # no query is farther from any key
-        falling = behind.flip(1)
-        table = falling if ahead is None else torch.cat((falling, ahead[:, 1:]), dim=1)
-        products = q @ table.to(q).transpose(-1, -2)  # [B, H, q, distances]
-        return by_distance(products, distance, behind.shape[1] - 1, plain=plain)
+        falling = block.tables[_FALLING].to(q)
+        last = falling.shape[1] - _HIDDEN_ROWS - 1 if self.geometry.causal else falling.shape[1] // 2
+        return queries_by_distance(q, falling, block.distance().to(q.device), last, plain=block.consecutive())
 
     def _backwards(self, q: Tensor, block: Block) -> Tensor:
         """Return the same by products of sinusoids of both positions."""
