@@ -171,6 +171,18 @@ def test_is_as_exact_as_the_reference_in_lower_precision(
         assert mine <= 2 * reference + slack * size, what
 
 
+@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("name", "direction", "executor"), [case for case in FAST if case[1] == "causal" and case[2] == "fused"]
+)
+def test_autocast_makes_no_table_in_half_precision(name: str, direction: str, executor: str, layout) -> None:
+    scheme = make(name)
+    want = one_attention(scheme, executor, *layout(100), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = one_attention(scheme, executor, *layout(100), dtype=torch.float32)
+    compare(got, want, tolerance=1e-4)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     case=st.sampled_from(FAST),

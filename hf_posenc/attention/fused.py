@@ -92,7 +92,9 @@ def fused(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     """Return the output `[B, H, Q, D]`, without any tensor of size Q x K."""
     added = scheme.added()
     assert added is not None
-    plan = Plan(tuple(_parts(scheme, added, task, mask)), mask.rule == "slots", mask.ahead, task.scale)
+    # Autocast would make tables in half precision.
+    with torch.autocast(task.q.device.type, enabled=False):
+        plan = Plan(tuple(_parts(scheme, added, task, mask)), mask.rule == "slots", mask.ahead, task.scale)
     return _run(plan, task.q, task.k, task.v)
 
 
