@@ -94,6 +94,7 @@ def one_attention(
     *,
     queries: int | None = None,
     dtype: torch.dtype = torch.float64,
+    autocast: bool = False,
 ) -> dict[str, Tensor]:
     """Output and gradients of the same random call, those of queries that are padding left out."""
     length = places.shape[1]
@@ -109,17 +110,18 @@ def one_attention(
     hidden, weight = draw(2, length, HIDDEN), draw(2, HEADS, queries, HEAD_DIM).detach()
     if mask is not None and mask.ndim == 2:
         weight = weight * mask[:, None, length - queries :, None]
-    output = attend(
-        scheme,
-        q,
-        k,
-        v,
-        query_positions=places[:, length - queries :],
-        key_positions=places,
-        hidden=hidden,
-        mask=mask,
-        executor=executor,
-    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = attend(
+            scheme,
+            q,
+            k,
+            v,
+            query_positions=places[:, length - queries :],
+            key_positions=places,
+            hidden=hidden,
+            mask=mask,
+            executor=executor,
+        )
     inputs = {"q": q, "k": k, "v": v, "hidden": hidden, **dict(scheme.named_parameters())}
     grads = torch.autograd.grad(output, list(inputs.values()), weight, allow_unused=True)
     found = {name: torch.zeros(()) if g is None else g for name, g in zip(inputs, grads, strict=True)}
@@ -173,13 +175,16 @@ def test_is_as_exact_as_the_reference_in_lower_precision(
 
 @pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    ("name", "direction", "executor"), [case for case in FAST if case[1] == "causal" and case[2] == "fused"]
+    "name",
+    # That of fox_pro projects hidden states for its output, in half precision as the model does.
+    [name for name, direction, form in FAST if direction == "causal" and form == "fused" and name != "fox_pro"],
 )
-def test_autocast_makes_no_table_in_half_precision(name: str, direction: str, executor: str, layout) -> None:
+def test_autocast_makes_no_table_in_half_precision(name: str, layout) -> None:
     scheme = make(name)
-    want = one_attention(scheme, executor, *layout(100), dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = one_attention(scheme, executor, *layout(100), dtype=torch.float32)
+    got, want = (
+        one_attention(scheme, "fused", *layout(100), dtype=torch.float32, autocast=autocast)
+        for autocast in (True, False)
+    )
     compare(got, want, tolerance=1e-4)
 
 
