@@ -969,7 +969,8 @@ def test_blocks_keep_nothing_of_the_size_of_the_matrix(name: str, direction: str
     saved, _ = saved_and_made(scheme, "dense")
     assert saved >= LENGTH * LENGTH  # so the measurement sees what it should
     saved, _ = saved_and_made(scheme, "blocks")
-    assert saved <= LENGTH * HEADS * HEAD_DIM
+    # An operand, or a table of the distances on both sides, as transformer_xl has it.
+    assert saved <= 2 * LENGTH * HEADS * HEAD_DIM
 
 
 @pytest.mark.parametrize(("name", "direction", "options"), matrix_variants, ids=identify)
