@@ -474,14 +474,15 @@ def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: i
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])
-def test_no_tensor_grows_with_the_square(name: str, direction: str, executor: str) -> None:
+def test_no_tensor_grows_with_the_square(name: str, direction: str, executor: str, layout) -> None:
     from test_attend import Largest
 
     sizes = []
     for length in (512, 1024):
         with Largest() as largest:
-            one_attention(make(name), executor, *plain(length), dtype=torch.float32)
+            one_attention(make(name), executor, *layout(length), dtype=torch.float32)
         sizes.append(largest.size)
     assert sizes[1] <= 2.1 * sizes[0]
 

@@ -1,4 +1,4 @@
-"""Biases of the distance where slots do not tell it: positions that were skipped, coordinates of no regular text.
+"""Biases of the distance where slots do not tell it, as in training with skipped positions.
 
 Each block looks the distances of its pairs of tokens up in a table, and sums gradients up by the same index.
 """

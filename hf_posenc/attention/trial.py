@@ -1,7 +1,8 @@
 """Kernels that are compiled on the spot must pass a trial before they are used.
 
 No test of ours can run on every GPU, driver and compiler. The first call of each kind is computed a second time by the dense
-reference, for its last rows, with gradients where there are any; a kernel that does something else, or does not run, is not used, with a warning.
+reference, for its last rows, with gradients where there are any; a kernel that does something else, or does not run, is not used,
+with a warning.
 """
 
 from __future__ import annotations

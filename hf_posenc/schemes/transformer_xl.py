@@ -14,7 +14,7 @@ from hf_posenc.structures import Added, ContentBias
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
 # In decoders the table ends with so many rows for keys ahead of the query, which are hidden: what lies above the diagonal of a
-# block then is a part of the table, too.
+# block of as many queries then is a part of the table, too. Above that of a larger one the last row is repeated.
 _HIDDEN_ROWS = 128
 
 _BASE = 10000.0
