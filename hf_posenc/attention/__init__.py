@@ -38,7 +38,7 @@ __all__ = [
 Executor = Literal["dense", "blocks", "sdpa", "fused", "nearby", "flex", "triton"]
 
 # Up to so many logits per call most schemes are faster in the dense form, and what it keeps for the backward pass is small. At four
-# times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit, nearly twice as fast.
+# times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit, more than half as fast again.
 _DENSE_LOGITS = 2**19
 # So many queries are worth the calls of the fused form, or a kernel; and so many keys a second look at which of them are near.
 _FUSED_QUERIES = 32
