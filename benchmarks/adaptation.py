@@ -66,21 +66,20 @@ KEPT = {
     "kerple": ["conversion.options={gate: true, shared: false}"],
     "alibi": ["conversion.options={gate: true}"],
 }
+# As many tokens in a step, in fewer and longer windows.
+LONGER = ["training.length=1024", "training.batch_size=2", "training.micro_batch_size=1"]
+SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
 # Other forms of a scheme.
 FORMS = {
     "alibi, learned slopes": (
         "alibi",
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
-    "fire, windows of 1024": (
-        "fire",
-        ["training.skip_to={far}", "training.length=1024", "training.batch_size=2", "training.micro_batch_size=1"],
-    ),
+    "fire, windows of 1024": ("fire", ["training.skip_to={far}", *LONGER]),
+    "sandwich, windows of 1024": ("sandwich", LONGER),
+    "cope, windows of 1024": ("cope", LONGER),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
-    **{
-        f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"])
-        for scheme in ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape")
-    },
+    **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
 }
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {

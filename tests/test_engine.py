@@ -20,6 +20,7 @@ from hf_posenc.relative import by_distance, keys_by_distance
 
 # The package has functions of the modules' names.
 engine = importlib.import_module("hf_posenc.attention")
+fused = importlib.import_module("hf_posenc.attention.fused")
 nearby = importlib.import_module("hf_posenc.attention.nearby")
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -147,6 +148,37 @@ def test_equals_the_reference_over_many_blocks(name: str, direction: str, execut
         mask = mask | mask.mT
     scheme = make(name, causal=direction == "causal").double()
     compare(one_attention(scheme, executor, places, mask), one_attention(scheme, "dense", places, mask), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("layout", [plain, left_padded, skipped_apart], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("numbers", [1, 2**15], ids=["pairs of heads", "rows of the batch"])
+@pytest.mark.parametrize("name", [name for name, direction, form in FAST if (direction, form) == ("causal", "fused")])
+def test_how_much_is_in_cache_at_once_makes_no_difference(
+    monkeypatch: pytest.MonkeyPatch, name: str, numbers: int, layout
+) -> None:
+    # Elsewhere all heads of both rows are.
+    monkeypatch.setattr(fused, "_IN_CACHE", numbers)
+    places, mask = layout(97)
+    scheme = make(name).double()
+    compare(one_attention(scheme, "fused", places, mask), one_attention(scheme, "dense", places, mask), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_weights_next_to_nothing_are_none_in_the_backward_pass(learned: bool) -> None:
+    # Multiplied with numbers too small for the usual form of float32, it takes many times as long on some CPUs.
+    scheme = make("alibi", learned_slopes=learned, gate=False)
+    slope, length = -float(scheme.added().at(torch.arange(2), torch.float32).detach()[0, 1]), 600
+    places = torch.arange(length)[None]
+    q, k = torch.zeros(1, HEADS, length, HEAD_DIM), torch.zeros(1, KV_HEADS, length, HEAD_DIM)
+    v = torch.ones(1, KV_HEADS, length, HEAD_DIM, requires_grad=True)
+    weight = torch.zeros(1, HEADS, length, HEAD_DIM)
+    weight[:, 0, -1] = 1
+    output = attend(scheme, q, k, v, query_positions=places, key_positions=places, executor="fused")
+    (grad,) = torch.autograd.grad(output, v, weight)
+    first, last = (length - 1 - round(nats / slope) for nats in (60, 30))
+    assert 0 <= first < last
+    assert not grad[0, 0, : first + 1].any()
+    assert grad[0, 0, last:].all()
 
 
 @pytest.mark.parametrize(("name", "direction", "executor"), [case for case in FAST if case[1] == "causal"])

@@ -54,8 +54,11 @@ class Gradient:
         """Return the bias of a block, as `BlockBias.block` does, and be ready for its gradient."""
         raise NotImplementedError
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
-        """Take the gradient of the logits of some heads in one row of the batch, `[1, h, q, K]`."""
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+        """Take the gradient of the logits of some heads in some rows of the batch, `[b, h, q, K]`.
+
+        All heads of a row come before the next rows.
+        """
         raise NotImplementedError
 
     def end(self, block: RowBlock) -> None:
@@ -64,6 +67,17 @@ class Gradient:
     def result(self) -> list[Tensor | None]:
         """Return the gradient of each input."""
         raise NotImplementedError
+
+
+def over_batch(x: Tensor) -> Tensor:
+    """Return the sum over the first dimension, without a copy where there is nothing to add."""
+    return x[0] if len(x) == 1 else x.sum(0)
+
+
+def spread_of(table: Tensor) -> float:
+    """Return the largest difference along the last dimension."""
+    lowest, highest = table.aminmax(dim=-1)
+    return float((highest - lowest).max())
 
 
 class BlockBias:
@@ -83,6 +97,10 @@ class BlockBias:
     def prepare(self, inputs: Sequence[Tensor]) -> object:
         """Bring the inputs into the form that `block` takes, once per pass."""
         return inputs
+
+    def spread(self, inputs: Sequence[Tensor]) -> float:
+        """Return by how much the bias of a head may differ from key to key, as far as that is known at once, or 0."""
+        return 0.0
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         """Return the bias, in pieces that cover all keys in order."""
@@ -167,6 +185,9 @@ class TableBias(BlockBias):
         self.hidden = Hidden(mask, task.positions, in_bias=self.hides)
         self.inputs = (table,)
 
+    def spread(self, inputs: Sequence[Tensor]) -> float:
+        return spread_of(inputs[0])
+
     @classmethod
     def distances(cls, task: Task, *, causal: bool) -> Tensor:
         """Return the distances that a table is needed for, in ascending order."""
@@ -204,13 +225,13 @@ class _TableGradient(Gradient):
     def block(self, block: RowBlock) -> list[Piece]:
         return self.bias.block(self.prepared, block)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
         if self.strip is None:
             # Behind the last column as many zeros as there are rows, since lines that leave a row go on in the next.
             width = max(self.size, self.bias.queries + self.bias.keys) + block.rows
             self.strip = d_logits.new_zeros(len(self.prepared), block.rows, width)
         first = self.bias.queries - block.stop
-        self.strip[heads, : block.rows, first : first + block.keys] += d_logits[0]
+        self.strip[heads, : block.rows, first : first + block.keys] += over_batch(d_logits)
 
     def result(self) -> list[Tensor | None]:
         assert self.strip is not None
@@ -246,6 +267,9 @@ class KeysBias(BlockBias):
         assert isinstance(prepared, (tuple, list))
         return self.hidden.split(self.plain(prepared[0], block), block, by_kernel=True)
 
+    def spread(self, inputs: Sequence[Tensor]) -> float:
+        return spread_of(inputs[0])
+
     def plain(self, keys: Tensor, block: RowBlock) -> Tensor:
         """Return the bias of a block without the mask, `[B|1, H, 1, K]`."""
         # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By steps that
@@ -265,12 +289,13 @@ class _KeysGradient(Gradient):
     def block(self, block: RowBlock) -> list[Piece]:
         return self.bias.hidden.split(self.bias.plain(self.inputs[0], block), block, by_kernel=False)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
         keys, queries = self.totals
-        here = row if len(keys) > 1 else 0
-        keys[here, heads, : block.keys] += d_logits[0].sum(1)
+        if len(keys) == 1:
+            batch, d_logits = slice(1), over_batch(d_logits)[None]
+        keys[batch, heads, : block.keys] += d_logits.sum(2)
         # Zero but for rounding; that which the keys' gradients have of it cancels where gates are summed up.
-        queries[here, heads, block.start : block.stop] -= d_logits[0].sum(2)
+        queries[batch, heads, block.start : block.stop] -= d_logits.sum(3)
 
     def result(self) -> list[Tensor | None]:
         return [*self.totals]
@@ -360,12 +385,14 @@ class _AnyGradient(Gradient):
         self.grad = torch.empty_like(self.made, memory_format=torch.contiguous_format)
         return self.bias.hidden.split(self.made.detach(), block, by_kernel=False)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
         assert self.grad is not None
-        if row < len(self.grad):
-            self.grad[row, heads] = d_logits[0]
+        if len(self.grad) > 1:
+            self.grad[batch, heads] = d_logits
+        elif batch.start == 0:
+            self.grad[0, heads] = over_batch(d_logits)
         else:
-            self.grad[0, heads] += d_logits[0]
+            self.grad[0, heads] += over_batch(d_logits)
 
     def end(self, block: RowBlock) -> None:
         assert self.made is not None

@@ -30,6 +30,10 @@ from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear
 _IN_CACHE = 2**18
 
 _LOG2_E = math.log2(math.e)
+# Weights of less than 2 to this are taken for 0, also in double precision. Products with numbers too small for the usual form of
+# float32 take many CPUs a hundred times as long: steep slopes and gates would spend nearly all of the backward pass on keys
+# that count for nothing. The kernel does not drop them, so biases that differ by so much (natural logarithms) do without it there.
+_LEAST, _SPREAD = -64.0, 75.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,10 +175,10 @@ class _Fused(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             for part, given in _with_inputs(plan, inputs):
                 wanted = needed[len(found) : len(found) + len(given)]
-                if any(wanted):
-                    found += _learning_backward(plan, part, given, wanted, (q, k, v, output, lse, grad), sums)
+                if any(wanted) or part.bias.spread(given) > _SPREAD:
+                    found += _own_backward(plan, part, given, wanted, (q, k, v, output, lse, grad), sums)
                 else:
-                    _fixed_backward(plan, part, given, (q, k, v, output, lse, grad), sums)
+                    _kernel_backward(plan, part, given, (q, k, v, output, lse, grad), sums)
                     found += [None] * len(given)
         return (None, sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype), *found)
 
@@ -197,10 +201,12 @@ class _Sums:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         precise = torch.promote_types(q.dtype, torch.float32)
         self.q = torch.empty_like(q, dtype=precise)
-        self.k, self.v = torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)
+        self.k, self.v = (torch.zeros(x.shape, dtype=precise, device=x.device) for x in (k, v))
 
 
-def _fixed_backward(plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], sums: _Sums) -> None:
+def _kernel_backward(
+    plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], sums: _Sums
+) -> None:
     q, k, v, output, lse, grad = saved
     prepared = part.bias.prepare(inputs)
     for block in plan.blocks(part, part.bias.rows, k.shape[2]):
@@ -216,7 +222,7 @@ def _fixed_backward(plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: t
             sums.v[:, :, piece.keys] += dv
 
 
-def _learning_backward(
+def _own_backward(
     plan: Plan,
     part: Part,
     inputs: tuple[Tensor, ...],
@@ -224,43 +230,51 @@ def _learning_backward(
     saved: tuple[Tensor, ...],
     sums: _Sums,
 ) -> list[Tensor | None]:
-    """Add the gradients of the operands to `sums`, and return those of what the bias was made of."""
+    """Add the gradients of the operands to `sums`, and return those of what the bias was made of, where they are wanted."""
     precise = sums.q.dtype
     q, k, v, _, lse, grad = (x.to(precise) for x in saved)
-    gradient = part.bias.gradient(inputs, wanted)
+    gradient, learns = part.bias.gradient(inputs, wanted), any(wanted)
     heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
         rows, keys = slice(block.start, block.stop), block.keys
         pieces = gradient.block(block)
-        at_once = max(1, min(heads, _IN_CACHE // (part.bias.learning_rows * keys)))
+        size = part.bias.learning_rows * keys
+        at_once = max(1, min(heads, _IN_CACHE // size))
         at_once = max(shared, at_once - at_once % shared)
-        for row in range(q.shape[0]):
+        rows_at_once = max(1, _IN_CACHE // (size * heads))
+        for row in range(0, q.shape[0], rows_at_once):
+            batch = slice(row, min(row + rows_at_once, q.shape[0]))
             for first in range(0, heads, at_once):
                 mine = slice(first, min(first + at_once, heads))
                 theirs = slice(first // shared, -(-mine.stop // shared))
-                here = (slice(row, row + 1), mine, rows)
+                here = (batch, mine, rows)
                 q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
-                k_part, v_part = k[row : row + 1, theirs, :keys], v[row : row + 1, theirs, :keys]
+                k_part, v_part = k[batch, theirs, :keys], v[batch, theirs, :keys]
                 weights = grouped_matmul(q_rows, k_part.mT).mul_(plan.scale)
                 for piece in pieces:
-                    bias = piece.bias[row : row + 1] if piece.bias.shape[0] > 1 else piece.bias
+                    bias = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
                     weights[..., piece.keys] += bias[:, mine] if bias.shape[1] > 1 else bias
                 # torch's exp is slow, and very slow where the result is next to nothing.
-                weights.sub_(part.in_order(lse[here])[..., None]).mul_(_LOG2_E).exp2_()
+                weights.sub_(part.in_order(lse[here])[..., None]).mul_(_LOG2_E)
+                torch.threshold_(weights, _LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
-                gradient.add(block, row, mine, d_logits)
+                if learns:
+                    gradient.add(block, batch, mine, d_logits)
                 sums.q[here] = part.in_order(grouped_matmul(d_logits, k_part).mul_(plan.scale))
-                _add_products(sums.k[row, theirs, :keys], d_logits, q_rows, plan.scale)
-                _add_products(sums.v[row, theirs, :keys], weights, g_rows, 1.0)
-        gradient.end(block)
-    return gradient.result()
+                _add_products(sums.k[batch, theirs, :keys], d_logits, q_rows, plan.scale)
+                _add_products(sums.v[batch, theirs, :keys], weights, g_rows, 1.0)
+        if learns:
+            gradient.end(block)
+    return gradient.result() if learns else [None] * len(inputs)
 
 
 def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:
-    """Add `factor * weights.T @ rows` of `[1, H, q, K]` and `[1, H, q, D]` to `[G, K, D]`, over heads that share a kv head."""
-    groups = total.shape[0]
+    """Add `factor * weights.T @ rows` of `[b, H, q, K]` and `[b, H, q, D]` to `[b, G, K, D]`, over heads that share a kv head."""
+    # One row of the batch, or all heads: there is such a view.
+    total = total.view(-1, *total.shape[2:])
+    count = len(total)
     total.baddbmm_(
-        weights.reshape(groups, -1, weights.shape[-1]).mT, rows.reshape(groups, -1, rows.shape[-1]), alpha=factor
+        weights.reshape(count, -1, weights.shape[-1]).mT, rows.reshape(count, -1, rows.shape[-1]), alpha=factor
     )

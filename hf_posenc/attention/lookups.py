@@ -5,12 +5,12 @@ Each block looks the distances of its pairs of tokens up in a table, and sums gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock
+from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock, over_batch, spread_of
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.structures import DistanceTable, PiecewiseLinear
@@ -62,6 +62,9 @@ class TableLookup(_Lookup):
         super().__init__(task, mask, causal=causal)
         self.inputs = (added.at(self.distances, self.dtype),)
 
+    def spread(self, inputs: Sequence[Tensor]) -> float:
+        return spread_of(inputs[0])
+
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
         return self.hidden.split(_looked_up(prepared[0], self.index(block)), block, by_kernel=True)
@@ -79,13 +82,17 @@ class _TableLookupGradient(Gradient):
         self.index = self.bias.index(block)
         return self.bias.hidden.split(_looked_up(self.table, self.index), block, by_kernel=False)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
-        mine = d_logits[0].flatten(1)
-        index = self.index[row if len(self.index) > 1 else 0].flatten()
-        self.total[heads].scatter_add_(1, index.expand_as(mine), mine)
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+        for row, mine in _by_row(len(self.index), batch, d_logits.flatten(2)):
+            self.total[heads].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
 
     def result(self) -> list[Tensor | None]:
         return [self.total]
+
+
+def _by_row(rows: int, batch: slice, d_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Return the gradients `[h, ...]` for each of the rows of an index, which may have one for all of the batch."""
+    return enumerate(d_logits, batch.start) if rows > 1 else enumerate([over_batch(d_logits)])
 
 
 def _looked_up(table: Tensor, index: Tensor) -> Tensor:
@@ -162,10 +169,13 @@ class _PiecewiseLookupGradient(Gradient):
         self.d_x = torch.zeros_like(self.pairs.x)
         return self.bias.hidden.split(self.pairs.bias, block, by_kernel=False)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+        for row, mine in _by_row(len(self.pairs.x), batch, d_logits):
+            self._add_row(block, row, heads, mine)
+
+    def _add_row(self, block: RowBlock, row: int, heads: slice, mine: Tensor) -> None:
         pairs, (_, _, d_slope, d_offset) = self.pairs, self.totals
-        row = row if len(pairs.x) > 1 else 0
-        mine, x, count = d_logits[0], pairs.x[row], len(d_slope)
+        x, count = pairs.x[row], len(d_slope)
         # Row by row first: one sum of that many small numbers would round.
         rows = torch.arange(0, block.rows * count, count, device=x.device)
         place = (pairs.piece[row] + rows[:, None]).flatten().expand(len(mine), -1)

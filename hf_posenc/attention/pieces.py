@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock
+from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock, over_batch
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.structures import PiecewiseLinear
@@ -154,13 +154,24 @@ class _PiecewiseGradient(Gradient):
         self.strip[..., block.keys :] = 0
         return self.bias.hidden.put(self.pieces.bias(self.tables, block), block)
 
-    def add(self, block: RowBlock, row: int, heads: slice, d_logits: Tensor) -> None:
-        self.strip[heads, :, : block.keys] = d_logits[0]
-        if heads.stop == len(self.strip):
-            self._gather(block, row if len(self.pieces.weight) > 1 else 0)
+    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+        mine = self.strip[heads, :, : block.keys]
+        if len(self.pieces.weight) > 1:
+            for row, part in enumerate(d_logits, batch.start):
+                mine.copy_(part)
+                if heads.stop == len(self.strip):
+                    self._gather(block, row)
+        elif batch.start == 0:
+            mine.copy_(over_batch(d_logits))
+        else:
+            mine += over_batch(d_logits)
+
+    def end(self, block: RowBlock) -> None:
+        if len(self.pieces.weight) == 1:
+            self._gather(block, 0)
 
     def _gather(self, block: RowBlock, row: int) -> None:
-        """Take the gradient of the logits of all heads in one row of the batch."""
+        """Take the gradient of the logits of all heads in one row of the batch, or in all if weights are the same."""
         tables, weights = self.tables, self.pieces.weights(block)[row]  # [q, 1]
         d_feature, d_weight, d_slope, d_offset = self.totals
         heads, rows, width = self.strip.shape
