@@ -250,12 +250,12 @@ def _own_backward(
                 here = (batch, mine, rows)
                 q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
                 k_part, v_part = k[batch, theirs, :keys], v[batch, theirs, :keys]
-                weights = grouped_matmul(q_rows, k_part.mT).mul_(plan.scale)
+                # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
+                weights = grouped_matmul(q_rows * (plan.scale * _LOG2_E), k_part.mT)
                 for piece in pieces:
                     bias = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
-                    weights[..., piece.keys] += bias[:, mine] if bias.shape[1] > 1 else bias
-                # torch's exp is slow, and very slow where the result is next to nothing.
-                weights.sub_(part.in_order(lse[here])[..., None]).mul_(_LOG2_E)
+                    weights[..., piece.keys].add_(bias[:, mine] if bias.shape[1] > 1 else bias, alpha=_LOG2_E)
+                weights.sub_(part.in_order(lse[here])[..., None] * _LOG2_E)
                 torch.threshold_(weights, _LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
