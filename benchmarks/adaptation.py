@@ -21,7 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -67,7 +67,7 @@ KEPT = {
     "alibi": ["conversion.options={gate: true}"],
 }
 # As many tokens in a step, in fewer and longer windows.
-LONGER = ["training.length=1024", "training.batch_size=2", "training.micro_batch_size=1"]
+LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.micro_batch_size=1"]
 SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
 # Other forms of a scheme.
 FORMS = {
@@ -75,16 +75,16 @@ FORMS = {
         "alibi",
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
-    "fire, windows of 1024": ("fire", ["training.skip_to={far}", *LONGER]),
-    "sandwich, windows of 1024": ("sandwich", LONGER),
-    "cope, windows of 1024": ("cope", LONGER),
+    "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
+    "sandwich, windows of {longer}": ("sandwich", LONGER),
+    "cope, windows of {longer}": ("cope", LONGER),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
 }
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
     "as shipped": [],
-    "no teacher": ["distillation.share=0", "distillation.hidden=0"],
+    "no teacher": ["distillation={}"],
     "teacher to the end": ["distillation.until=0"],
     "teacher alone": ["distillation.share=1", "distillation.until=0"],
     "hidden states too": ["distillation.hidden=2"],
@@ -99,8 +99,8 @@ LEVERS: dict[str, list[str]] = {
     "new parameters first": ["training.new_parameters_first=0.1"],
     "mixed lengths": ["training.mixed_lengths=[64, 128, 256]", "training.skip_to=null"],
     "positions skipped": ["training.skip_to=2048"],
-    "half the learning rate": ["training.learning_rate=5e-4"],
-    "twice the learning rate": ["training.learning_rate=2e-3"],
+    "half the learning rate": ["training.learning_rate={half_rate}"],
+    "twice the learning rate": ["training.learning_rate={twice_rate}"],
     "twice as many steps, half as large": ["training.steps={twice}", "training.batch_size={half}"],
     "LoRA": ["adapter.kind=lora", "adapter.rank=16", "training.learning_rate=5e-3"],
 }
@@ -130,6 +130,22 @@ class Run:
 
 
 def main() -> None:
+    arguments = parser().parse_args()
+    if arguments.what == "measure":
+        measure(arguments.checkpoint, arguments.far_windows)
+        return
+
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    record = Record.load(arguments.record)
+    failed = complete(list(planned(arguments)), record, arguments)
+    text = table(record, failed, arguments)
+    sys.stdout.write(text)
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["schemes", "levers", "measure"])
     parser.add_argument("checkpoint", type=Path, help="to measure: the folder of a run")
@@ -149,22 +165,13 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one thread")
     parser.add_argument("--set", dest="changes", nargs="*", default=[], help="changes to every recipe")
-    arguments = parser.parse_args()
-    if arguments.what == "measure":
-        measure(arguments.checkpoint, arguments.far_windows)
-        return
-
-    arguments.runs.mkdir(parents=True, exist_ok=True)
-    record = Record.load(arguments.record)
-    failed = complete(list(planned(arguments)), record, arguments)
-    text = table(record, failed, arguments)
-    sys.stdout.write(text)
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
+    return parser
 
 
 def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     """Return the runs, the control of each seed first."""
+    from hf_posenc.recipes import library
+
     architecture = json.loads((arguments.checkpoint / "config.json").read_text())["model_type"]
     evaluation = f"evaluation.windows={arguments.windows}"
     common = [
@@ -184,39 +191,63 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     ]
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
-        lengths = {"{trained}": str(trained_length(arguments)), "{far}": str(8 * trained_length(arguments))}
+        trained = trained_length(arguments)
+        numbers = {"{trained}": trained, "{far}": 8 * trained, "{longer}": 2 * trained}
+        numbers["{fewer}"] = max(1, arguments.batch * arguments.length // numbers["{longer}"])
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
-            rows[scheme] = (f"{architecture}-{scheme}", [filled(change, lengths) for change in changes])
+            rows[scheme] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in changes])
         for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
-            whole = {change.split("=")[0]: change for change in (*REMOVED.get(scheme, []), *changes)}.values()
-            rows[form] = (f"{architecture}-{scheme}", [filled(change, lengths) for change in whole])
+            whole = [*REMOVED.get(scheme, []), *changes]
+            rows[filled(form, numbers)] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in whole])
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]
             rows[f"{scheme}, native kept"] = (f"{architecture}-{scheme}", kept)
     else:
-        sizes = {"twice": 2 * arguments.steps, "half": arguments.batch // 2}
         for scheme in LEVERED:
-            for lever, changes in LEVERS.items():
-                rows[f"{scheme}, {lever}"] = (
-                    f"{architecture}-{scheme}",
-                    [
-                        change.format(**sizes) if "{twice}" in change or "{half}" in change else change
-                        for change in changes
-                    ],
-                )
+            recipe = f"{architecture}-{scheme}"
+            for lever, changes in levers_of(recipe, common) if recipe in library.names() else ():
+                rows[f"{scheme}, {lever}"] = (recipe, changes)
     for seed in arguments.seeds:
         for row, (recipe, changes) in rows.items():
             if arguments.only is None or row in arguments.only or row == NATIVE:
                 name = "".join(c if c.isalnum() or c == "_" else "-" for c in row.replace(", ", "--"))
-                everything = (*common, *changes, f"training.seed={seed}")
+                everything = merged(*common, *changes, f"training.seed={seed}")
                 yield Run(row, recipe, everything, seed, arguments.runs / f"{name}.{seed}")
 
 
-def filled(change: str, lengths: dict[str, str]) -> str:
-    """Return a change with lengths in place of their names."""
-    for name, length in lengths.items():
-        change = change.replace(name, length)
+def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Return the levers of a recipe with the changes they stand for; those that it does not have are left out."""
+    from hf_posenc.errors import RecipeError
+    from hf_posenc.recipes.recipe import Recipe
+
+    shipped = Recipe.read(recipe, merged(*common))
+    training = shipped.training
+    numbers = {
+        "{twice}": 2 * training.steps,
+        "{half}": training.batch_size // 2,
+        "{half_rate}": training.learning_rate / 2,
+        "{twice_rate}": training.learning_rate * 2,
+    }
+    for lever, changes in LEVERS.items():
+        mine = [filled(change, numbers) for change in changes]
+        try:
+            changed = Recipe.read(recipe, merged(*common, *mine))
+        except RecipeError:
+            continue  # such as a stage for new weights where there are none
+        if not changes or changed != shipped:
+            yield lever, mine
+
+
+def merged(*changes: str) -> tuple[str, ...]:
+    """Return changes of which those of the same key are one, the last."""
+    return tuple({change.split("=")[0]: change for change in changes}.values())
+
+
+def filled(change: str, numbers: Mapping[str, float]) -> str:
+    """Return a change with numbers in place of their names."""
+    for name, number in numbers.items():
+        change = change.replace(name, str(number))
     return change
 
 

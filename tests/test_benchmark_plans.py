@@ -1,0 +1,44 @@
+"""What benchmarks/adaptation.py would run: recipes that read, which nobody wants to find out hours into a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hf_posenc.recipes.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def adaptation() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("adaptation_benchmark", ROOT / "benchmarks" / "adaptation.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look their annotations up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("what", ["schemes", "levers"])
+@pytest.mark.parametrize(
+    "checkpoint", ["hf_posenc/tiny_llama", "tests/checkpoints/gpt2", "tests/checkpoints/t5"], ids=lambda path: path[-6:]
+)
+def test_every_run_has_a_recipe_that_reads(adaptation: ModuleType, what: str, checkpoint: str) -> None:
+    architecture = {"a": "llama", "2": "gpt2", "5": "t5"}[checkpoint[-1]]
+    # Windows of the length that the models were made for.
+    options = ["--seeds", "0", "1", "--length", "64", "--set", "training.micro_batch_size=4"]
+    arguments = adaptation.parser().parse_args([what, str(ROOT / checkpoint), "builtin", *options])
+    runs = list(adaptation.planned(arguments))
+    for run in runs:
+        recipe = Recipe.read(run.recipe, run.changes)
+        assert recipe.training.seed == run.seed
+        assert (recipe.conversion.scheme is None) == (run.row == adaptation.NATIVE)
+        assert architecture in run.recipe
+    assert len({run.folder for run in runs}) == len(runs) > 2
