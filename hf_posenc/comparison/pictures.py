@@ -135,9 +135,11 @@ def trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int
     shown = [(name, look) for name, look in looks if name != UNTRAINED and found[name].reads(farthest)]
     beyond = {name: min(found[name].ratio(farthest, native, trained).mean, _TOP) for name, _ in shown}
     at_hand = {name: min(found[name].ratio(trained, native).mean, _TOP / 2) for name, _ in shown}
+    ends = {}
     for name, (colour, marker, _) in shown:
         near = found[name].ratio(trained, native)
         error = [[max(0.0, at_hand[name] - near.low)], [max(0.0, min(near.high, _TOP / 2) - at_hand[name])]]
+        ends[name] = at_hand[name] + (0.0 if name == NATIVE else error[1][0])
         axes.errorbar(
             at_hand[name],
             beyond[name],
@@ -159,27 +161,28 @@ def trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int
     axes.grid(True, color=style.FAINT)
     axes.set_axisbelow(True)
     style.open_frame(axes)
-    _name_points(axes, [(at_hand[name], beyond[name], name, look[0]) for name, look in shown])
+    _name_intervals(axes, [((at_hand[name], ends[name]), beyond[name], name, look[0]) for name, look in shown])
     figure.savefig(path, format="png")
 
 
-def _name_points(axes: Any, points: Sequence[tuple[float, float, str, Any]]) -> None:
-    """Write names beside points; where two would lie over each other, one goes up."""
+def _name_intervals(axes: Any, intervals: Sequence[tuple[tuple[float, float], float, str, Any]]) -> None:
+    """Write names behind intervals from their middle and right end on; where two would lie over each other, one goes up."""
     taken: list[tuple[float, float]] = []
-    for x, y, name, colour in sorted(points, key=lambda point: point[1]):
-        at = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-        rise = 0.022
+    for (middle, end), y, name, colour in sorted(intervals, key=lambda interval: interval[1]):
+        at = axes.transAxes.inverted().transform(axes.transData.transform((end, y)))
+        rise = 0.0
         while any(abs(at[0] - other[0]) < 0.16 and abs(at[1] + rise - other[1]) < 0.04 for other in taken):
             rise += 0.01
         taken.append((float(at[0]), float(at[1] + rise)))
         axes.annotate(
             name,
-            (x, y),
-            xytext=(at[0] + 0.012, at[1] + rise),
+            (middle, y),
+            xytext=(at[0] + 0.015, at[1] + rise),
             textcoords="axes fraction",
             fontsize=9.5,
             color=colour,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5} if rise > 0.05 else None,
+            verticalalignment="center",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5} if rise > 0.03 else None,
         )
 
 
