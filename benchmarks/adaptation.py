@@ -78,6 +78,8 @@ FORMS = {
     "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
     "sandwich, windows of {longer}": ("sandwich", LONGER),
     "cope, windows of {longer}": ("cope", LONGER),
+    "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
+    "nope, windows of {longer}": ("nope", LONGER),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
 }
@@ -192,7 +194,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
     if arguments.what == "schemes":
         trained = trained_length(arguments)
-        numbers = {"{trained}": trained, "{far}": 8 * trained, "{longer}": 2 * trained}
+        numbers = {"{half}": trained // 2, "{trained}": trained, "{longer}": 2 * trained, "{far}": 8 * trained}
         numbers["{fewer}"] = max(1, arguments.batch * arguments.length // numbers["{longer}"])
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []

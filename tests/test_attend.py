@@ -36,7 +36,7 @@ VARIANTS: dict[str, list[dict]] = {
     "fope": [{}, {"sigma": 0.3, "clip": True, "max_length": 64}],
     "liere": [{}, {"init": "official", "block_size": 4}, {"axes": 2}],
     "rope2d": [{}, {"kind": "axial"}, {"axes": 1, "layout": "half"}],
-    "xpos": [{}, {"layout": "half", "scale_base": 20.0}],
+    "xpos": [{}, {"layout": "half", "scale_base": 20.0, "block_length": 3}],
     "alibi": [{}, {"learned_slopes": True, "gate": True}],
     "cape": [
         {},

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -435,6 +436,48 @@ def test_queries_may_be_the_last_of_the_tokens(name: str) -> None:
     last = scheme.project(Tokens(positions=few), q[:, :, 6:], k, k)
     torch.testing.assert_close(last.q, everything.q[:, :, 6:])
     torch.testing.assert_close(last.k, everything.k)
+
+
+@pytest.mark.parametrize("executor", ["dense", "blocks"])
+def test_xpos_by_blocks_sees_two_of_them(executor: str) -> None:
+    (q, k), positions = random_qk(), torch.tensor([0, 1, 2, 3, 4, 5, 6, 40, 41])
+    want = xpos_logits(q, k, positions, 512.0)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    seen[4:7, :2] = False  # blocks of two positions: those of 4 and 5 see 2 to 5, that of 6 sees 4 to 6
+    seen[6, 2:4] = False
+    seen[7:, :7] = False
+    got = weights_of(build("xpos", geometry(), block_length=2), q, k, positions, executor)
+    torch.testing.assert_close(got, want.masked_fill(~seen, float("-inf")).softmax(-1), rtol=0, atol=1e-9)
+    assert not build("xpos", geometry(), block_length=2, gate=True).starts_exact(native_kept=True)
+
+
+def test_xpos_by_blocks_reads_a_block_more_per_layer() -> None:
+    model = hf_posenc.patch(models.stock("llama"), "xpos", block_length=4)
+    first = 20 - 4 * model.config.num_hidden_layers  # that the block from 20 on reads
+    ids = torch.randint(0, 50, (1, 23), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[:, :first] = (other[:, :first] + 1) % 50
+    with torch.no_grad():
+        before, after = model(ids).logits, model(other).logits
+    assert torch.equal(before[:, 20:], after[:, 20:])
+    assert not torch.equal(before[:, 16:20], after[:, 16:20])
+
+
+def test_xpos_by_blocks_is_the_same_with_a_cache_and_padding() -> None:
+    model = hf_posenc.patch(models.stock("llama"), "xpos", block_length=4)
+    ids = torch.randint(0, 50, (1, 23), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
+    mask = torch.cat((torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)), dim=1)
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        want = model(ids).logits
+        torch.testing.assert_close(model(padded, attention_mask=mask, position_ids=places).logits[:, 5:], want)
+        cache, steps = None, []
+        for part in ids.split((9, 1, 6, 7), dim=1):
+            found = model(part, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            steps.append(found.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), want)
 
 
 def test_xpos_leaves_nothing_ahead_of_a_query() -> None:

@@ -45,6 +45,9 @@ class XPos(Annealed, RotaryScheme):
             model's own rotation, `"half"`, if it has one, else the official one, `"interleaved"`.
         scale_base: The distance, in tokens, at which pair i has faded to zeta_i.
         anneal: Start without fading, and bring it in by `anneal_to`.
+        block_length: Blockwise causal attention, the paper's for texts beyond the trained length, half of which it takes: positions
+            are cut into blocks of so many, and a query sees keys of its own block and of the one before. Also of a native
+            encoding that is kept. `None` hides nothing.
         gate: Multiply angles and exponents by one learned factor, started at 0.
     """
 
@@ -58,13 +61,18 @@ class XPos(Annealed, RotaryScheme):
         layout: Literal["half", "interleaved"] | None = None,
         scale_base: float = 512.0,
         anneal: bool = False,
+        block_length: int | None = None,
         gate: bool = False,
     ) -> None:
         super().__init__(geometry, name="xpos", theta=theta, rotary_dim=None, gate=gate)
         self.set_annealing(anneal)
         require(scale_base > 0, "xpos", "scale_base", scale_base, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if geometry.inv_freq is None else "half")
+        require(
+            block_length is None or block_length > 0, "xpos", "block_length", block_length, "a number above 0, or None"
+        )
         self.scale_base = scale_base
+        self.block_length = block_length
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         return Projection(*self.rotated(tokens.positions, q, k, self.layout), v)
@@ -79,17 +87,30 @@ class XPos(Annealed, RotaryScheme):
             products = products.masked_fill((key[:, None, :] > query[:, :, None])[:, None], 0.0)
             if block.native:
                 # What came holds the model's own encoding too: only the difference is added.
-                return logits + self.geometry.scale * (products - grouped_matmul(q, k.transpose(-1, -2)))
-            return self.geometry.scale * products
+                logits = logits + self.geometry.scale * (products - grouped_matmul(q, k.transpose(-1, -2)))
+            else:
+                logits = self.geometry.scale * products
+            return logits if self.block_length is None else self._blockwise(logits, query, key, self.block_length)
+
+    @staticmethod
+    def _blockwise(logits: Tensor, query: Tensor, key: Tensor, length: int) -> Tensor:
+        """Return logits `[B, H, q, K]` in which keys two blocks of positions before a query, or more, are hidden."""
+        between = (
+            query.div(length, rounding_mode="floor")[:, :, None] - key.div(length, rounding_mode="floor")[:, None, :]
+        )
+        return logits.masked_fill((between > 1)[:, None], torch.finfo(logits.dtype).min)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
+        if self.block_length is not None:
+            return False
         if native_kept:
             return self.gate
         return self._native and self.layout == "half" and self.anneal and not self.gate
 
     def stock_equivalent(self) -> Equivalent:
         like = torch.zeros((), dtype=torch.float64)
-        return super().stock_equivalent() if bool(self._exponents(like).any()) else self.rotation(self.layout)
+        other = self.block_length is not None or bool(self._exponents(like).any())
+        return super().stock_equivalent() if other else self.rotation(self.layout)
 
     def _exponents(self, like: Tensor) -> Tensor:
         """Return the logarithm of each channel's factor per token of distance, none positive, `[rotary_dim]`."""
