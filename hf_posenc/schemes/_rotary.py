@@ -193,8 +193,12 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin`, each `[..., d / 2]`."""
-    u, w = x[..., 0::2], x[..., 1::2]
-    return torch.stack((u * cos - w * sin, w * cos + u * sin), dim=-1).flatten(-2)
+    pairs = x.unflatten(-1, (-1, 2))
+    # One pass over memory where four products and their interleaving take six. Pairs must lie next to each other, and an even number of
+    # numbers apart.
+    if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
+        pairs = pairs.contiguous()
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin)).flatten(-2)
 
 
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
