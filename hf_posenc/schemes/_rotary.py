@@ -193,7 +193,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin`, each `[..., d / 2]`."""
-    pairs = x.unflatten(-1, (-1, 2))
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
     # One pass over memory where four products and their interleaving take six. Pairs must lie next to each other, and an even number of
     # numbers apart.
     if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
