@@ -19,6 +19,7 @@ import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
 from hf_posenc.scheme import Block, Tokens
+from hf_posenc.schemes._rotary import rotate_neighbours
 
 GOLDENS = Path(__file__).parent / "goldens"
 PRECISE = [torch.float64, torch.float32]
@@ -333,6 +334,19 @@ def test_fope_zero_start_has_a_constant_term_that_can_be_unlearned() -> None:
 def test_fope_refuses_what_has_no_meaning(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         fope(**options)
+
+
+@pytest.mark.parametrize("part", [slice(0, 6), slice(1, 7)], ids=["odd strides", "odd offset"])
+def test_neighbours_turn_wherever_they_are_in_memory(part: slice) -> None:
+    x = torch.randn(2, 3, 1, 5, 7, dtype=torch.float64).transpose(1, 3)[..., part].requires_grad_()
+    cos, sin = torch.randn(2, 1, 5, 1, 1, 3, dtype=torch.float64).requires_grad_()
+    u, w = x[..., 0::2], x[..., 1::2]
+    want = torch.stack((u * cos - w * sin, w * cos + u * sin), dim=-1).flatten(-2)
+    got = rotate_neighbours(x, cos, sin)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    for mine, expected in zip(*(torch.autograd.grad(y, (x, cos, sin), weight) for y in (got, want)), strict=True):
+        torch.testing.assert_close(mine, expected)
 
 
 # -- xpos --------------------------------------------------------------------------------------------------------------
