@@ -83,24 +83,20 @@ FORMS = {
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
 }
+STAGED = "new parameters first"
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
     "as shipped": [],
     "no teacher": ["distillation={}"],
     "teacher to the end": ["distillation.until=0"],
-    "teacher alone": ["distillation.share=1", "distillation.until=0"],
-    "hidden states too": ["distillation.hidden=2"],
-    "teacher alone at first, hidden states too": [
-        "distillation.share=1",
-        "distillation.hidden=2",
-        "distillation.until=0.8",
-    ],
+    "teacher and text": ["distillation.share=0.7"],
+    "no hidden states": ["distillation.hidden=0"],
     "no fit": ["conversion.fit=null"],
     "swapped at once": ["conversion.native=remove"],
     "handed over, no fit": ["conversion.native=handover", "conversion.fit=null"],
-    "new parameters first": ["training.new_parameters_first=0.1"],
-    "mixed lengths": ["training.mixed_lengths=[64, 128, 256]", "training.skip_to=null"],
-    "positions skipped": ["training.skip_to=2048"],
+    STAGED: ["training.new_parameters_first=0.1"],
+    "mixed lengths": ["training.mixed_lengths=[{quarter_length}, {half_length}, {length}]", "training.skip_to=null"],
+    "positions skipped": ["training.skip_to={skip_to}"],
     "half the learning rate": ["training.learning_rate={half_rate}"],
     "twice the learning rate": ["training.learning_rate={twice_rate}"],
     "twice as many steps, half as large": ["training.steps={twice}", "training.batch_size={half}"],
@@ -219,13 +215,18 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
 
 
 def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Return the levers of a recipe with the changes they stand for; those that it does not have are left out."""
+    """Return the levers of a recipe with the changes they stand for; those that change nothing in it are left out."""
     from hf_posenc.errors import RecipeError
     from hf_posenc.recipes.recipe import Recipe
 
     shipped = Recipe.read(recipe, merged(*common))
     training = shipped.training
+    assert training.length is not None
     numbers = {
+        "{quarter_length}": training.length // 4,
+        "{half_length}": training.length // 2,
+        "{length}": training.length,
+        "{skip_to}": 8 * training.length,
         "{twice}": 2 * training.steps,
         "{half}": training.batch_size // 2,
         "{half_rate}": training.learning_rate / 2,
@@ -236,7 +237,9 @@ def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]
         try:
             changed = Recipe.read(recipe, merged(*common, *mine))
         except RecipeError:
-            continue  # such as a stage for new weights where there are none
+            if lever == STAGED:
+                continue  # a scheme without weights has no such stage
+            raise
         if not changes or changed != shipped:
             yield lever, mine
 
