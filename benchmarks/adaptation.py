@@ -76,10 +76,11 @@ FORMS = {
         ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
     ),
     "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
-    "sandwich, windows of {longer}": ("sandwich", LONGER),
-    "cope, windows of {longer}": ("cope", LONGER),
+    **{
+        f"{scheme}, windows of {{longer}}": (scheme, LONGER)
+        for scheme in ("sandwich", "cope", "shaw", "sinusoidal", "nope")
+    },
     "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
-    "nope, windows of {longer}": ("nope", LONGER),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
 from hf_posenc.scheme import Block, Tokens
-from hf_posenc.schemes._rotary import rotate_neighbours
+from hf_posenc.schemes._pairs import rotate_halves, rotate_neighbours
 
 GOLDENS = Path(__file__).parent / "goldens"
 PRECISE = [torch.float64, torch.float32]
@@ -346,6 +347,42 @@ def test_neighbours_turn_wherever_they_are_in_memory(part: slice) -> None:
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
     for mine, expected in zip(*(torch.autograd.grad(y, (x, cos, sin), weight) for y in (got, want)), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("length", [1, 300, 515])
+@pytest.mark.parametrize("learned", [False, True], ids=["given", "learned"])
+def test_halves_turn_by_pieces_as_they_do_at_once(length: int, learned: bool) -> None:
+    x = (
+        torch.randn(2, length, 3, 2, 64).permute(0, 2, 3, 1, 4).requires_grad_()
+    )  # [B, G, R, S, d], as a model's lie in memory
+    cos, sin = torch.randn(2, 1, 3, 1, length, 32).requires_grad_(learned)
+    u, w = x.chunk(2, dim=-1)
+    want = torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
+    got = rotate_halves(x, cos, sin)
+    assert torch.equal(got, want)
+    targets = (x, cos, sin) if learned else (x,)
+    weight = torch.randn_like(want)
+    for mine, expected in zip(*(torch.autograd.grad(y, targets, weight) for y in (got, want)), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_halves_turned_by_pieces_have_second_derivatives() -> None:
+    x = torch.randn(2, 1, 1, 520, 64, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 1, 1, 1, 520, 32, dtype=torch.float64).requires_grad_()
+
+    def first(turn: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(turn(x, cos, sin).pow(3).sum(), (x, cos, sin), create_graph=True)
+
+    def plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        u, w = x.chunk(2, dim=-1)
+        return torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
+
+    second = [
+        torch.autograd.grad(sum((part.pow(2).sum() for part in first(turn)), torch.zeros(())), (x, cos, sin))
+        for turn in (rotate_halves, plain)
+    ]
+    for mine, expected in zip(*second, strict=True):
         torch.testing.assert_close(mine, expected)
 
 

@@ -13,7 +13,8 @@ from hf_posenc.errors import ExportError
 from hf_posenc.scheme import Geometry, Projection, Scheme, Tokens
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._generators import Planes, find_planes, plane_generators, rotate
-from hf_posenc.schemes._rotary import Layout, frozen_cautions, rotate_halves, rotate_neighbours
+from hf_posenc.schemes._pairs import Layout, rotate_halves, rotate_neighbours
+from hf_posenc.schemes._rotary import frozen_cautions
 
 # The size of blocks that LieRE's authors found best.
 _BLOCK = 8

@@ -10,7 +10,8 @@ from hf_posenc.equivalents import Equivalent
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import RotaryScheme, rotate_halves
+from hf_posenc.schemes._pairs import rotate_halves
+from hf_posenc.schemes._rotary import RotaryScheme
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per head
 # and frequency.
