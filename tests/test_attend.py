@@ -640,12 +640,13 @@ def test_rows_that_see_nothing_stay_finite(name: str, direction: str) -> None:
 
 
 @every_variant
-def test_narrow_integer_positions(name: str, direction: str, options: dict) -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16], ids=str)
+def test_narrow_integer_positions(name: str, direction: str, options: dict, dtype: torch.dtype) -> None:
     scheme = make(name, direction, options).double()
     scenario = rows_differ(torch.float64)
     inputs = random_inputs(scheme, scenario, torch.float64)
     want = layer(scheme, inputs, scenario, None)["output"]
-    narrow = Scenario(scenario.queries, scenario.positions.to(torch.int32))
+    narrow = Scenario(scenario.queries, scenario.positions.to(dtype))
     assert torch.equal(layer(scheme, inputs, narrow, None)["output"], want)
 
 

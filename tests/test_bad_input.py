@@ -624,7 +624,7 @@ def cases() -> list[Case]:
             None,
             attending(query_positions=torch.zeros(1, 5)),
             ShapeError,
-            ("query_positions of dtype torch.float32", "expected int64"),
+            ("query_positions of dtype torch.float32", "expected integers"),
         ),
         Case(
             "attend(..., mask of another length)",

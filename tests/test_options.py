@@ -431,7 +431,7 @@ def test_positions_of_a_wrong_shape(operand: str, shape: tuple[int, ...], expect
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 @pytest.mark.parametrize(("operand", "length"), [("query_positions", QUERIES), ("key_positions", KEYS)])
 def test_positions_are_integers(operand: str, length: int, dtype: torch.dtype) -> None:
-    with refused(ShapeError, f"Got {operand} of dtype {dtype}; expected int64."):
+    with refused(ShapeError, f"Got {operand} of dtype {dtype}; expected integers."):
         call(**{operand: torch.zeros(1, length, dtype=dtype)})
 
 

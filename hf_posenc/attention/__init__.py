@@ -188,8 +188,8 @@ def attend(
         q: Queries `[B, H, Q, D]`.
         k: Keys `[B, G, K, D]`.
         v: Values `[B, G, K, D]`.
-        query_positions: int64 `[B|1, Q]`.
-        key_positions: int64 `[B|1, K]`.
+        query_positions: Integers `[B|1, Q]`.
+        key_positions: Integers `[B|1, K]`.
         hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes that
             read those of the queries only.
         mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
@@ -223,6 +223,8 @@ def attend(
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
     _check_coords(scheme, query_coords, query_positions, "query")
     _check_coords(scheme, key_coords, key_positions, "key")
+    # Distances in a narrow type would overflow.
+    query_positions, key_positions = query_positions.long(), key_positions.long()
     positions = Positions(query_positions, key_positions, query_coords, key_coords)
     length, keys = q.shape[2], k.shape[2]
     real = None
@@ -313,7 +315,7 @@ def _check_shapes(
         if tensor.ndim != 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected int64.")
+            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected integers.")
         if not tensor.numel():
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
         if int(tensor.min()) < 0:

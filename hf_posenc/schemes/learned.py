@@ -69,7 +69,7 @@ class Learned(Scheme):
                 f"Position {int(positions.max())} is beyond the learned table of {self.num_positions} positions. Use "
                 "shorter inputs, or patch with a larger num_positions."
             )
-        table: Tensor = self.wpe(positions.to(self.wpe.weight.device))
+        table: Tensor = self.wpe(positions.to(self.wpe.weight.device).long())
         return inputs + table.to(inputs)
 
     def stock_equivalent(self) -> Nothing | PositionTable:
