@@ -71,14 +71,15 @@ class PiecewiseLinear(Added):
     Attributes:
         feature: Returns u of int64 distances `[N]`, float `[N]`, in the dtype of the second argument.
         weight: Returns w of int64 query positions `[B|1, Q]`, float of the same shape, likewise.
-        constant_until: Returns the position up to which w is the same for all queries.
+        constant_below: Returns the position below which w is the same for all queries. At it, w may depend on parameters in
+            two ways.
         pieces: Returns the ends of the pieces, in ascending order `[M]`, and slope and offset of each piece, each
             `[M + 1, H]`, in the dtype that is given: between two ends the function is `slope * u * w + offset`.
     """
 
     feature: Callable[[Tensor, torch.dtype], Tensor]
     weight: Callable[[Tensor, torch.dtype], Tensor]
-    constant_until: Callable[[], float]
+    constant_below: Callable[[], float]
     pieces: Callable[[torch.dtype], tuple[Tensor, Tensor, Tensor]]
 
     def table(self, distance: Tensor, position: Tensor, dtype: torch.dtype) -> Tensor:

@@ -503,6 +503,22 @@ def test_a_float_mask_is_added_after_the_scheme(name: str, direction: str, optio
     torch.testing.assert_close(masked, want / want.sum(-1, keepdim=True), rtol=0, atol=1e-12)
 
 
+@every_variant
+@pytest.mark.parametrize("number", [-1e4, -65504.0, torch.finfo(torch.float32).min, -math.inf], ids=str)
+def test_any_number_that_hides_keys_in_a_float_mask_hides_them(
+    name: str, direction: str, options: dict, number: float
+) -> None:
+    scheme = make(name, direction, options).double()
+    scenario = float_mask(torch.float64)
+    visible = scenario.mask > torch.finfo(torch.float64).min
+    got = layer(scheme, random_inputs(scheme, scenario, torch.float64), scenario, "dense")
+    at = {"query_positions": scenario.positions[:, -11:], "key_positions": scenario.positions, "hidden": got["inputs"]}
+    want = attend(scheme, got["q"], got["k"], got["v"], mask=visible, **at)
+    # Through bfloat16, which rounds -1e4 up.
+    mask = torch.zeros(visible.shape).masked_fill(~visible, number).bfloat16().double()
+    torch.testing.assert_close(attend(scheme, got["q"], got["k"], got["v"], mask=mask, **at), want, rtol=0, atol=1e-12)
+
+
 class EverySeam(Scheme):
     """Does something at each seam of the attention."""
 

@@ -584,12 +584,12 @@ def test_official_starts_have_the_official_spread(size: int) -> None:
 
 
 @every_scheme
-def test_the_unit_of_a_text_is_the_trained_length(name: str) -> None:
-    assert build(name, geometry(max_positions=32)).unit == 32
-    assert build(name, geometry()).unit == 1
-    assert build(name, geometry(max_positions=32, axes=2)).unit == 1
-    scheme = build(name, geometry(axes=2), unit=7.0)
-    assert (scheme.axes, scheme.options()["unit"]) == (2, 7.0)
+@pytest.mark.parametrize(("axes", "tokens", "unit"), [(1, 32, 32), (1, None, 1), (2, 65, 8), (2, 197, 14)], ids=str)
+def test_the_unit_is_how_far_the_model_was_trained(name: str, axes: int, tokens: int | None, unit: float) -> None:
+    # The length of a text; the side of a grid of patches beside a class token.
+    assert build(name, geometry(max_positions=tokens, axes=axes)).unit == unit
+    scheme = build(name, geometry(max_positions=tokens, axes=axes), unit=7.0)
+    assert (scheme.axes, scheme.options()["unit"]) == (axes, 7.0)
 
 
 def test_parameters_count_in_units() -> None:

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "add": ({"base": "alibi", "form": "add"}, "add", "alibi"),
     "add_residual": ({"base": "alibi", "form": "add_residual"}, "add", "alibi"),
 }
-BASES = ("alibi", "kerple", "fire", "nope")
+BASES = ("alibi", "kerple", "fire", "t5", "t5_clipped", "sandwich", "nope")
 FORMS = ("concat_residual", "add", "add_residual")
 CHOICES = [{"base": base, "form": form} for base in BASES for form in FORMS if base != "nope" or form == FORMS[0]]
 every_choice = pytest.mark.parametrize("options", CHOICES, ids=lambda given: "-".join(given.values()))
@@ -157,6 +157,8 @@ def base_bias(scheme: Scheme, values: dict[str, np.ndarray], head: int, i: int, 
     if scheme.base == "kerple":
         p, a = (max(values[f"base_bias.bias_{name}"][head], 0.01) for name in "pa")
         return -p * math.log(1 + a * n)
+    if scheme.base != "fire":  # of the distance alone, and compared with loops as a scheme of its own
+        return float(scheme.base_bias.values(torch.tensor([i - j]), torch.float64)[head, 0].detach())
     c = values["base_bias.c"][0]
     far = max(i if scheme.geometry.causal else max(i, j), abs(values["base_bias.L_multiplier"][0] * 512))
     ratio = math.log(abs(c * n) + 1) / (math.log(abs(c * far) + 1) + 1e-6)
@@ -339,8 +341,8 @@ def test_wrong_options() -> None:
         build("cape", geometry(), mlp_width=0)
     with pytest.raises(OptionError, match="cape: option form='add': expected 'concat_residual' beside base='nope'"):
         build("cape", geometry(), base="nope", form="add")
-    with pytest.raises(OptionError, match="cape: option base='t5': expected 'alibi' or 'kerple' or 'fire' or 'nope'"):
-        build("cape", geometry(), base="t5")
+    with pytest.raises(OptionError, match="cape: option base='shaw': expected 'alibi' or 'kerple' or 'fire' or 't5'"):
+        build("cape", geometry(), base="shaw")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -335,6 +335,20 @@ def test_queries_may_have_one_row_of_positions_where_keys_have_several(name: str
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_fire_at_its_threshold_learns_it_as_the_reference_does() -> None:
+    # There the maximum of position and threshold has two derivatives; the reference takes the mean.
+    scheme = make("fire", threshold=40.0).double()
+    operands = [torch.randn(1, n, 80, HEAD_DIM, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    places = torch.arange(80)[None]
+    with torch.no_grad():
+        scheme.L_multiplier.fill_(1.0)
+    found = []
+    for executor in ("dense", "fused"):
+        output = attend(scheme, *operands, query_positions=places, key_positions=places, executor=executor)
+        found.append(torch.autograd.grad(output.sin().sum(), scheme.L_multiplier)[0])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("width", [1, 400])
 def test_straight_pieces_of_any_number_are_looked_up(width: int) -> None:
     # The more of them the network has, the more lie where it is used; so many that they are searched.

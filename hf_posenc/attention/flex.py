@@ -114,7 +114,7 @@ def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Ten
 def _is_one_table(added: Added, task: Task) -> bool:
     """Whether a bias is a table of distances, for all queries of this call."""
     if isinstance(added, PiecewiseLinear):
-        return task.reach <= added.constant_until()
+        return task.reach < added.constant_below()
     return isinstance(added, DistanceTable)
 
 

@@ -121,7 +121,7 @@ def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Par
         table = added.at(TableBias.distances(task, causal=causal), dtype)
         yield Part(0, queries, TableBias(table, task, mask, causal=causal))
     elif isinstance(added, PiecewiseLinear) and regular:
-        same = task.positions.query.amax(0) <= added.constant_until()
+        same = task.positions.query.amax(0) < added.constant_below()
         count = int(same.long().cumprod(0).sum())  # the first rows
         if count:
             table = added.table(TableBias.distances(task, causal=True), task.positions.query[:1, :1], dtype)

@@ -11,6 +11,9 @@ from torch import Tensor
 from hf_posenc.errors import ShapeError
 from hf_posenc.scheme import Positions
 
+# What is added to logits to hide keys: -inf, the smallest number of some dtype, or -1e4, which bfloat16 rounds to -9,984.
+_HIDDEN = -9000.0
+
 
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -66,8 +69,8 @@ def from_tensor(
 ) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
 
-    In a float mask, values near the smallest of the dtype (or -inf) mean "hidden": they are turned back into booleans, so
-    that they replace whatever bias a scheme adds instead of being added to it.
+    In a float mask, values below `_HIDDEN` mean "hidden": they are turned back into booleans, so that they replace whatever
+    bias a scheme adds instead of being added to it, and so that schemes that count keys do not count these.
 
     Raises:
         ShapeError: The mask does not broadcast to `[batch, heads, q, k]`.
@@ -83,5 +86,5 @@ def from_tensor(
         return Mask(rule, keep=mask)
     if not mask.is_floating_point():
         return Mask(rule, keep=mask != 0)
-    keep = mask > torch.finfo(mask.dtype).min / 2
+    keep = mask > _HIDDEN
     return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0))

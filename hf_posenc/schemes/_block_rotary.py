@@ -35,8 +35,8 @@ class BlockRotary(Scheme):
         axes: Coordinates of a token; `None` is that of the model.
         block_size: Channels in a block; `None` is the largest size up to 8 that is allowed.
         init: `"native"`, `"zero"` or `"official"`.
-        unit: Coordinates are divided by this where they meet a parameter; `None` is the length the model was trained for, of
-            a text, else 1.
+        unit: Coordinates are divided by this where they meet the parameters; `None` is how far those that the model was trained on
+            go: the length of a text, or the side of a square of patches.
     """
 
     reproduces = "rotary"
@@ -56,8 +56,9 @@ class BlockRotary(Scheme):
         native = geometry.inv_freq if init == "native" else None
         width = geometry.head_dim if native is None else 2 * native.numel()
         self.axes = geometry.axes if axes is None else axes
-        length = geometry.max_positions if geometry.axes == 1 else None
-        self.unit = float(length or 1) if unit is None else float(unit)
+        # Of images there is a class token more, which rounding leaves out.
+        extent = round((geometry.max_positions or 1) ** (1 / geometry.axes))
+        self.unit = float(extent if unit is None else unit)
         require(self.axes >= 1, name, "axes", axes, "at least 1")
         sizes, allowed = self.block_sizes(width)
         fitting = [size for size in sizes if size <= _BLOCK] if block_size is None else {block_size} & {*sizes}

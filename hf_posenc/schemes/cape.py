@@ -13,6 +13,9 @@ from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
 from hf_posenc.schemes.nope import NoPE
+from hf_posenc.schemes.sandwich import Sandwich
+from hf_posenc.schemes.t5 import T5Bias
+from hf_posenc.schemes.t5_clipped import T5Clipped
 
 
 class LeakyFIRE(FIRE):
@@ -21,7 +24,14 @@ class LeakyFIRE(FIRE):
     _activation = nn.LeakyReLU
 
 
-_BASES: dict[str, type[AdditiveBias]] = {"alibi": ALiBi, "kerple": KERPLE, "fire": LeakyFIRE}
+_BASES: dict[str, type[AdditiveBias]] = {
+    "alibi": ALiBi,
+    "kerple": KERPLE,
+    "fire": LeakyFIRE,
+    "t5": T5Bias,
+    "t5_clipped": T5Clipped,
+    "sandwich": Sandwich,
+}
 
 
 class AcrossHeads(nn.Linear):
@@ -54,8 +64,8 @@ class CAPE(Scheme):
     Args:
         geometry: Shape of the layer.
         base: Where B comes from, with the options that the scheme of this name has by default: `"kerple"` (a logarithm of
-            the distance, of the size of the logits that f sees beside it), `"alibi"`, `"fire"` (with LeakyReLU, as in the
-            official code), or `"nope"`: no B, `logit = A + f(A)`.
+            the distance, of the size of the logits that f sees beside it), `"alibi"`, `"t5"`, `"t5_clipped"`, `"sandwich"`,
+            `"fire"` (with LeakyReLU, as in the official code), or `"nope"`: no B, `logit = A + f(A)`.
         form: `"concat_residual"` is the formula above; the paper's ablations are `"add"`, `A + f(A + B)`, and
             `"add_residual"`, `A + B + f(A + B)`.
         mlp_width: Hidden width of f.
@@ -69,7 +79,7 @@ class CAPE(Scheme):
         self,
         geometry: Geometry,
         *,
-        base: Literal["alibi", "kerple", "fire", "nope"] = "kerple",
+        base: Literal["alibi", "kerple", "fire", "t5", "t5_clipped", "sandwich", "nope"] = "kerple",
         form: Literal["concat_residual", "add", "add_residual"] = "concat_residual",
         mlp_width: int = 32,
         init: Literal["paper", "zero"] = "paper",

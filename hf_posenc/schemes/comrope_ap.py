@@ -37,7 +37,7 @@ class ComRoPEAP(ComRoPE):
             `None` is 8, or the largest below that will do.
         init: The start, see above.
         unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
-            the length that the model was trained for, if it reads text, else 1.
+            how far those that the model was trained on go: the length of a text, or the side of a square of patches.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class FIRE(AdditiveBias):
     def added(self) -> Added | None:
         if not self.geometry.causal:
             return super().added()
-        return PiecewiseLinear(self.gated_bias, self._feature, self._weight, self._constant_until, self._pieces)
+        return PiecewiseLinear(self.gated_bias, self._feature, self._weight, self._constant_below, self._pieces)
 
     def _feature(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         c = self.c.to(distance.device, dtype)
@@ -124,7 +124,7 @@ class FIRE(AdditiveBias):
     def _limit(self) -> Tensor:
         return (self.L_multiplier * self.init_L).abs()
 
-    def _constant_until(self) -> float:
+    def _constant_below(self) -> float:
         return float(self._limit().detach())
 
     def _pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ class LieRE(BlockRotary):
         block_size: Channels in a block, an even number; `None` is 8, or less in smaller heads.
         init: The start, see above.
         unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
-            the length that the model was trained for, if it reads text, else 1.
+            how far those that the model was trained on go: the length of a text, or the side of a square of patches.
     """
 
     def __init__(

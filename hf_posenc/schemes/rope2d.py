@@ -37,7 +37,8 @@ class RoPE2D(Scheme):
     angles are multiplied by one learned factor `gate_weight`, which is 0.
 
     Deviations from the official code: any number of axes; grouped queries, where the query heads of a group share their
-    frequencies; no table of a fixed grid.
+    frequencies; no table of a fixed grid; the axes of an image are (row, column), where the official ones are (column,
+    row), so that `freqs[0]` and `freqs[1]` of its weights change places.
 
     Args:
         geometry: Shape of the layer.
