@@ -38,8 +38,7 @@ SIZES = (24, 32)
 CASES = (("trained", SIDE), *((kind, size) for kind in ("enlarged", "wider") for size in SIZES))
 TRAINED_ON, BATCH, RATE, DECAY = 1200, 64, 2e-3, 0.05
 
-# The learned rotations start as in their official code, where the trained size is 1 wide.
-OFFICIAL: dict[str, Any] = {"init": "official", "unit": float(SIDE // PATCH)}
+OFFICIAL: dict[str, Any] = {"init": "official"}
 SCHEMES: dict[str, tuple[str, dict[str, Any]] | None] = {
     "learned table, interpolated": None,
     "rope2d, axial": ("rope2d", {"kind": "axial"}),

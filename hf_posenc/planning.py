@@ -167,7 +167,8 @@ def verify(model: nn.Module) -> Verification:
     Raises:
         NotPatchedError: The model is not patched, or a scheme that it should run does not run.
     """
-    inner = next((m for m in model.modules() if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inner = next((m for m in modules if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise NotPatchedError(
             f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, or load "

@@ -75,6 +75,11 @@ def prepare(
     check_layers(architecture, bodies, chosen)
     for name, body in bodies.items():
         direction: registry.Direction = "causal" if architecture.geometry(body, 0).causal else "bidirectional"
+        if direction == "causal" and getattr(model.config, "is_causal", True) is False:
+            raise DirectionError(
+                f"The config says is_causal=False, but the {name} of {architecture.name} is patched as causal attention only. Use a "
+                "model whose tokens see earlier ones."
+            )
         if direction not in info.directions:
             raise DirectionError(
                 f"{scheme} is defined for {' and '.join(info.directions)} attention, and the {name} is {direction}. "

@@ -71,7 +71,9 @@ def drop_native(model: PreTrainedModel) -> None:
 
 def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
     if not surgery.is_patched(model):
-        raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+        raise NotPatchedError(
+            f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, pass the one inside."
+        )
     return record.from_config(model.config)
 
 

@@ -135,7 +135,7 @@ def resolve_positions(
         if positions.numel() and int(positions.min()) < 0:
             raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
     elif mask is not None and mask.ndim == 2:
-        counted = (mask.to(device).long().cumsum(-1) - 1).clamp_min(0)
+        counted = ((mask.to(device) != 0).long().cumsum(-1) - 1).clamp_min(0)
         positions = counted[:, first : first + length]
     else:
         positions = (torch.arange(length, device=device) + past)[None]

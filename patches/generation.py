@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.coordinates import Generated, Rule, after_the_largest
-from hf_posenc.errors import PositionError
+from hf_posenc.errors import CacheError, PositionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import check_coords
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import PosencBody, tokens_in
+from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, PosencBody, tokens_in
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,14 @@ class PosencGenerator(PosencModel):
     if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the pages of its cache have no room for positions."""
+        raise CacheError(NO_CONTINUOUS_BATCHING)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, see `init_continuous_batching`."""
+        raise CacheError(NO_CONTINUOUS_BATCHING)
 
     def generate(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from hf_posenc import cache as token_cache
 from hf_posenc.attention import Mask, Task, from_tensor, run
 from hf_posenc.blending import Blended
-from hf_posenc.errors import AttentionBackendError, NotPatchedError
+from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
 from hf_posenc.patches.context import (
     Context,
     Passage,
@@ -31,6 +32,11 @@ from hf_posenc.scheme import Positions, Scheme, Tokens
 
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs.
 BACKENDS = ("eager", "sdpa")
+
+NO_CONTINUOUS_BATCHING = (
+    "Patched models do not run with continuous batching: the pages of its cache have no room for positions. Use generate with a "
+    "batch."
+)
 
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
@@ -232,7 +238,14 @@ class PosencLayer:
     def forward(self, hidden_states: Tensor, carried: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         passage = Passage(None if carried is None else carried.to(hidden_states.device))
         fed: list[Tensor] = []
-        handle = self.feed_forward().register_forward_hook(lambda module, args, output: fed.append(output))
+        thread = threading.get_ident()
+
+        def take(module: nn.Module, args: Any, output: Tensor) -> None:
+            # Other threads run the same module, with hooks of their own.
+            if threading.get_ident() == thread:
+                fed.append(output)
+
+        handle = self.feed_forward().register_forward_hook(take)
         try:
             kwargs[CONTEXT] = replace(kwargs[CONTEXT], passage=passage)
             result = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
@@ -293,6 +306,14 @@ class PosencBody:
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
         token_cache.check(call.get("past_key_values"))
+        if self.is_causal_stack() and (
+            call.get("is_causal") is False or getattr(self.config, "is_causal", True) is False
+        ):
+            raise DirectionError(
+                "Got is_causal=False; patched decoders are causal. Leave it out, or use the stock model."
+            )
+        if call.get("cache") is not None:
+            raise CacheError(NO_CONTINUOUS_BATCHING)
         batch, length = inputs.shape[:2]
         given, mask, past = (
             self.given_positions(call),

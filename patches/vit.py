@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,8 +153,11 @@ class PosencViTModel(PosencBody, PosencModel, ViTModel):
         if context is None or not embedders:
             return super().run(call)
 
-        def embed(dropout: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (self.embedded(inputs[0], context),)
+        thread = threading.get_ident()
+
+        def embed(dropout: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+            # Other threads run the same module, with hooks of their own.
+            return (self.embedded(inputs[0], context),) if threading.get_ident() == thread else None
 
         # Nothing but the pixels goes into the embeddings of the stock model.
         handle = self.embeddings.dropout.register_forward_pre_hook(embed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,8 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
         save_steps=saving.every or 1,
         logging_steps=max(1, min(_LOG_EVERY, training.steps // _LOGS)),
         report_to=saving.loggers or "none",
+        # A loss that is no number stops the run; the trainer would show the mean of the others.
+        logging_nan_inf_filter=False,
         disable_tqdm=True,
         dataloader_pin_memory=together.device.type == "cuda",
         # The data has what the forward takes, and collators look at more.
@@ -235,6 +238,19 @@ class AdaptationTrainer(Distilling, _Uncached):
         if self._teacher is not None and not self._weight():
             self._teacher = None
         return super().compute_loss(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Distilling` does.
+
+        Raises:
+            RecipeError: The loss is no number any more. No checkpoint of that step is written.
+        """
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise RecipeError(
+                f"The loss at step {self.state.global_step} is {logs['loss']}: the training diverged. Give smaller learning rates "
+                "(training.learning_rate, training.scheme_learning_rate) or more training.warmup, and another folder."
+            )
+        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer with the groups of `parameter_groups`."""

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError
-from hf_posenc.recipes.handover import patched_inside
+from hf_posenc.recipes.handover import patched_inside, refuse_best_at_end
 from hf_posenc.schemes._rotary import Annealed
 
 
@@ -31,6 +31,7 @@ class Annealing(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Set the progress of the first step; raises if there is nothing to bring in."""
+        refuse_best_at_end("Annealing", args)
         if not annealed_inside(model):
             raise OptionError(
                 "Annealing: no scheme of the model has anything to bring in. Patch with a scheme that has the option anneal, and "

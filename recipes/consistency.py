@@ -10,7 +10,7 @@ from hf_posenc.errors import PosencError, RecipeError
 from hf_posenc.recipes import schema
 
 if TYPE_CHECKING:
-    from hf_posenc.recipes.recipe import Conversion, Recipe
+    from hf_posenc.recipes.recipe import Conversion, Recipe, Training
     from hf_posenc.scheme import Scheme
 
 
@@ -121,23 +121,28 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 def _contradictions_of_lengths(recipe: Recipe) -> Iterator[str]:
     training = recipe.training
     if training.length is not None:
-        for mixed in training.mixed_lengths or []:
-            if training.length % mixed:
-                yield (
-                    f"training.mixed_lengths has {mixed}; expected divisors of training.length = {training.length}, "
-                    "so that windows can be cut into them."
-                )
-        if training.skip_to is not None and training.skip_to <= training.length:
-            yield (
-                f"training.skip_to is {training.skip_to}; expected more than training.length = {training.length}: "
-                "there are no positions to skip."
-            )
+        yield from contradictions_of_length(training, training.length)
     if training.skip_to is not None and training.mixed_lengths is not None:
         yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
     if training.skip_to is not None and recipe.data.packing == "documents":
         yield (
             "training.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
             "Set data.packing to windows, or leave skip_to out."
+        )
+
+
+def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
+    """Return what does not fit to windows of a length, which may be the model's own."""
+    for mixed in training.mixed_lengths or []:
+        if length % mixed or mixed < 2:
+            yield (
+                f"training.mixed_lengths has {mixed}; expected divisors of training.length = {length} from 2 on, so that "
+                "windows can be cut into them."
+            )
+    if training.skip_to is not None and training.skip_to <= length:
+        yield (
+            f"training.skip_to is {training.skip_to}; expected more than training.length = {length}: there are no positions "
+            f"to skip. Recipes come with the skip_to of a small model; give for instance training.skip_to={8 * length}."
         )
 
 

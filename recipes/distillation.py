@@ -62,13 +62,17 @@ class Teacher:
         """Return the outputs on a batch, without gradients.
 
         The teacher reads the tokens at their plain positions, also where the batch skips some: beyond its trained length it
-        has nothing to teach.
+        has nothing to teach. Where positions begin anew, so do its own: packed documents do not see each other.
 
         Args:
             inputs: Of the student.
             **options: More keywords of the forward.
         """
-        given = {name: value for name, value in inputs.items() if not name.endswith("position_ids")}
+        given = dict(inputs)
+        for name in [name for name in inputs if name.endswith("position_ids")]:
+            restarting = without_jumps(given.pop(name))
+            if restarting is not None:
+                given[name] = restarting
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._adapted is not None:
@@ -111,7 +115,11 @@ class Distilling:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss on the text, mixed with the distance from the teacher if there is one."""
+        """Return the loss on the text, mixed in training with the distance from the teacher if there is one."""
+        if not model.training:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
         weight = self._weight()
         teacher = self._teacher if weight else None
         share, hidden = weight * self._share, weight * self._hidden
@@ -120,7 +128,7 @@ class Distilling:
             model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         parts = self._parts(num_items_in_batch)
-        if self._teacher is not None and model.training:
+        if self._teacher is not None:
             self._text_losses.append(parts * loss.detach())
         if teacher is not None:
             wanted = teacher(inputs, **wants)
@@ -153,6 +161,15 @@ class Distilling:
         state = self.state  # type: ignore[attr-defined]
         gone: float = state.global_step / max(1, state.max_steps)
         return max(0.0, 1 - gone / self._until)
+
+
+def without_jumps(positions: Tensor) -> Tensor | None:
+    """Return positions `[B, S]` that count on where those given jump ahead, and begin at 0 where those fall; or `None` if none fall."""
+    falls = positions.diff(dim=-1, prepend=positions[:, :1] - 1) <= 0
+    if not bool(falls.any()):
+        return None
+    slots = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    return slots - torch.where(falls, slots, 0).cummax(dim=-1).values
 
 
 def _masks(inputs: dict[str, Any], outputs: Any) -> dict[str, Tensor | None]:

@@ -63,7 +63,9 @@ class ContextCurve:
     def perplexity(self, context: int) -> Estimate:
         """Return the perplexity at a context length; its error is that of the mean loss, carried through `exp`."""
         loss = Estimate.of(self._at(context))
-        return Estimate(math.exp(loss.mean), math.exp(loss.mean) * loss.error)
+        # Of a model that diverged, a number that is as good as none, and no overflow.
+        perplexity = math.exp(min(loss.mean, 700.0))
+        return Estimate(perplexity, perplexity * loss.error)
 
     def minus(self, other: ContextCurve, context: int) -> Estimate:
         """Return this loss minus that of another model on the same windows, in nats per token.

@@ -28,7 +28,8 @@ class Handover(TrainerCallback):
     """
 
     def __init__(self, share: float = 0.3, *, start: float = 0.0) -> None:
-        if not 0 < share <= 1 or not 0 <= start <= 1 - share:
+        # With room for rounding: 1 - 0.8 is less than 0.2.
+        if not 0 < share <= 1 or not 0 <= start <= 1 - share + 1e-9:
             raise OptionError(
                 f"Handover(share={share!r}, start={start!r}): expected 0 < share <= 1 and 0 <= start <= 1 - share."
             )
@@ -36,10 +37,12 @@ class Handover(TrainerCallback):
 
     def progress(self, step: int, steps: int) -> float:
         """Return how far the way is gone before a step, from 0 to 1."""
-        return min(1.0, max(0.0, (step / max(1, steps) - self.start) / self.share))
+        # Rounded, or some ways would end a rounding error before 1.
+        return min(1.0, max(0.0, round((step / max(1, steps) - self.start) / self.share, 9)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the strengths of the first step; raises if there is nothing to hand over."""
+        """Set the strengths of the first step; raises if there is nothing to hand over, or with `load_best_model_at_end`."""
+        refuse_best_at_end("Handover", args)
         self._set(model, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -54,6 +57,15 @@ class Handover(TrainerCallback):
     def _set(self, model: Any, state: Any) -> None:
         gone = self.progress(state.global_step, state.max_steps)
         set_strength(patched_inside(model), native=1 - gone, scheme=gone)
+
+
+def refuse_best_at_end(callback: str, args: Any) -> None:
+    """Raise if the `Trainer` would put weights of an earlier step into the function of the last one."""
+    if getattr(args, "load_best_model_at_end", False):
+        raise OptionError(
+            f"{callback} with load_best_model_at_end=True: Trainer would restore the weights of an earlier step, but not what the "
+            "model computed with them then. Leave it out, and load the best checkpoint from its directory."
+        )
 
 
 def patched_inside(model: nn.Module) -> PreTrainedModel:

@@ -12,6 +12,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from hf_posenc.errors import OptionError
+
 # What is still being written, or being removed, lies under a name that begins like this.
 UNFINISHED = ".unfinished"
 # Written last into a checkpoint: the sizes of its files.
@@ -73,6 +75,14 @@ class WholeCheckpoints(TrainerCallback):
     def unfinished(self) -> Path:
         """Where the trainer writes."""
         return self.folder / UNFINISHED
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise if the trainer would look for the best checkpoint where it wrote it: it has moved by then."""
+        if args.load_best_model_at_end:
+            raise OptionError(
+                "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which move, and keep the "
+                "last weights. Leave it out, and load one of checkpoints(folder)."
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the checkpoint that was written."""

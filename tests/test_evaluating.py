@@ -460,7 +460,7 @@ def test_report_is_complete(tmp_path: Path) -> None:
         "attention.png", "needle.png", "perplexity.png", "report.json", "report.md", "tasks.png",
     ]  # fmt: skip
     assert is_report(folder)
-    (folder / "mine").touch()
+    (folder / "mine.png").touch()
     assert not is_report(folder)
     content = json.loads((folder / "report.json").read_text())
     (quantity,) = content["sections"][0]["quantities"]

@@ -232,6 +232,12 @@ def lora(scheme: str = "kerple") -> Any:
     return get_peft_model(base, hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
+@pytest.mark.parametrize("tenths", range(1, 10))
+def test_every_handover_arrives(tenths: int) -> None:
+    callback = Handover(tenths / 10, start=(10 - tenths) / 10)
+    assert [callback.progress(steps, steps) for steps in range(1, 100)] == [1.0] * 99
+
+
 def test_a_teacher_is_the_stock_model() -> None:
     ids = tokens("llama", 2, 15)
     with torch.no_grad():
@@ -286,6 +292,35 @@ def test_distillation(kind: str, share: float, hidden: float, tmp_path: Path) ->
     assert distance() < 0.8 * before
     again = teacher({"input_ids": ids}, output_hidden_states=True)
     assert torch.equal(again.logits, wanted.logits)
+
+
+@pytest.mark.parametrize("kind", ["copy", "within"])
+def test_a_teacher_reads_packed_documents_apart(kind: str) -> None:
+    student = hf_posenc.patch(stock("llama"), "rope")  # an exact start, so the two are one function
+    if kind == "within":
+        student = get_peft_model(student, hf_posenc.PosencLoraConfig(target_modules=["q_proj"]))
+    teacher = Teacher.within(student) if kind == "within" else Teacher.copy_of(student)
+    packed = {
+        "input_ids": tokens("llama", 2, 14),
+        "position_ids": torch.tensor([[*range(5), *range(9)], [*range(8), *range(6)]]),
+    }
+    with torch.no_grad():
+        got = student.eval()(**packed, use_cache=False).logits
+    torch.testing.assert_close(teacher(packed).logits, got)
+    # Within a document, jumps are left out as elsewhere.
+    jumping = packed | {"position_ids": packed["position_ids"] * 3}
+    torch.testing.assert_close(teacher(jumping).logits, got)
+
+
+def test_only_training_listens_to_a_teacher(tmp_path: Path) -> None:
+    student = hf_posenc.patch(stock("llama"), "kerple")
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
+    teacher = Teacher.copy_of(student)
+    run = DistillingTrainer(
+        model=student, args=arguments, eval_dataset=windows("llama", 4), teacher=teacher, share=0.9, hidden=2.0
+    )
+    plain = Trainer(model=student, args=arguments, eval_dataset=windows("llama", 4))
+    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
 def test_a_teacher_fades(tmp_path: Path) -> None:
@@ -362,7 +397,7 @@ def test_padding_teaches_an_encoder_decoder_nothing(tmp_path: Path) -> None:
     """Two sources of different lengths in one batch, and two texts to write, teach what each teaches alone."""
 
     def loss(rows: list[tuple[int, int]], hidden: float) -> tuple[float, int]:
-        student = hf_posenc.patch(stock("t5"), "alibi")
+        student = hf_posenc.patch(stock("t5", dropout_rate=0.0), "alibi")
         run = trainer(
             student, tmp_path, kind=DistillingTrainer, teacher=Teacher.copy_of(student), share=1.0, hidden=hidden
         )
@@ -373,7 +408,7 @@ def test_padding_teaches_an_encoder_decoder_nothing(tmp_path: Path) -> None:
         mask = (torch.arange(9)[None] < torch.tensor([[read] for read, _ in rows])).long()
         batch = {"input_ids": source, "attention_mask": mask, "labels": written}
         with torch.no_grad():
-            return float(run.compute_loss(student.eval(), batch)), sum(write for _, write in rows)
+            return float(run.compute_loss(student.train(), batch)), sum(write for _, write in rows)
 
     (one, first), (two, second), (both, _) = (loss(rows, 0.0) for rows in ([(9, 12)], [(6, 5)], [(9, 12), (6, 5)]))
     assert both == pytest.approx((first * one + second * two) / (first + second), rel=1e-4)

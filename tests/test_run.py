@@ -300,3 +300,34 @@ def test_files_and_folders_are_there_whole_or_not_at_all(tmp_path: Path, monkeyp
         saving.publish(folder, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert path.read_text(encoding="utf-8") == "old"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "training.skip_to=128",
+            r"training.skip_to is 128; expected more than training.length = 128.*training.skip_to=1024",
+        ),
+        ("training.mixed_lengths=[1,128]", r"mixed_lengths has 1; expected divisors of training.length = 128"),
+    ],
+)
+def test_lengths_of_the_model_itself_are_checked_before_anything_is_measured(
+    read: Any, change: str, message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RecipeError, match=message):
+        run.train(read("training.length=null", change), out)
+    assert not out.exists()
+
+
+def test_an_encoder_decoder_skips_no_positions(tmp_path: Path) -> None:
+    recipe = Recipe.read("t5-kerple", ["training.skip_to=4096", f"model={DIRECTORIES['t5']}", "training.length=64"])
+    with pytest.raises(RecipeError, match="skips positions in texts that go on"):
+        run.train(recipe, tmp_path / "out")
+
+
+def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
+    rates = ("training.learning_rate=1e12", "training.scheme_learning_rate=1e12", "training.max_grad_norm=1e12")
+    with pytest.raises(RecipeError, match="the training diverged"):
+        run.train(read(*rates, "training.steps=12", "saving.every=1"), tmp_path / "out")

@@ -76,7 +76,8 @@ class _Blocks(torch.autograd.Function):
         ctx.call, ctx.device = call, q.device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
         ctx.generator = _generator_state(q.device) if task.dropout > 0 else None
-        ctx.save_for_backward(*operands)
+        # The parameters too: torch then notices if one was changed in between.
+        ctx.save_for_backward(*tensors)
         output: Tensor | None = None
         for start, stop, keys in call.blocks():
             part = call.output(task.part(start, stop, keys), start, stop, keys)
@@ -91,7 +92,8 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        operands, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        count = len(ctx.saved_tensors) - len(call.leaves)
+        operands, needed = ctx.saved_tensors[:count], ctx.needs_input_grad[1:]
         everything = (*operands, *call.leaves)
         totals = empty_sums(everything, needed)
         leaves = [x for x, wanted in zip(call.leaves, needed[len(operands) :], strict=True) if wanted]

@@ -122,9 +122,13 @@ class Report:
 
 
 def is_report(folder: Path) -> bool:
-    """Whether a folder holds a report and nothing else."""
-    names = {path.name for path in folder.iterdir()}
-    return DATA in names and all(name in (DATA, TEXT) or name.endswith(".png") for name in names)
+    """Whether a folder holds a report and nothing else, no picture of anybody's own either."""
+    try:
+        sections = json.loads((folder / DATA).read_text(encoding="utf-8"))["sections"]
+        own = {DATA, TEXT, *(f"{section['measure']}.png" for section in sections)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return own >= {path.name for path in folder.iterdir()}
 
 
 def _table(grids: Mapping[str, Grid]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
+from hf_posenc.schemes._linear import Linear
 from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
@@ -34,7 +35,7 @@ _BASES: dict[str, type[AdditiveBias]] = {
 }
 
 
-class AcrossHeads(nn.Linear):
+class AcrossHeads(Linear):
     """A linear layer along the second dimension, of inputs `[B|1, C, N]` whose C add up to its width."""
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import GateCount, Nearest, Walk
 
 # The name under which the keys of `separate_keys` are cached.
@@ -75,7 +76,7 @@ class CoPE(Scheme):
         self.pos_emb = nn.Parameter(torch.empty(1, geometry.head_dim, npos))
         self.pos_emb_right = None if geometry.causal else nn.Parameter(torch.empty(1, geometry.head_dim, npos))
         width = geometry.kv_heads * geometry.head_dim
-        self.gate_proj = nn.Linear(geometry.hidden_size, width) if separate_keys else None
+        self.gate_proj = Linear(geometry.hidden_size, width) if separate_keys else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,6 +11,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens
 from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import Added, ContentBias
 
 # Names of the tables that `project` makes.
@@ -138,8 +139,8 @@ class Disentangled(Scheme):
         # Looked up, not computed anew: a GPU's logarithm may round a boundary to the other side.
         self._rows = self._row_of_distance()
         width = geometry.heads * geometry.head_dim
-        self.pos_key_proj = nn.Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
-        self.pos_query_proj = nn.Linear(geometry.hidden_size, width) if p2c and not share_att_key else None
+        self.pos_key_proj = Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
+        self.pos_query_proj = Linear(geometry.hidden_size, width) if p2c and not share_att_key else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

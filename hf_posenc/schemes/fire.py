@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, require
+from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import Added, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
@@ -75,7 +76,7 @@ class FIRE(AdditiveBias):
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
-        self.mlp = nn.Sequential(nn.Linear(1, width), self._activation(), nn.Linear(width, geometry.heads))
+        self.mlp = nn.Sequential(Linear(1, width), self._activation(), Linear(width, geometry.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -148,10 +149,10 @@ class FIRE(AdditiveBias):
     def _slope_of_activation(self, x: Tensor) -> Tensor:
         return torch.where(x > 0, 1.0, getattr(self.mlp[1], "negative_slope", 0.0)).to(x)
 
-    def _layers(self) -> tuple[nn.Linear, nn.Linear]:
+    def _layers(self) -> tuple[Linear, Linear]:
         first, second = self.mlp[0], self.mlp[2]
-        assert isinstance(first, nn.Linear)
-        assert isinstance(second, nn.Linear)
+        assert isinstance(first, Linear)
+        assert isinstance(second, Linear)
         return first, second
 
     def is_zero(self) -> bool:

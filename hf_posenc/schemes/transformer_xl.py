@@ -9,6 +9,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import queries_by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import Added, ContentBias
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
@@ -40,7 +41,7 @@ class GlobalBiases(Scheme):
         _start(self.r_r_bias, self.zero)
 
 
-class PositionProjection(nn.Linear):
+class PositionProjection(Linear):
     """W_r, applied to encodings `[..., E]` or, backwards, to the queries `[B, H, q, D]` that meet projected encodings."""
 
     def forward(self, input: Tensor, *, backwards: bool = False) -> Tensor:
@@ -184,9 +185,12 @@ class TransformerXL(Scheme):
         own = torch.cat((a * sin + b * cos, b * sin - a * cos), dim=-1)  # [B, H, q, 2 * half]
         sin, cos = (part[:, None] for part in self._sin_cos(block.positions.key.to(q.device), q.dtype))
         products = own @ torch.cat((cos, sin), dim=-1).transpose(-1, -2)
+        distance = block.distance().to(q.device)[:, None]
+        if self.geometry.causal:
+            # A key ahead that is seen all the same, since positions began anew, is at distance 0, as in the table.
+            products = torch.where(distance < 0, b.sum(-1, keepdim=True), products)
         if self.clamp_len is None:
             return products
-        distance = block.distance().to(q.device)[:, None]
         sin, cos = self._sin_cos(torch.tensor(self.clamp_len, device=q.device), q.dtype)
         sine, cosine = (a @ sin)[..., None], (b @ cos)[..., None]
         products = torch.where(distance > self.clamp_len, cosine + sine, products)

@@ -1,0 +1,39 @@
+"""Linear layers that are read rather than called."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Module):
+    """A linear layer that adapters and quantizers, which look for `nn.Linear`, leave alone.
+
+    They would put something else in its place, which a scheme that reads weight and bias cannot use. Same names, same start.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Have one.
+    """
+
+    bias: Tensor
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias as `nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
