@@ -268,8 +268,9 @@ def trained_length(arguments: argparse.Namespace) -> int:
 
 def measure(folder: Path, windows: int) -> None:
     """Measure the model of a finished run beyond its trained length, and with the control the native one, in the run's folder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    import torch
 
+    from hf_posenc.evaluation.subjects import Subject
     from hf_posenc.recipes.data import load_data
     from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements, readable_curve
     from hf_posenc.recipes.recipe import Recipe
@@ -285,10 +286,10 @@ def measure(folder: Path, windows: int) -> None:
     found = Measurements(folder / FAR)
     curves = []
     for path, name, step in models:
-        seq2seq = "ForConditionalGeneration" in (Path(path) / "config.json").read_text()
-        model = (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM).from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        data = load_data(recipe.data, tokenizer, length=recipe.training.length, denoising=seq2seq)
+        subject = Subject(name, path)
+        model, tokenizer = subject.load(torch.device("cpu")), subject.tokenizer()
+        denoising = bool(model.config.is_encoder_decoder)
+        data = load_data(recipe.data, tokenizer, length=recipe.training.length, denoising=denoising)
         contexts = [times * trained for times in TIMES]
         curve = readable_curve(model, ids=data.held_out, contexts=contexts, windows=windows, corrupt=data.corrupt)
         curves.append((name, step, curve))

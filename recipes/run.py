@@ -41,7 +41,7 @@ from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.fitting import fit
 from hf_posenc.recipes.handover import Handover
 from hf_posenc.recipes.loading import load, trained_length
-from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve
+from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve, table_end
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
 
@@ -156,6 +156,7 @@ class _Run:
         )
         planned = _plan(model, recipe.conversion)
         self._convert(model, data)
+        _check_table(recipe, model)
         teacher = _own_teacher(model, recipe)
         model = attach(model, recipe.adapter)
         if teacher is None and _distils(recipe):
@@ -348,6 +349,16 @@ def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
             "decoders have positions of their own. Leave it out."
         )
     return length, own or length
+
+
+def _check_table(recipe: Recipe, model: Any) -> None:
+    """Raise if positions are skipped to where the model's own table, while it is in force, has none."""
+    end, far = table_end(model), recipe.training.skip_to
+    if end is not None and far is not None and far > end:
+        raise RecipeError(
+            f"training.skip_to is {far}, and the model's own table, which conversion.native={recipe.conversion.native} leaves in force, "
+            f"has {end} positions. Give conversion.native=remove, or leave skip_to out."
+        )
 
 
 def _selection(conversion: Conversion) -> dict[str, Any]:

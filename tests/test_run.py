@@ -331,3 +331,11 @@ def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
     rates = ("training.learning_rate=1e12", "training.scheme_learning_rate=1e12", "training.max_grad_norm=1e12")
     with pytest.raises(RecipeError, match="the training diverged"):
         run.train(read(*rates, "training.steps=12", "saving.every=1"), tmp_path / "out")
+
+
+def test_positions_are_not_skipped_beyond_a_table_in_force(tmp_path: Path) -> None:
+    changes = [f"model={DIRECTORIES['gpt2']}", "training.skip_to=512", "training.length=64", "training.steps=1"]
+    with pytest.raises(
+        RecipeError, match=r"skip_to is 512, and the model's own table, which conversion.native=handover"
+    ):
+        run.train(Recipe.read("gpt2-fire", changes), tmp_path / "out")
