@@ -99,12 +99,20 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
     if not together.is_main_process:
         console = None
     _check_folder(folder, recipe)
-    measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
-    if (folder / MODEL).is_dir():
-        if console:
-            console.print(f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
-        return Outcome(folder, folder / MODEL, measurements, None, already=True)
-    return _Run(recipe, folder, console, command, measurements).complete()
+    lock = saving.Lock(folder)
+    try:
+        if together.is_main_process:
+            lock.take()
+        measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
+        if (folder / MODEL).is_dir():
+            if console:
+                console.print(
+                    f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}."
+                )
+            return Outcome(folder, folder / MODEL, measurements, None, already=True)
+        return _Run(recipe, folder, console, command, measurements, lock).complete()
+    finally:
+        lock.release()
 
 
 def resume(folder: Path, *, console: Console | None = None) -> Outcome:
@@ -128,8 +136,15 @@ class _Run:
     """The parts of one run, made in order."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, console: Console | None, command: str, measurements: Measurements
+        self,
+        recipe: Recipe,
+        folder: Path,
+        console: Console | None,
+        command: str,
+        measurements: Measurements,
+        lock: saving.Lock,
     ) -> None:
+        self.lock = lock
         self.recipe, self.folder, self.console = recipe, folder, console
         self.command = command or _record(folder).get("command", "")
         self.measurements = measurements
@@ -226,6 +241,7 @@ class _Run:
         """Make the folder that of this run, now that nothing of the recipe is wrong any more."""
         if self.processes.is_main_process:
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            self.lock.take()
             saving.clear(self.folder)
             saving.clear(self.folder / CHECKPOINTS)
             saving.write_text(self.folder / RECIPE, self.recipe.text())

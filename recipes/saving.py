@@ -12,7 +12,12 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, RecipeError
+
+try:
+    import fcntl
+except ImportError:  # Windows has none.
+    fcntl = None  # type: ignore[assignment]
 
 # What is still being written, or being removed, lies under a name that begins like this.
 UNFINISHED = ".unfinished"
@@ -39,6 +44,43 @@ def publish(unfinished: Path, final: Path) -> None:
         _sync(path)
     os.replace(unfinished, final)
     _sync(final.parent)
+
+
+class Lock:
+    """Keeps two processes from writing one folder; what is killed holds nothing any more.
+
+    Args:
+        folder: The folder, which need not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Lock the folder, if it is there and is not locked by this object already.
+
+        Raises:
+            RecipeError: Another process has it.
+        """
+        if fcntl is None or self._descriptor is not None or not self.folder.is_dir():
+            return
+        self._descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise RecipeError(
+                f"{self.folder} is being written by another process. Wait until that ends, stop it, or choose another folder."
+            ) from None
+        except OSError:
+            pass  # A file system without locks.
+
+    def release(self) -> None:
+        """Give the folder free."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def clear(folder: Path) -> None:

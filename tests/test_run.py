@@ -339,3 +339,38 @@ def test_positions_are_not_skipped_beyond_a_table_in_force(tmp_path: Path) -> No
         RecipeError, match=r"skip_to is 512, and the model's own table, which conversion.native=handover"
     ):
         run.train(Recipe.read("gpt2-fire", changes), tmp_path / "out")
+
+
+def test_a_folder_is_written_by_one_process(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, recipe = tmp_path / "out", read("saving.every=1")
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(recipe, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    other = saving.Lock(out)
+    other.take()
+    with pytest.raises(RecipeError, match="is being written by another process"):
+        run.resume(out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    other.release()
+    assert run.resume(out).model.is_dir()
+
+
+def test_of_two_new_runs_the_second_to_begin_gives_way(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, claim = tmp_path / "out", run._Run._claim
+
+    def late(self: Any, facts: Any) -> None:
+        (out / run.CHECKPOINTS).mkdir(parents=True)
+        other = saving.Lock(out)
+        other.take()
+        try:
+            claim(self, facts)
+        finally:
+            other.release()
+
+    monkeypatch.setattr(run._Run, "_claim", late)
+    with pytest.raises(RecipeError, match="is being written by another process"):
+        run.train(read(), out)
+    assert not (out / run.RECIPE).exists()
