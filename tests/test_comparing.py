@@ -57,6 +57,21 @@ def test_all_have_one_budget_and_their_own_recipe() -> None:
     assert control.training.skip_to is None
 
 
+def test_all_are_trained_on_the_same_text_in_the_same_batches(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "model: tiny-llama\nconversion: {scheme: fire}\ndata: {source: docs.jsonl}\ntraining: {batch_size: 16}\n"
+    )
+    with pytest.raises(
+        RecipeError, match=r"mine has data.source='docs.jsonl', and native 'builtin'.*data.source=docs.jsonl"
+    ):
+        entered(schemes=(str(mine), "rope"))
+    with pytest.raises(RecipeError, match=r"mine has training.batch_size=16, and native 8"):
+        entered("data.source=docs.jsonl", schemes=(str(mine), "rope"))
+    found = entered("data.source=docs.jsonl", "training.batch_size=16", schemes=(str(mine), "rope"))
+    assert {each.recipe.training.batch_size for each in found.values()} == {16}
+
+
 def test_positions_are_skipped_in_proportion_to_the_length() -> None:
     assert entered("training.length=256")["fire"].recipe.training.skip_to == 2048
 

@@ -103,8 +103,28 @@ def contestants(
         distillation=Distillation(),
         training=replace(control.training, skip_to=None, new_parameters_first=0.0),
     )
-    others = (entered(name, Recipe.read(source, overrides)) for name, source in sources.items())
-    return entered(NATIVE, control), *others
+    first = entered(NATIVE, control)
+    others = [entered(name, Recipe.read(source, overrides)) for name, source in sources.items()]
+    for other in others:
+        _check_same(first, other)
+    return first, *others
+
+
+def _check_same(first: Contestant, other: Contestant) -> None:
+    """Raise unless two are trained on the same tokens."""
+    pairs = [
+        *((f"data.{key}", value, getattr(other.recipe.data, key)) for key, value in vars(first.recipe.data).items()),
+        *(
+            (f"training.{key}", getattr(first.recipe.training, key), getattr(other.recipe.training, key))
+            for key in ("batch_size", "seed", "precision")
+        ),
+    ]
+    for key, value, own in pairs:
+        if own != value:
+            raise RecipeError(
+                f"{other.name} has {key}={own!r}, and {first.name} {value!r}: schemes that are compared are trained on the same text in "
+                f"the same batches. Say it for all, for instance {key}={own}."
+            )
 
 
 def _training_of(architecture: str, first: str) -> str:
