@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from importlib import metadata
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, TrainerCallback
 
-from hf_posenc import __version__
+from hf_posenc import __version__, record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.planning import Plan
 from hf_posenc.recipes.recipe import Adapter, Conversion, Distillation, Recipe
@@ -51,6 +51,7 @@ class Facts:
         options: Its options by stack, resolved.
         layers: How many layers it has in each stack.
         fate: What becomes of the native encoding, in words.
+        came_with: Schemes of a model that was converted before, where it is trained on as it is.
         start: How the converted model begins, in words.
         cautions: What to know before going on.
         steps: Optimizer steps.
@@ -78,6 +79,7 @@ class Facts:
     options: Mapping[str, Mapping[str, Any]]
     layers: Mapping[str, int]
     fate: str
+    came_with: tuple[str, ...]
     start: str
     cautions: tuple[str, ...]
     steps: int
@@ -136,6 +138,8 @@ class Facts:
             trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
             parameters = sum(p.numel() for p in model.parameters())
         training, distillation = recipe.training, recipe.distillation
+        groups = record.from_config(inner.config) if recipe.conversion.scheme is None else ()
+        came_with = tuple(group.scheme for group in groups)
         return cls(
             model=recipe.model,
             architecture=architecture.name,
@@ -147,7 +151,8 @@ class Facts:
             scheme=recipe.conversion.scheme,
             options={} if plan is None else plan.options,
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
-            fate=_fate(recipe.conversion),
+            fate=_fate(recipe.conversion, came_with),
+            came_with=came_with,
             start=_start(recipe.conversion, plan),
             cautions=() if plan is None else plan.warnings,
             steps=training.steps,
@@ -169,7 +174,9 @@ class Facts:
         )
 
 
-def _fate(conversion: Conversion) -> str:
+def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
+    if came_with:
+        return "as the converted model has it"
     if conversion.scheme is None or conversion.native == "keep":
         return "kept"
     if conversion.native == "handover":
@@ -226,7 +233,10 @@ def print_header(console: Console | None, facts: Facts) -> None:
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
-    scheme = "none (a control)" if facts.scheme is None else facts.scheme
+    trained_on = (
+        f"{', '.join(facts.came_with)}, trained on as the model has it" if facts.came_with else "none (a control)"
+    )
+    scheme = trained_on if facts.scheme is None else facts.scheme
     if facts.layers:
         scheme += f" on {' and '.join(f'{count} {name} layers' for name, count in facts.layers.items())}"
     options = {

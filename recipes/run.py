@@ -29,6 +29,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
 
+from hf_posenc import record
 from hf_posenc.errors import RecipeError
 from hf_posenc.patching import disabled, patch
 from hf_posenc.planning import Plan, plan
@@ -155,6 +156,7 @@ class _Run:
         recipe = self.recipe
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
+        _check_unconverted(recipe, model)
         length, own_length = _lengths(recipe, model)
         data = load_data(
             recipe.data,
@@ -207,7 +209,7 @@ class _Run:
                 folder=checkpoints.unfinished,
                 collate=data.collate,
                 teacher=teacher,
-                callbacks=[_NativeFirst(measuring), measuring, progress, checkpoints],
+                callbacks=[_NativeFirst(measuring, converts=planned is not None), measuring, progress, checkpoints],
             )
             # From here on the trainer alone has it, and lets go of it when it has faded.
             del teacher
@@ -285,12 +287,12 @@ class _Run:
 class _NativeFirst(TrainerCallback):
     """Measures the model as it was before the first step: on its device, and sharded if it will be."""
 
-    def __init__(self, measuring: Measuring) -> None:
-        self._measuring = measuring
+    def __init__(self, measuring: Measuring, *, converts: bool) -> None:
+        self._measuring, self._converts = measuring, converts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
-            with disabled(model) if getattr(model.config, "posenc", None) else contextlib.nullcontext():
+            with disabled(model) if self._converts else contextlib.nullcontext():
                 self._measuring.take(NATIVE, 0, model)
 
 
@@ -365,6 +367,16 @@ def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
             "decoders have positions of their own. Leave it out."
         )
     return length, own or length
+
+
+def _check_unconverted(recipe: Recipe, model: Any) -> None:
+    """Raise if a model that is converted already would be converted again, and lose what its scheme has learned."""
+    there = ", ".join(group.scheme for group in record.from_config(model.config))
+    if there and recipe.conversion.scheme is not None:
+        raise RecipeError(
+            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew in its place. To "
+            "train it on as it is, give conversion={scheme: null} distillation={}; or name the original model."
+        )
 
 
 def _check_table(recipe: Recipe, model: Any) -> None:

@@ -374,3 +374,27 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
     with pytest.raises(RecipeError, match="is being written by another process"):
         run.train(read(), out)
     assert not (out / run.RECIPE).exists()
+
+
+def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_path: Path) -> None:
+    first = run.train(read(), tmp_path / "first")
+    scheme = next(iter(json.loads((first.model / "config.json").read_text())["posenc"]["groups"]))["scheme"]
+    with pytest.raises(RecipeError, match=rf"is converted already, to {scheme}: {scheme} would begin anew"):
+        run.train(read(f"model={first.model}"), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    on = (
+        "conversion={scheme: null}",
+        "distillation={}",
+        "training.learning_rate=1e-9",
+        "training.scheme_learning_rate=1e-9",
+    )
+    console = Console(record=True, width=120)
+    second = run.train(read(f"model={first.model}", *on), tmp_path / "on", console=console)
+    assert f"{scheme}, trained on as the model has it" in console.export_text()
+    contexts = second.measurements.curve("native").contexts
+    for context in contexts:
+        ends = [
+            each.measurements.curve(which).perplexity(context).mean
+            for each, which in ((first, "after"), (second, "native"), (second, "after"))
+        ]
+        assert ends == pytest.approx([ends[0]] * 3, rel=1e-5)
