@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -103,6 +104,16 @@ def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: t
         return keep
     hidden = torch.finfo(float_dtype).min
     return torch.zeros(keep.shape, dtype=float_dtype, device=keep.device).masked_fill(~keep, hidden)
+
+
+def this_thread() -> int:
+    """Return a number of the thread that runs; 0 while code is traced for a compiler, which knows no threads."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def is_this_thread(number: int) -> bool:
+    """Whether a number is that of the thread that runs, as far as is known: hooks on a module fire for every thread that runs it."""
+    return number in (0, this_thread()) or torch.compiler.is_compiling()
 
 
 def resolve_positions(

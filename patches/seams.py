@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,10 +20,12 @@ from hf_posenc.patches.context import (
     Context,
     Passage,
     check_coords,
+    is_this_thread,
     real_tokens,
     resolve_positions,
     same_sequence,
     sequences,
+    this_thread,
 )
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.record import FULL, Strengths
@@ -238,11 +239,11 @@ class PosencLayer:
     def forward(self, hidden_states: Tensor, carried: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         passage = Passage(None if carried is None else carried.to(hidden_states.device))
         fed: list[Tensor] = []
-        thread = threading.get_ident()
+        thread = this_thread()
 
         def take(module: nn.Module, args: Any, output: Tensor) -> None:
             # Other threads run the same module, with hooks of their own.
-            if threading.get_ident() == thread:
+            if is_this_thread(thread):
                 fed.append(output)
 
         handle = self.feed_forward().register_forward_hook(take)

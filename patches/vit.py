@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.context import Context, check_coords, real_tokens
+from hf_posenc.patches.context import Context, check_coords, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.record import FULL, Strengths
@@ -153,11 +152,11 @@ class PosencViTModel(PosencBody, PosencModel, ViTModel):
         if context is None or not embedders:
             return super().run(call)
 
-        thread = threading.get_ident()
+        thread = this_thread()
 
         def embed(dropout: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
             # Other threads run the same module, with hooks of their own.
-            return (self.embedded(inputs[0], context),) if threading.get_ident() == thread else None
+            return (self.embedded(inputs[0], context),) if is_this_thread(thread) else None
 
         # Nothing but the pixels goes into the embeddings of the stock model.
         handle = self.embeddings.dropout.register_forward_pre_hook(embed)

@@ -51,7 +51,6 @@ class Facts:
         options: Its options by stack, resolved.
         layers: How many layers it has in each stack.
         fate: What becomes of the native encoding, in words.
-        came_with: Schemes of a model that was converted before, where it is trained on as it is.
         start: How the converted model begins, in words.
         cautions: What to know before going on.
         steps: Optimizer steps.
@@ -66,6 +65,7 @@ class Facts:
         trained: What is trained, in words.
         command: That made the run.
         versions: Of the packages that computed it, by name.
+        came_with: Schemes of a model that was converted before, where it is trained on as it is.
     """
 
     model: str
@@ -79,7 +79,6 @@ class Facts:
     options: Mapping[str, Mapping[str, Any]]
     layers: Mapping[str, int]
     fate: str
-    came_with: tuple[str, ...]
     start: str
     cautions: tuple[str, ...]
     steps: int
@@ -94,6 +93,7 @@ class Facts:
     trained: str
     command: str
     versions: Mapping[str, str]
+    came_with: tuple[str, ...] = ()
 
     @property
     def tokens_per_step(self) -> int:

@@ -63,8 +63,8 @@ class ContextCurve:
     def perplexity(self, context: int) -> Estimate:
         """Return the perplexity at a context length; its error is that of the mean loss, carried through `exp`."""
         loss = Estimate.of(self._at(context))
-        # Of a model that diverged, a number that is as good as none, and no overflow.
-        perplexity = math.exp(min(loss.mean, 700.0))
+        # Of a model that diverged, no overflow.
+        perplexity = math.inf if loss.mean > 700 else math.exp(loss.mean)
         return Estimate(perplexity, perplexity * loss.error)
 
     def minus(self, other: ContextCurve, context: int) -> Estimate:

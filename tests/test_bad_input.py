@@ -525,7 +525,7 @@ def cases() -> list[Case]:
         patching(llama, "disentangled", OptionError, "p2c=False", "at least one", c2p=False, p2c=False),
         patching(llama, "disentangled", OptionError, "buckets=7", "an even number", buckets=7),
         patching(llama, "transformer_xl", OptionError, "clamp_len=0", "at least 1", clamp_len=0),
-        patching(llama, "cape", OptionError, "base='t5'", "'kerple'", base="t5"),
+        patching(llama, "cape", OptionError, "base='shaw'", "'kerple'", base="shaw"),
         patching(llama, "cape", OptionError, "mlp_width=0", "at least 1", mlp_width=0),
         patching(t5, "fox_pro", DirectionError, "causal attention", "stacks='decoder'"),
         patching(t5, "stick_breaking", DirectionError, "causal attention", "stacks='decoder'"),
