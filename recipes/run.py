@@ -36,7 +36,6 @@ from hf_posenc.planning import Plan, plan
 from hf_posenc.recipes import consistency, display, report, saving
 from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer
 from hf_posenc.recipes.adapter import attach, quantization
-from hf_posenc.recipes.consistency import contradictions_of_length
 from hf_posenc.recipes.data import Prepared, load_data
 from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.fitting import fit
@@ -359,7 +358,7 @@ def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
             f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. Give a "
             "number of tokens, for instance training.length=512."
         )
-    for contradiction in contradictions_of_length(recipe.training, length):
+    for contradiction in consistency.contradictions_of_length(recipe.training, length):
         raise RecipeError(contradiction)
     if recipe.training.skip_to is not None and model.config.is_encoder_decoder:
         raise RecipeError(

@@ -91,6 +91,7 @@ def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
     with torch.no_grad():
         want = adapted(ids).logits
         got = adapted.merge_and_unload()(ids).logits
+    # Of float32: adapters as large as the weights make logits above 10, and merging rounds their sum anew.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 

@@ -193,7 +193,7 @@ def attend(
         hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes that
             read those of the queries only.
         mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
-            be added, broadcastable to `[B, H, Q, K]`. A query that does not see its own key is taken for padding: what
+            be added, where less than -9,000 hides, broadcastable to `[B, H, Q, K]`. A query that does not see its own key is taken for padding: what
             comes out for it means nothing.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
         executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"nearby"`, on a GPU `"flex"`
