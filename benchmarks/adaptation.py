@@ -68,6 +68,7 @@ KEPT = {
 }
 # As many tokens in a step, in fewer and longer windows.
 LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.micro_batch_size=1"]
+LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "training.micro_batch_size=1"]
 SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
 # Other forms of a scheme.
 FORMS = {
@@ -80,6 +81,7 @@ FORMS = {
         f"{scheme}, windows of {{longer}}": (scheme, LONGER)
         for scheme in ("sandwich", "cope", "shaw", "sinusoidal", "nope")
     },
+    **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("cope", "shaw", "sinusoidal", "nope")},
     "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
     "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
     **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
@@ -192,7 +194,9 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     if arguments.what == "schemes":
         trained = trained_length(arguments)
         numbers = {"{half}": trained // 2, "{trained}": trained, "{longer}": 2 * trained, "{far}": 8 * trained}
-        numbers["{fewer}"] = max(1, arguments.batch * arguments.length // numbers["{longer}"])
+        numbers["{longest}"] = 2 * numbers["{longer}"]
+        for windows, length in (("{fewer}", "{longer}"), ("{fewest}", "{longest}")):
+            numbers[windows] = max(1, arguments.batch * arguments.length // numbers[length])
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
             rows[scheme] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in changes])
