@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, build, schemes
-from hf_posenc.attention import executors, kernel
+from hf_posenc.attention import executors, far, kernel
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
@@ -425,6 +425,91 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
     monkeypatch.setattr(kernel, "_fused", wrong)
     assert not kernel._kernel_works.__wrapped__()
+
+
+# -- keys too far away to count --------------------------------------------------------------------------------------------
+
+STEEP = ("alibi", "kerple", "fox")
+
+
+def steep(name: str) -> Scheme:
+    """A scheme of which some heads lose all weight of keys some hundred tokens away, and some do not (FoX, with gates half open: all)."""
+    options = {"alibi": {"learned_slopes": True, "gate": False}, "kerple": {"kernel": "power"}, "fox": {}}
+    scheme = make(name, **options[name]).double()
+    with torch.no_grad():
+        if name == "alibi":
+            scheme.log_slopes += 1.5
+        elif name == "kerple":
+            scheme.bias_p.fill_(1.0)
+            scheme.bias_a.copy_(torch.tensor([0.8, 0.4, 0.2, 0.02]))
+    return scheme
+
+
+def keys_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pairs of a head and a key the kernel is given from now on."""
+    seen: list[int] = []
+    forward = kernel.forward
+
+    def watched(q: Tensor, k: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
+        seen.append(q.shape[1] * k.shape[2])
+        return forward(q, k, *others, **options)
+
+    monkeypatch.setattr(kernel, "forward", watched)
+    return seen
+
+
+@pytest.mark.parametrize("queries", [1201, 701])
+@pytest.mark.parametrize("name", STEEP)
+def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, (places, mask) = steep(name), plain(1201)
+    seen = keys_read(monkeypatch)
+    got = one_attention(scheme, "fused", places, mask, queries=queries)
+    needed = sum(seen)
+    monkeypatch.setattr(far, "_KEYS", 10_000)
+    one_attention(scheme, "fused", places, mask, queries=queries)
+    assert needed < 0.8 * (sum(seen) - needed)
+    compare(got, one_attention(scheme, "dense", places, mask, queries=queries), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_keys_far_away_count_where_content_asks_for_them(name: str) -> None:
+    # Every query looks for the first key, and away from its own.
+    scheme, length = steep(name), 700
+    direction = torch.ones(1, 1, 1, HEAD_DIM, dtype=torch.float64)
+    q = (100 * direction).expand(1, HEADS, length, HEAD_DIM)
+    k = torch.cat((100 * direction, (-100 * direction).expand(1, 1, length - 1, HEAD_DIM)), 2).expand(
+        1, KV_HEADS, -1, -1
+    )
+    v = torch.randn(1, KV_HEADS, length, HEAD_DIM, dtype=torch.float64)
+    hidden, places = torch.randn(1, length, HIDDEN, dtype=torch.float64), torch.arange(length)[None]
+    got, want = (
+        attend(scheme, q, k, v, query_positions=places, key_positions=places, hidden=hidden, executor=executor)
+        for executor in ("fused", "dense")
+    )
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got[0, :, -1], v[0, :, 0].repeat_interleave(HEADS // KV_HEADS, 0))
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_keys_far_away_count_where_nearer_ones_are_padding(name: str) -> None:
+    # The last queries are padding, too, but see the first keys.
+    scheme, (places, _) = steep(name), plain(700)
+    mask = (places < 200).expand(2, -1)
+    q, k, v = (torch.randn(2, heads, 700, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    hidden = torch.randn(2, 700, HIDDEN, dtype=torch.float64)
+    call = {"query_positions": places, "key_positions": places, "hidden": hidden, "mask": mask}
+    got, want = (attend(scheme, q, k, v, **call, executor=executor) for executor in ("fused", "dense"))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_what_is_not_a_number_counts_wherever_it_is(name: str) -> None:
+    scheme, length = steep(name).float(), 700
+    q, k, v = (torch.randn(1, heads, length, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k[0, 0, 3, 0] = torch.nan
+    hidden, places = torch.randn(1, length, HIDDEN), torch.arange(length)[None]
+    output = attend(scheme, q, k, v, query_positions=places, key_positions=places, hidden=hidden, executor="fused")
+    assert output[0, : HEADS // KV_HEADS, 3:].isnan().all()
 
 
 # -- the nearest keys ------------------------------------------------------------------------------------------------------

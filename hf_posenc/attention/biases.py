@@ -46,6 +46,14 @@ class Piece:
     bias: Tensor
     causal: bool = False
 
+    def part(self, heads: slice, first: int) -> Piece | None:
+        """Return the piece of some heads from a key on; `None` if nothing is left. A causal piece is not cut."""
+        cut = max(0, first - self.keys.start)
+        if self.keys.start + cut >= self.keys.stop:
+            return None
+        bias = self.bias if self.bias.shape[1] == 1 else self.bias[:, heads]
+        return Piece(slice(self.keys.start + cut, self.keys.stop), bias[..., cut:], self.causal)
+
 
 class Gradient:
     """Gathers the gradient of a bias over the blocks of a backward pass."""
@@ -54,10 +62,10 @@ class Gradient:
         """Return the bias of a block, as `BlockBias.block` does, and be ready for its gradient."""
         raise NotImplementedError
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
-        """Take the gradient of the logits of some heads in some rows of the batch, `[b, h, q, K]`.
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        """Take the gradient of the logits of some heads in some rows of the batch, from key `first` on, `[b, h, q, K - first]`.
 
-        All heads of a row come before the next rows.
+        All heads of a row come before the next rows. Only forms that know of `first_keys` get another than 0.
         """
         raise NotImplementedError
 
@@ -75,9 +83,14 @@ def over_batch(x: Tensor) -> Tensor:
 
 
 def spread_of(table: Tensor) -> float:
-    """Return the largest difference along the last dimension."""
-    lowest, highest = table.aminmax(dim=-1)
-    return float((highest - lowest).max())
+    """Return the largest difference along the last dimension, of what is not hidden."""
+    lowest = table.masked_fill(table == -math.inf, math.inf).amin(dim=-1)
+    return float((table.amax(dim=-1) - lowest).max())
+
+
+def _first(those: Tensor) -> Tensor:
+    """Return where a bool tensor `[..., K]` is true the first time, int64 `[...]`; 0 if nowhere."""
+    return those.to(torch.uint8).argmax(-1)
 
 
 class BlockBias:
@@ -94,19 +107,28 @@ class BlockBias:
     rows, learning_rows = 256, 64
     name: str
 
-    def prepare(self, inputs: Sequence[Tensor]) -> object:
-        """Bring the inputs into the form that `block` takes, once per pass."""
+    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> object:
+        """Bring the inputs into the form that `block` takes, once per pass.
+
+        Args:
+            inputs: The inputs.
+            slack: See `far.slack`, `[H]`; `None` if all keys count.
+        """
         return inputs
 
-    def spread(self, inputs: Sequence[Tensor]) -> float:
-        """Return by how much the bias of a head may differ from key to key, as far as that is known at once, or 0."""
+    def spread(self, prepared: object) -> float:
+        """Return by how much the bias of a head may differ among the keys it needs, as far as that is known at once, or 0."""
         return 0.0
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         """Return the bias, in pieces that cover all keys in order."""
         raise NotImplementedError
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+    def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
+        """Return the first key that any row of a block needs, by head, int64 `[H]`; `None` if all may."""
+        return None
+
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         """Return what gathers the gradients of the inputs."""
         raise NotImplementedError
 
@@ -126,6 +148,11 @@ class Hidden:
     positions: Positions
     in_bias: bool = False
     backwards: bool = True
+
+    @property
+    def only_ahead(self) -> bool:
+        """Whether nothing is hidden but what is ahead of a query by slots, so that each sees its own key."""
+        return self.mask.rule == "slots" and self.mask.keep is None and self.mask.bias is None
 
     def put(self, bias: Tensor, block: RowBlock) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
@@ -185,18 +212,20 @@ class TableBias(BlockBias):
         self.hidden = Hidden(mask, task.positions, in_bias=self.hides)
         self.inputs = (table,)
 
-    def spread(self, inputs: Sequence[Tensor]) -> float:
-        return spread_of(inputs[0])
-
     @classmethod
     def distances(cls, task: Task, *, causal: bool) -> Tensor:
         """Return the distances that a table is needed for, in ascending order."""
         keys = task.k.shape[2]
         return torch.arange(0 if causal else 1 - keys, keys, device=task.q.device)
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the table from the largest distance down, with what is ahead of a query behind that, `[H, M]`."""
+    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> Tensor:
+        """Return the table from the largest distance down, with what is ahead of a query behind that, `[H, M]`.
+
+        Distances at which keys get no weight are hidden.
+        """
         (table,) = inputs
+        if slack is not None and self.causal and self.hidden.only_ahead:
+            table = table.masked_fill(table <= table[:, :1] - slack[:, None], -math.inf)
         falling = table.flip(1)
         if not self.causal and not self.hides:
             return falling
@@ -204,34 +233,46 @@ class TableBias(BlockBias):
         ahead = falling.new_full((), -math.inf) if self.hides else falling[:, -1:]
         return torch.cat((falling, ahead.expand(len(falling), self.keys - 1)), dim=1)
 
+    def spread(self, prepared: object) -> float:
+        assert isinstance(prepared, Tensor)
+        return spread_of(prepared)
+
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, Tensor)
         stride, first = prepared.stride(0), self.queries - block.stop
         shape = (1, len(prepared), block.rows, block.keys)
         return self.hidden.put(prepared.as_strided(shape, (0, stride, 1, 1), first), block)
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
-        return _TableGradient(self, inputs[0])
+    def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
+        assert isinstance(prepared, Tensor)
+        if not self.causal or not self.hidden.only_ahead:
+            return None
+        # The first row of the block is the nearest to the first key.
+        return (_first(prepared > -math.inf) + block.start - self.queries + 1).clamp_min_(0)
+
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
+        return _TableGradient(self, inputs[0], prepared)
 
 
 class _TableGradient(Gradient):
     """Sums blocks into one strip in which a distance lies on a line of its own, and at the end along these lines."""
 
-    def __init__(self, bias: TableBias, table: Tensor) -> None:
-        self.bias, self.prepared, self.size = bias, bias.prepare((table,)), table.shape[1]
+    def __init__(self, bias: TableBias, table: Tensor, prepared: object) -> None:
+        assert isinstance(prepared, Tensor)
+        self.bias, self.prepared, self.size = bias, prepared, table.shape[1]
         self.strip: Tensor | None = None
         self.dtype = table.dtype
 
     def block(self, block: RowBlock) -> list[Piece]:
         return self.bias.block(self.prepared, block)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         if self.strip is None:
             # Behind the last column as many zeros as there are rows, since lines that leave a row go on in the next.
             width = max(self.size, self.bias.queries + self.bias.keys) + block.rows
             self.strip = d_logits.new_zeros(len(self.prepared), block.rows, width)
-        first = self.bias.queries - block.stop
-        self.strip[heads, : block.rows, first : first + block.keys] += over_batch(d_logits)
+        start = self.bias.queries - block.stop
+        self.strip[heads, : block.rows, start + first : start + block.keys] += over_batch(d_logits)
 
     def result(self) -> list[Tensor | None]:
         assert self.strip is not None
@@ -263,12 +304,25 @@ class KeysBias(BlockBias):
         self.inputs = (keys.contiguous(), queries)
         self.ahead = task.k.shape[2] - task.q.shape[2]
 
+    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return inputs[0], slack
+
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
-        assert isinstance(prepared, (tuple, list))
+        assert isinstance(prepared, tuple)
         return self.hidden.split(self.plain(prepared[0], block), block, by_kernel=True)
 
-    def spread(self, inputs: Sequence[Tensor]) -> float:
-        return spread_of(inputs[0])
+    def spread(self, prepared: object) -> float:
+        assert isinstance(prepared, tuple)
+        return spread_of(prepared[0])
+
+    def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
+        assert isinstance(prepared, tuple)
+        keys, slack = prepared
+        if slack is None or not self.hidden.only_ahead:
+            return None
+        own = keys[..., block.start + self.ahead : block.stop + self.ahead]
+        few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - slack[:, None]
+        return _first(~few).amin(0)
 
     def plain(self, keys: Tensor, block: RowBlock) -> Tensor:
         """Return the bias of a block without the mask, `[B|1, H, 1, K]`."""
@@ -277,7 +331,7 @@ class KeysBias(BlockBias):
         near = max(0, block.start - block.start % self.rows + self.ahead)
         return (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _KeysGradient(self, inputs)
 
 
@@ -289,11 +343,11 @@ class _KeysGradient(Gradient):
     def block(self, block: RowBlock) -> list[Piece]:
         return self.bias.hidden.split(self.bias.plain(self.inputs[0], block), block, by_kernel=False)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         keys, queries = self.totals
         if len(keys) == 1:
             batch, d_logits = slice(1), over_batch(d_logits)[None]
-        keys[batch, heads, : block.keys] += d_logits.sum(2)
+        keys[batch, heads, first : block.keys] += d_logits.sum(2)
         # Zero but for rounding; that which the keys' gradients have of it cancels where gates are summed up.
         queries[batch, heads, block.start : block.stop] -= d_logits.sum(3)
 
@@ -358,7 +412,7 @@ class AnyBias(BlockBias):
         )
         return self.added.of(place, self.like, *content)
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _AnyGradient(self, inputs, wanted)
 
 
@@ -385,8 +439,9 @@ class _AnyGradient(Gradient):
         self.grad = torch.empty_like(self.made, memory_format=torch.contiguous_format)
         return self.bias.hidden.split(self.made.detach(), block, by_kernel=False)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         assert self.grad is not None
+        assert not first
         if len(self.grad) > 1:
             self.grad[batch, heads] = d_logits
         elif batch.start == 0:

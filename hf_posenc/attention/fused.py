@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention import kernel
-from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, RowBlock, TableBias
+from hf_posenc.attention import far, kernel
+from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, Piece, RowBlock, TableBias
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.lookups import PiecewiseLookup, TableLookup
 from hf_posenc.attention.mask import Mask
@@ -30,10 +30,10 @@ from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear
 _IN_CACHE = 2**18
 
 _LOG2_E = math.log2(math.e)
-# Weights of less than 2 to this are taken for 0, also in double precision. Products with numbers too small for the usual form of
-# float32 take many CPUs a hundred times as long: steep slopes and gates would spend nearly all of the backward pass on keys
-# that count for nothing. The kernel does not drop them, so biases that differ by so much (natural logarithms) do without it there.
-_LEAST, _SPREAD = -64.0, 75.0
+# Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes and gates would
+# spend nearly all of the backward pass on weights that count for nothing (see `far.LEAST`). The kernel does not drop them, so
+# biases that differ by so much (natural logarithms) do without it there.
+_SPREAD = 75.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,19 +148,26 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         output = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        slack = far.slack(q, k, plan.scale)
         with torch.autocast("cpu", enabled=False):
             for part, given in _with_inputs(plan, inputs):
-                prepared = part.bias.prepare(given)
+                prepared = part.bias.prepare(given, slack)
                 for block in plan.blocks(part, part.bias.rows, k.shape[2]):
                     rows = slice(block.start, block.stop)
-                    mine = part.in_order(q[:, :, rows])
-                    parts = []
-                    for piece in part.bias.block(prepared, block):
-                        k_part, v_part = k[:, :, piece.keys], v[:, :, piece.keys]
-                        parts.append(kernel.forward(mine, k_part, v_part, piece.bias, plan.scale, causal=piece.causal))
-                    found, sums = functools.reduce(_merged, parts)
-                    output[:, :, rows], lse[:, :, rows] = part.in_order(found), part.in_order(sums)
-        ctx.plan = plan
+                    q_rows = part.in_order(q[:, :, rows])
+                    pieces = part.bias.block(prepared, block)
+                    for heads, theirs, first in _heads(part, prepared, block, (q, k)):
+                        parts = []
+                        for piece in _from(pieces, heads, first):
+                            k_part, v_part = k[:, theirs, piece.keys], v[:, theirs, piece.keys]
+                            parts.append(
+                                kernel.forward(
+                                    q_rows[:, heads], k_part, v_part, piece.bias, plan.scale, causal=piece.causal
+                                )
+                            )
+                        found, sums = functools.reduce(_merged, parts)
+                        output[:, heads, rows], lse[:, heads, rows] = part.in_order(found), part.in_order(sums)
+        ctx.plan, ctx.slack = plan, slack
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
 
@@ -170,17 +177,34 @@ class _Fused(torch.autograd.Function):
         q, k, v, output, lse, *inputs = ctx.saved_tensors
         plan: Plan = ctx.plan
         needed = ctx.needs_input_grad[4:]
-        sums = _Sums(q, k, v)
+        sums, slack = _Sums(q, k, v), ctx.slack
         found: list[Tensor | None] = []
         with torch.autocast("cpu", enabled=False):
             for part, given in _with_inputs(plan, inputs):
                 wanted = needed[len(found) : len(found) + len(given)]
-                if any(wanted) or part.bias.spread(given) > _SPREAD:
-                    found += _own_backward(plan, part, given, wanted, (q, k, v, output, lse, grad), sums)
+                prepared = part.bias.prepare(given, slack)
+                if any(wanted) or part.bias.spread(prepared) > _SPREAD:
+                    found += _own_backward(plan, part, given, prepared, wanted, (q, k, v, output, lse, grad), sums)
                 else:
-                    _kernel_backward(plan, part, given, (q, k, v, output, lse, grad), sums)
+                    _kernel_backward(plan, part, prepared, (q, k, v, output, lse, grad), sums)
                     found += [None] * len(given)
         return (None, sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype), *found)
+
+
+def _heads(
+    part: Part, prepared: object, block: RowBlock, operands: tuple[Tensor, Tensor]
+) -> Iterator[tuple[slice, slice, int]]:
+    """Return the heads that go together in a block, their kv heads, and the first key that they need."""
+    (heads, groups) = (x.shape[1] for x in operands)
+    shared = heads // groups
+    for mine, start in far.runs(part.bias.first_keys(prepared, block), heads, shared):
+        yield mine, slice(mine.start // shared, mine.stop // shared), start
+
+
+def _from(pieces: list[Piece], heads: slice, first: int) -> list[Piece]:
+    """Return what pieces have for some heads, from a key on."""
+    parts = (piece.part(heads, first) for piece in pieces)
+    return [part for part in parts if part is not None]
 
 
 def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -205,27 +229,35 @@ class _Sums:
 
 
 def _kernel_backward(
-    plan: Plan, part: Part, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], sums: _Sums
+    plan: Plan,
+    part: Part,
+    prepared: object,
+    saved: tuple[Tensor, ...],
+    sums: _Sums,
 ) -> None:
     q, k, v, output, lse, grad = saved
-    prepared = part.bias.prepare(inputs)
     for block in plan.blocks(part, part.bias.rows, k.shape[2]):
         rows = slice(block.start, block.stop)
-        g_rows, q_rows, o_rows, l_rows = (part.in_order(x[:, :, rows]) for x in (grad, q, output, lse))
-        for index, piece in enumerate(part.bias.block(prepared, block)):
-            k_part, v_part = (x[:, :, piece.keys] for x in (k, v))
-            dq, dk, dv = kernel.backward(
-                g_rows, q_rows, k_part, v_part, o_rows, l_rows, piece.bias, plan.scale, causal=piece.causal
-            )
-            sums.q[:, :, rows] = part.in_order(dq) if not index else sums.q[:, :, rows] + part.in_order(dq)
-            sums.k[:, :, piece.keys] += dk
-            sums.v[:, :, piece.keys] += dv
+        in_rows = [part.in_order(x[:, :, rows]) for x in (grad, q, output, lse)]
+        pieces = part.bias.block(prepared, block)
+        for heads, theirs, first in _heads(part, prepared, block, (q, k)):
+            g_rows, q_rows, o_rows, l_rows = (x[:, heads] for x in in_rows)
+            for index, piece in enumerate(_from(pieces, heads, first)):
+                k_part, v_part = (x[:, theirs, piece.keys] for x in (k, v))
+                dq, dk, dv = kernel.backward(
+                    g_rows, q_rows, k_part, v_part, o_rows, l_rows, piece.bias, plan.scale, causal=piece.causal
+                )
+                dq = part.in_order(dq)
+                sums.q[:, heads, rows] = dq if not index else sums.q[:, heads, rows] + dq
+                sums.k[:, theirs, piece.keys] += dk
+                sums.v[:, theirs, piece.keys] += dv
 
 
 def _own_backward(
     plan: Plan,
     part: Part,
     inputs: tuple[Tensor, ...],
+    prepared: object,
     wanted: tuple[bool, ...],
     saved: tuple[Tensor, ...],
     sums: _Sums,
@@ -233,41 +265,47 @@ def _own_backward(
     """Add the gradients of the operands to `sums`, and return those of what the bias was made of, where they are wanted."""
     precise = sums.q.dtype
     q, k, v, _, lse, grad = (x.to(precise) for x in saved)
-    gradient, learns = part.bias.gradient(inputs, wanted), any(wanted)
-    heads, shared = q.shape[1], q.shape[1] // k.shape[1]
+    gradient, learns = part.bias.gradient(inputs, prepared, wanted), any(wanted)
     for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
-        rows, keys = slice(block.start, block.stop), block.keys
         pieces = gradient.block(block)
-        size = part.bias.learning_rows * keys
-        at_once = max(1, min(heads, _IN_CACHE // size))
-        at_once = max(shared, at_once - at_once % shared)
-        rows_at_once = max(1, _IN_CACHE // (size * heads))
+        runs = list(_heads(part, prepared, block, (q, k)))
+        rows_at_once = max(1, _IN_CACHE // (part.bias.learning_rows * block.keys * q.shape[1]))
         for row in range(0, q.shape[0], rows_at_once):
             batch = slice(row, min(row + rows_at_once, q.shape[0]))
-            for first in range(0, heads, at_once):
-                mine = slice(first, min(first + at_once, heads))
-                theirs = slice(first // shared, -(-mine.stop // shared))
-                here = (batch, mine, rows)
+            for heads, theirs, first in _in_cache(runs, part.bias.learning_rows, block.keys, (q, k)):
+                here, keys = (batch, heads, slice(block.start, block.stop)), slice(first, block.keys)
                 q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
-                k_part, v_part = k[batch, theirs, :keys], v[batch, theirs, :keys]
+                k_part, v_part = k[batch, theirs, keys], v[batch, theirs, keys]
                 # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
                 weights = grouped_matmul(q_rows * (plan.scale * _LOG2_E), k_part.mT)
-                for piece in pieces:
+                for piece in _from(pieces, heads, first):
                     bias = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
-                    weights[..., piece.keys].add_(bias[:, mine] if bias.shape[1] > 1 else bias, alpha=_LOG2_E)
+                    weights[..., piece.keys.start - first : piece.keys.stop - first].add_(bias, alpha=_LOG2_E)
                 weights.sub_(part.in_order(lse[here])[..., None] * _LOG2_E)
-                torch.threshold_(weights, _LEAST, -math.inf).exp2_()
+                torch.threshold_(weights, far.LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
                 if learns:
-                    gradient.add(block, batch, mine, d_logits)
+                    gradient.add(block, batch, heads, first, d_logits)
                 sums.q[here] = part.in_order(grouped_matmul(d_logits, k_part).mul_(plan.scale))
-                _add_products(sums.k[batch, theirs, :keys], d_logits, q_rows, plan.scale)
-                _add_products(sums.v[batch, theirs, :keys], weights, g_rows, 1.0)
+                _add_products(sums.k[batch, theirs, keys], d_logits, q_rows, plan.scale)
+                _add_products(sums.v[batch, theirs, keys], weights, g_rows, 1.0)
         if learns:
             gradient.end(block)
     return gradient.result() if learns else [None] * len(inputs)
+
+
+def _in_cache(
+    runs: list[tuple[slice, slice, int]], rows: int, keys: int, operands: tuple[Tensor, Tensor]
+) -> Iterator[tuple[slice, slice, int]]:
+    """Return heads that go together, their kv heads and first key, as few at a time as a cache has room for."""
+    shared = operands[0].shape[1] // operands[1].shape[1]
+    for heads, _, first in runs:
+        at_once = max(1, _IN_CACHE // (rows * (keys - first)) // shared) * shared
+        for start in range(heads.start, heads.stop, at_once):
+            mine = slice(start, min(start + at_once, heads.stop))
+            yield mine, slice(mine.start // shared, mine.stop // shared), first
 
 
 def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:

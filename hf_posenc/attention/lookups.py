@@ -62,14 +62,15 @@ class TableLookup(_Lookup):
         super().__init__(task, mask, causal=causal)
         self.inputs = (added.at(self.distances, self.dtype),)
 
-    def spread(self, inputs: Sequence[Tensor]) -> float:
-        return spread_of(inputs[0])
+    def spread(self, prepared: object) -> float:
+        assert isinstance(prepared, (tuple, list))
+        return spread_of(prepared[0])
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
         return self.hidden.split(_looked_up(prepared[0], self.index(block)), block, by_kernel=True)
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _TableLookupGradient(self, inputs[0])
 
 
@@ -82,7 +83,7 @@ class _TableLookupGradient(Gradient):
         self.index = self.bias.index(block)
         return self.bias.hidden.split(_looked_up(self.table, self.index), block, by_kernel=False)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         for row, mine in _by_row(len(self.index), batch, d_logits.flatten(2)):
             self.total[heads].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
 
@@ -119,7 +120,7 @@ class PiecewiseLookup(_Lookup):
         assert isinstance(prepared, (tuple, list))
         return self.hidden.split(_Pairs(self, prepared, block).bias, block, by_kernel=True)
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _PiecewiseLookupGradient(self, inputs)
 
 
@@ -169,7 +170,7 @@ class _PiecewiseLookupGradient(Gradient):
         self.d_x = torch.zeros_like(self.pairs.x)
         return self.bias.hidden.split(self.pairs.bias, block, by_kernel=False)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         for row, mine in _by_row(len(self.pairs.x), batch, d_logits):
             self._add_row(block, row, heads, mine)
 

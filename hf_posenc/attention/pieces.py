@@ -43,15 +43,16 @@ class PiecewiseBias(BlockBias):
         self.ends = ends.detach()
         self.inputs = (feature, weight, slope, offset)
 
-    def prepare(self, inputs: Sequence[Tensor]) -> object:
+    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> object:
         return _Pieces(self, inputs)
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, _Pieces)
         return self.hidden.put(prepared.bias(prepared.tables(block), block), block)
 
-    def gradient(self, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> Gradient:
-        return _PiecewiseGradient(self, inputs)
+    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
+        assert isinstance(prepared, _Pieces)
+        return _PiecewiseGradient(self, inputs, prepared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +140,8 @@ class _Pieces:
 
 
 class _PiecewiseGradient(Gradient):
-    def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor]) -> None:
-        self.bias, self.pieces = bias, _Pieces(bias, inputs)
+    def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor], pieces: _Pieces) -> None:
+        self.bias, self.pieces = bias, pieces
         self.totals = [torch.zeros_like(x) for x in inputs]
         self.memory = bias.inputs[0].new_empty(0)
 
@@ -154,7 +155,7 @@ class _PiecewiseGradient(Gradient):
         self.strip[..., block.keys :] = 0
         return self.bias.hidden.put(self.pieces.bias(self.tables, block), block)
 
-    def add(self, block: RowBlock, batch: slice, heads: slice, d_logits: Tensor) -> None:
+    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         mine = self.strip[heads, :, : block.keys]
         if len(self.pieces.weight) > 1:
             for row, part in enumerate(d_logits, batch.start):
