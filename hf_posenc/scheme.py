@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import ExportError, OptionError, PositionError, ShapeError
-from hf_posenc.structures import Added, Nearest, Walk
+from hf_posenc.structures import Added, Folded, Nearest, Walk
 
 Result = TypeVar("Result")
 
@@ -398,6 +398,13 @@ class Scheme(nn.Module):
 
     def added(self) -> Added | None:
         """Return the bias that `score` adds, in a form that fused attention takes.
+
+        `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
+        """
+        return None
+
+    def folded(self) -> Folded | None:
+        """Return queries and keys whose products are all that `score` makes of logits, where a kernel for plain attention takes them.
 
         `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
         """

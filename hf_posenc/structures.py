@@ -98,6 +98,20 @@ class PiecewiseLinear(Added):
 
 
 @dataclass(frozen=True, eq=False)
+class Folded:
+    """Queries and keys that are made anew for each call, and of which the logits are plain products.
+
+    Attributes:
+        of: Returns them, `[B, H, Q, D]` and `[B, G, K, D]`, given those that `score` gets and a block of all. Only the products that
+            the causal rule leaves visible need be right; others must be finite.
+        span: How far apart the positions of queries may be.
+    """
+
+    of: Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
+    span: int
+
+
+@dataclass(frozen=True, eq=False)
 class Nearest:
     """What the nearest keys are, beyond which position makes no difference; keys count in the order of their slots.
 

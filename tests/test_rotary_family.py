@@ -402,13 +402,13 @@ def xpos_logits(q: Tensor, k: Tensor, positions: Tensor, scale_base: float, amou
     return logits.masked_fill(distance < 0, float("-inf"))
 
 
-def weights_of(scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, executor: str) -> Tensor:
+def weights_of(scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, executor: str | None) -> Tensor:
     identity = torch.eye(q.shape[2], q.shape[3], dtype=q.dtype).expand_as(k)
     at = {"query_positions": positions[None], "key_positions": positions[None]}
     return attend(scheme, q, k, identity, executor=executor, **at)[..., : q.shape[2]]
 
 
-@pytest.mark.parametrize("executor", ["dense", "blocks"])
+@pytest.mark.parametrize("executor", ["dense", "blocks", None])
 @pytest.mark.parametrize(
     "positions",
     [
@@ -428,6 +428,32 @@ def test_xpos_is_its_definition_at_any_position(positions: Tensor, executor: str
     assert single.isfinite().all()
     # In float32 the angles are off by up to 0.06 at a million; nothing else is.
     torch.testing.assert_close(single.double(), want, rtol=0, atol=0.2 if int(positions.max()) >= 10**6 else 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [0, 1_000_000], ids=["near", "far"])
+def test_xpos_as_products_is_its_definition_as_far_as_it_goes(start: int, dtype: torch.dtype) -> None:
+    # The first query's factor is e^-40 times the last one's.
+    scheme, (q, k) = build("xpos", geometry()), random_qk()
+    positions = start + torch.tensor([0, 1, 2, 50, 8000, 8001, 16_000, 16_340, 16_346])
+    want = weights_of(scheme, q.to(dtype), k.to(dtype), positions, "dense").double()
+    got = weights_of(scheme, q.to(dtype), k.to(dtype), positions, "sdpa")
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=max(1e-9, 8 * torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize(("step", "executor"), [(2000, "sdpa"), (2100, "dense")])
+def test_xpos_goes_as_products_as_far_as_float32_holds_them(step: int, executor: str) -> None:
+    scheme, (q, k) = build("xpos", geometry()), random_qk()
+    places = torch.arange(9)[None] * step
+    at = {"query_positions": places, "key_positions": places}
+    with hf_posenc.attention.recorded() as found:
+        attend(scheme, q, k, k, **at)
+        attend(scheme, q[:, :, -1:], k, k, query_positions=places[:, -1:], key_positions=places)
+    assert [choice.executor for choice in found] == [executor, "sdpa"]
+    if executor != "sdpa":
+        with pytest.raises(hf_posenc.OptionError, match="too far apart"):
+            attend(scheme, q, k, k, executor="sdpa", **at)
 
 
 def test_xpos_is_the_official_one_within_its_range() -> None:

@@ -85,6 +85,8 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[Execu
     if not touches_the_matrix(scheme):
         return ("dense", "blocks", "sdpa")
     found: list[Executor] = ["dense", "blocks"]
+    if scheme.folded() is not None:
+        found.append("sdpa")
     if device is None or device.type == "cpu":
         if scheme.added() is not None:
             found.append("fused")
@@ -142,6 +144,11 @@ def run(
     Returns:
         The output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` or `None`.
     """
+    if executor == "sdpa" and not applies(scheme, task):
+        raise OptionError(
+            f"Executor 'sdpa' cannot run this call of {type(scheme).__name__}: the model's own encoding is in the logits, or queries are "
+            "too far apart. Leave the executor out, or take 'blocks'."
+        )
     executor = executor or choose(scheme, task, mask, need_weights=need_weights)
     record = _RECORD.get()
     if record is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_posenc.attention import far
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Index, Task
 from hf_posenc.scheme import Block, Positions
@@ -106,6 +107,10 @@ class BlockBias:
     # Rows of a block that are best made at once; and in the backward pass of a bias that learns.
     rows, learning_rows = 256, 64
     name: str
+
+    def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether keys may be too far away to count, so that `prepare` asks how far."""
+        return False
 
     def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> object:
         """Bring the inputs into the form that `block` takes, once per pass.
@@ -218,13 +223,16 @@ class TableBias(BlockBias):
         keys = task.k.shape[2]
         return torch.arange(0 if causal else 1 - keys, keys, device=task.q.device)
 
+    def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
+        return self.causal and self.hidden.only_ahead and spread_of(inputs[0]) > far.NATS
+
     def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> Tensor:
         """Return the table from the largest distance down, with what is ahead of a query behind that, `[H, M]`.
 
         Distances at which keys get no weight are hidden.
         """
         (table,) = inputs
-        if slack is not None and self.causal and self.hidden.only_ahead:
+        if slack is not None:
             table = table.masked_fill(table <= table[:, :1] - slack[:, None], -math.inf)
         falling = table.flip(1)
         if not self.causal and not self.hides:
@@ -304,6 +312,9 @@ class KeysBias(BlockBias):
         self.inputs = (keys.contiguous(), queries)
         self.ahead = task.k.shape[2] - task.q.shape[2]
 
+    def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
+        return self.hidden.only_ahead and spread_of(inputs[0]) > far.NATS
+
     def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return inputs[0], slack
 
@@ -318,7 +329,7 @@ class KeysBias(BlockBias):
     def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
         assert isinstance(prepared, tuple)
         keys, slack = prepared
-        if slack is None or not self.hidden.only_ahead:
+        if slack is None:
             return None
         own = keys[..., block.start + self.ahead : block.stop + self.ahead]
         few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - slack[:, None]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 # A weight of less than 2 to this, of the largest of a row, is taken for 0, also in double precision.
 LEAST = -64.0
+NATS = -LEAST * math.log(2)
 # With fewer keys there is nothing to gain.
 _KEYS = 256
 # First keys are rounded down to multiples of this, so that neighbouring heads go together.
@@ -37,7 +38,7 @@ def slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
     of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=precise).amax(dim=(0, 2)) for x in (q, k))
     # The own key's product is not less than the negative of this bound, any other not more than the bound.
     bound = abs(scale) * of_q * of_k.repeat_interleave(len(of_q) // len(of_k))
-    enough: Tensor = 2 * bound - LEAST * math.log(2)
+    enough: Tensor = 2 * bound + NATS
     return enough
 
 

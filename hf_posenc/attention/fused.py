@@ -148,10 +148,11 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         output = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        slack = far.slack(q, k, plan.scale)
+        slacks = []
         with torch.autocast("cpu", enabled=False):
             for part, given in _with_inputs(plan, inputs):
-                prepared = part.bias.prepare(given, slack)
+                slacks.append(far.slack(q, k, plan.scale) if part.bias.leaves_out(given) else None)
+                prepared = part.bias.prepare(given, slacks[-1])
                 for block in plan.blocks(part, part.bias.rows, k.shape[2]):
                     rows = slice(block.start, block.stop)
                     q_rows = part.in_order(q[:, :, rows])
@@ -167,7 +168,7 @@ class _Fused(torch.autograd.Function):
                             )
                         found, sums = functools.reduce(_merged, parts)
                         output[:, heads, rows], lse[:, heads, rows] = part.in_order(found), part.in_order(sums)
-        ctx.plan, ctx.slack = plan, slack
+        ctx.plan, ctx.slacks = plan, slacks
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
 
@@ -177,10 +178,10 @@ class _Fused(torch.autograd.Function):
         q, k, v, output, lse, *inputs = ctx.saved_tensors
         plan: Plan = ctx.plan
         needed = ctx.needs_input_grad[4:]
-        sums, slack = _Sums(q, k, v), ctx.slack
+        sums = _Sums(q, k, v)
         found: list[Tensor | None] = []
         with torch.autocast("cpu", enabled=False):
-            for part, given in _with_inputs(plan, inputs):
+            for (part, given), slack in zip(_with_inputs(plan, inputs), ctx.slacks, strict=True):
                 wanted = needed[len(found) : len(found) + len(given)]
                 prepared = part.bias.prepare(given, slack)
                 if any(wanted) or part.bias.spread(prepared) > _SPREAD:

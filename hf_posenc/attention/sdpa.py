@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Block, Scheme
 
 _TOUCHES_THE_MATRIX = ("score", "weigh", "mix")
 
 
 def applies(scheme: Scheme, task: Task) -> bool:
     """Whether the fused kernel computes this scheme."""
-    return task.native_score is None and not touches_the_matrix(scheme)
+    return task.native_score is None and (not touches_the_matrix(scheme) or _folds(scheme, task))
 
 
 def touches_the_matrix(scheme: Scheme) -> bool:
@@ -22,9 +23,26 @@ def touches_the_matrix(scheme: Scheme) -> bool:
     return any(scheme.overrides(seam) for seam in _TOUCHES_THE_MATRIX)
 
 
+def _folds(scheme: Scheme, task: Task) -> bool:
+    """Whether the scheme makes queries and keys of which the logits are plain products."""
+    folded = scheme.folded()
+    if folded is None or task.content_q is not None:
+        return False
+    query = task.positions.query
+    if query.shape[1] == 1 or task.reach <= folded.span:
+        return True
+    # A graph that is being compiled has no numbers.
+    return not torch.compiler.is_compiling() and int((query.amax(1) - query.amin(1)).max()) <= folded.span
+
+
 def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     """Return the output `[B, H, Q, D]`."""
     q, k, v = task.q, task.k, task.v
+    folded = scheme.folded()
+    if folded is not None:
+        block = Block(task.positions, task.reach, state=task.state, own=task.own, tables=task.tables)
+        q, k = folded.of(q, k, block)
+        v = v.to(q.dtype)
     length, keys = q.shape[2], k.shape[2]
     if mask.rule == "slots" and mask.keep is None and mask.bias is None and (length == 1 or not mask.ahead):
         attend_mask, causal = None, length > 1
@@ -36,7 +54,7 @@ def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
         else:
             low = q.new_full((), float("-inf"))
             attend_mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         q,
         k,
         v,
@@ -46,3 +64,4 @@ def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
         scale=task.scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )
+    return output.to(task.v.dtype)

@@ -12,6 +12,7 @@ from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._pairs import Layout
 from hf_posenc.schemes._rotary import Annealed, RotaryScheme
+from hf_posenc.structures import Folded
 
 # The first pair fades most: to (0 + 0.4) / 1.4 within `scale_base` tokens.
 _SMALLEST = 0.4 / 1.4
@@ -31,8 +32,8 @@ class XPos(Annealed, RotaryScheme):
     grows, so it caches keys without rotation; about a fixed place the factor of a key leaves float32 near position 36,000.
     Here keys are cached rotated and not scaled, and the factors are taken about the last query of each block of rows: those
     of keys are at most 1, those of queries bounded by the length of the block. Nothing overflows at any position, and the
-    cache holds nothing else than with RoPE. It takes the executors that see logits, not the fused one. Defined for causal
-    attention only: ahead of a query the factor would grow without bound.
+    cache holds nothing else than with RoPE. Up to 16,347 tokens, with the official `scale_base`, are one block, of which the
+    products are those of plain attention. Defined for causal attention only: ahead of a query the factor would grow without bound.
 
     Starts: a break, since distant keys fade at once. With `anneal` the exponent is multiplied by `progress`, which is saved
     with the model and starts at 0: RoPE, exact on models with rotary encoding. Raise it to 1 while training, with
@@ -121,6 +122,30 @@ class XPos(Annealed, RotaryScheme):
             exponents = exponents * self.gate_weight.to(like).clamp(0, 1)
         return exponents.repeat(2) if self.layout == "half" else exponents.repeat_interleave(2)
 
+    def folded(self) -> Folded | None:
+        return None if self.block_length is not None else Folded(self._operands, self._span)
+
+    @property
+    def _span(self) -> int:
+        """How far queries may be apart that share their factors' place."""
+        return int(_LARGEST_EXPONENT * self.scale_base / -math.log(_SMALLEST))
+
+    def _operands(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Return queries and keys times factors about the last query, in a dtype that holds them."""
+        # The powers leave float16.
+        dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+        query, key = (place.to(q.device) for place in (block.positions.query, block.positions.key))
+        with torch.autocast(q.device.type, enabled=False):
+            exponents = self._exponents(q.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)))
+            return self._about_the_last(q.to(dtype), k.to(dtype), query, key, exponents)
+
+    def _about_the_last(
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        last = query.amax(dim=1, keepdim=True)
+        # Keys behind the last query are hidden from all: their factor must be finite only.
+        return self._scaled(q, query - last, exponents), self._scaled(k, (last - key).clamp_min(0), exponents)
+
     def _faded(self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor, reach: int) -> Tensor:
         """Return the products `[B, H, q, K]` of queries and keys, faded by distance.
 
@@ -132,19 +157,17 @@ class XPos(Annealed, RotaryScheme):
             exponents: Of each channel, `[rotary_dim]`.
             reach: A bound on every distance.
         """
-        rows, bound = query.shape[1], _LARGEST_EXPONENT * self.scale_base / -math.log(_SMALLEST)
         last = query.amax(dim=1, keepdim=True)
-        if rows > 1 and reach > bound and int((last - query).max()) > bound:
+        if query.shape[1] > 1 and reach > self._span and int((last - query).max()) > self._span:
             halves = [
                 self._faded(part, k, places, key, exponents, reach)
                 for part, places in zip(q.chunk(2, dim=2), query.chunk(2, dim=1), strict=True)
             ]
             return torch.cat(halves, dim=2)
-        # Keys behind the last query are hidden from all: their factor must be finite only.
-        k = self._scaled(k, (last - key).clamp_min(0), exponents)
-        return grouped_matmul(self._scaled(q, query - last, exponents), k.transpose(-1, -2))
+        q, k = self._about_the_last(q, k, query, key, exponents)
+        return grouped_matmul(q, k.transpose(-1, -2))
 
     def _scaled(self, x: Tensor, distance: Tensor, exponents: Tensor) -> Tensor:
-        factors = (distance.to(x)[:, None, :, None] * exponents).exp()  # [B|1, 1, S, rotary_dim]
-        turned = x[..., : self.rotary_dim] * factors
+        factors = (distance[:, None, :, None] * exponents).exp()  # [B|1, 1, S, rotary_dim]
+        turned = (x[..., : self.rotary_dim] * factors).to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
