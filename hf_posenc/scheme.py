@@ -404,9 +404,9 @@ class Scheme(nn.Module):
         return None
 
     def folded(self) -> Folded | None:
-        """Return queries and keys whose products are all that `score` makes of logits, where a kernel for plain attention takes them.
+        """Return queries, keys and values of which plain attention makes what `score` and `mix` make of the given ones.
 
-        `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
+        `None` where they do anything else, or the scheme overrides `weigh`.
         """
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -99,16 +100,17 @@ class PiecewiseLinear(Added):
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Queries and keys that are made anew for each call, and of which the logits are plain products.
+    """Queries, keys and values that are made anew for each call, of which plain attention makes the output.
 
     Attributes:
-        of: Returns them, `[B, H, Q, D]` and `[B, G, K, D]`, given those that `score` gets and a block of all. Only the products that
-            the causal rule leaves visible need be right; others must be finite.
+        of: Returns them, `[B, H, Q, d]`, `[B, G, K, d]` and `[B, G, K, d]`, given those that `score` and `mix` get and a block of all;
+            the output has as many channels as `mix` makes. Only the products that the causal rule leaves visible need be right; others must be
+            finite.
         span: How far apart the positions of queries may be.
     """
 
-    of: Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
-    span: int
+    of: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]]
+    span: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ def touches_the_matrix(scheme: Scheme) -> bool:
 
 
 def _folds(scheme: Scheme, task: Task) -> bool:
-    """Whether the scheme makes queries and keys of which the logits are plain products."""
+    """Whether plain attention over what the scheme makes of these operands is all it does."""
     folded = scheme.folded()
     if folded is None or task.content_q is not None:
         return False
@@ -41,8 +41,7 @@ def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     folded = scheme.folded()
     if folded is not None:
         block = Block(task.positions, task.reach, state=task.state, own=task.own, tables=task.tables)
-        q, k = folded.of(q, k, block)
-        v = v.to(q.dtype)
+        q, k, v = folded.of(q, k, v, block)
     length, keys = q.shape[2], k.shape[2]
     if mask.rule == "slots" and mask.keep is None and mask.bias is None and (length == 1 or not mask.ahead):
         attend_mask, causal = None, length > 1

@@ -13,6 +13,7 @@ from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import Linear
 from hf_posenc.schemes._pairs import rotate_halves
 from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.structures import Folded
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per head
 # and frequency.
@@ -107,6 +108,18 @@ class TaPE(RotaryScheme):
             return output
         states = block.state[_STATES].transpose(1, 2).to(v)  # [B, H, K, R]
         return torch.cat((output, weights @ states), dim=-1)
+
+    def folded(self) -> Folded | None:
+        return Folded(self._with_states)
+
+    def _with_states(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Return values, one for each query head as keys are, with the position states behind them, and the others as wide."""
+        v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
+        if self.post_attention_linear is None:
+            return q, k, v
+        states = block.state[_STATES].transpose(1, 2).to(v)  # [B, H, K, R]
+        q, k = (F.pad(x, (0, self.rotary_dim)) for x in (q, k))
+        return q, k, torch.cat((v, states), dim=-1)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
         if self.post_attention_linear is None:

@@ -130,14 +130,14 @@ class XPos(Annealed, RotaryScheme):
         """How far queries may be apart that share their factors' place."""
         return int(_LARGEST_EXPONENT * self.scale_base / -math.log(_SMALLEST))
 
-    def _operands(self, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return queries and keys times factors about the last query, in a dtype that holds them."""
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys times factors about the last query, in a dtype that holds them, and values in the same."""
         # The powers leave float16.
         dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         query, key = (place.to(q.device) for place in (block.positions.query, block.positions.key))
         with torch.autocast(q.device.type, enabled=False):
             exponents = self._exponents(q.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)))
-            return self._about_the_last(q.to(dtype), k.to(dtype), query, key, exponents)
+            return *self._about_the_last(q.to(dtype), k.to(dtype), query, key, exponents), v.to(dtype)
 
     def _about_the_last(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor
