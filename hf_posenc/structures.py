@@ -31,7 +31,19 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class ContentBias(Added):
-    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does."""
+    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does.
+
+    Attributes:
+        shift: If part of it is the scaled product of keys with one vector per head: that vector, `[H, D]`, given the tables. Added to the
+            queries it costs nothing.
+        rest: The others, in the form of `of`.
+    """
+
+    shift: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    rest: Callable[..., Tensor] | None = None
+
+    def scaled(self, factor: float) -> ContentBias:
+        return ContentBias(_scaled(self.of, factor))
 
 
 @dataclass(frozen=True, eq=False)

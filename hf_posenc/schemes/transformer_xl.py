@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
 import torch
@@ -156,18 +157,22 @@ class TransformerXL(Scheme):
         return logits + self._bias(block, logits, q, k)
 
     def added(self) -> Added:
-        return ContentBias(self._bias)
+        return ContentBias(self._bias, operator.itemgetter(_CONTENT_BIAS), self._of_places)
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scaled logits, `[B, H, q, K]`."""
-        scale = self.geometry.scale
-        assert scale is not None
+        assert self.geometry.scale is not None
         with torch.autocast(like.device.type, enabled=False):
-            u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * scale  # [1, H, 1, D]
+            u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
             content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
-            q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * scale
-            place = self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block)
-            return content + place
+            return content + self._of_places(block, like, q, k)
+
+    def _of_places(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return the part of it that depends on places, likewise."""
+        assert self.geometry.scale is not None
+        with torch.autocast(like.device.type, enabled=False):
+            q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * self.geometry.scale
+            return self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block)
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
