@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from peft import LoraConfig, LoraModel
+from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import SafetensorError
 from torch import nn
 
-from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
 from hf_posenc.patches import auto, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
-from hf_posenc.preparing import refuse_wrapped
+from hf_posenc.preparing import check_record, refuse_wrapped
 
 
 class AdapterType(str, Enum):
@@ -104,6 +107,8 @@ def agree(model: Any, config: PosencLoraConfig) -> None:
         CheckpointError: The adapter's schemes cannot be followed.
     """
     own = getattr(getattr(model, "config", None), "posenc", None)
+    if own is not None:
+        check_record(of_model(model), model)
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:
@@ -134,11 +139,53 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     """
     refuse_wrapped(model)
     architecture = of_model(model)
+    surgery.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
-        configs = surgery.configs(model)
-        for config in configs:
+        surgery.own_configs(undo, model)
+        for config in surgery.configs(model):
             undo.set(config, "posenc", copy.deepcopy(schemes))
         attach_recorded(architecture, model, undo)
+
+
+def base_of(folder: str) -> str:
+    """Return where the weights are that a saved adapter goes onto.
+
+    Raises:
+        CheckpointError: The adapter is damaged, or does not say.
+    """
+    with _reading(folder):
+        base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    if not base:
+        raise CheckpointError(
+            f"The adapter in {folder} does not say which model it goes onto. Give base_model_name_or_path in its "
+            "adapter_config.json."
+        )
+    return str(base)
+
+
+def merged(model: Any, folder: str) -> Any:
+    """Load a saved adapter, of any type that PEFT has, onto its model, and merge it.
+
+    Raises:
+        CheckpointError: The adapter is damaged.
+        PosencError: It does not go onto this model.
+    """
+    with _reading(folder):
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+@contextlib.contextmanager
+def _reading(folder: str) -> Iterator[None]:
+    """Turn what PEFT raises at a damaged adapter into one error."""
+    try:
+        yield
+    except PosencError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        words = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it again."
+        ) from error
 
 
 def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:

@@ -246,8 +246,8 @@ def _check_empty(layer: Any) -> None:
     held = int(layer.get_seq_length())
     if held:
         raise CacheError(
-            f"The cache holds {held} tokens without their positions: it was filled by an unpatched model. Start with an "
-            "empty cache."
+            f"The cache holds {held} tokens without their positions: it was filled by an unpatched model, or by PEFT's prefix "
+            "tuning. Start with an empty cache; in place of prefix tuning, use prompt tuning."
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posenc import attention, record
-from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 
@@ -65,6 +65,7 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     Raises:
         NotPatchedError: The model is not patched.
         OptionError: The length is no positive number.
+        PositionError: The model has no positions for that many tokens and one more.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"explain: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -85,6 +86,10 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
                 LayerExecution(stack, layer, schemes[layer], str(whole), None if one is None else str(one))
                 for layer, whole, one in zip(sorted(schemes), sequence, step, strict=True)
             ]
+    except PositionError as error:
+        raise PositionError(
+            f"explain: length={length} and one more token: {error} Or pass a smaller length."
+        ) from error
     finally:
         model.train(training)
     return Explanation(tuple(found), length)

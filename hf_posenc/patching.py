@@ -54,6 +54,7 @@ def patch(
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     architecture, group = prepared.architecture, prepared.group
     with surgery.all_or_nothing() as undo:
+        surgery.own_configs(undo, model)
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
         surgery.swap_classes(undo, architecture, model, chosen)
         # Before attaching: the new group may have the number of one that it replaces.
@@ -89,7 +90,9 @@ def unpatch(model: Model) -> Model:
     if not surgery.is_patched(model):
         raise NotPatchedError(f"unpatch: the {type(model).__name__} is not patched. Nothing was done.")
     architecture = of_model(model)
+    surgery.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
+        surgery.own_configs(undo, model)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
             surgery.release(undo, architecture, body, patched)
@@ -105,12 +108,19 @@ def unpatch(model: Model) -> Model:
     return model
 
 
+class _Yes:
+    """True, and False in copies and pickles: nobody would ever enable these again."""
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Give a patched model its original function for a while, for instance as the teacher of a distillation.
 
     Works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs instead of
-    the patched one.
+    the patched one. A copy that is made meanwhile has its schemes.
 
     Args:
         model: A patched model, or something that holds one.
@@ -119,12 +129,12 @@ def disabled(model: nn.Module) -> Iterator[None]:
         NotPatchedError: There is no patched model in it.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    switches: list[Any] = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_switch")]
+    switches: list[Any] = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_disabled")]
     if not switches:
         raise NotPatchedError(f"disabled: there is no patched model in the {type(model).__name__}. Patch it first.")
     before = [vars(module).get("posenc_disabled", False) for module in switches]
     for module in switches:
-        module.posenc_disabled = True
+        module.posenc_disabled = _Yes()
     try:
         yield
     finally:

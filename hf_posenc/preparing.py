@@ -65,6 +65,8 @@ def prepare(
     """Check everything about a patch and build its schemes, without touching the model."""
     refuse_wrapped(model)
     architecture = of_model(model)
+    surgery.refuse_part(architecture, model)
+    check_record(architecture, model)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
         raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
@@ -167,6 +169,30 @@ def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chose
                     f"Layer {layer} of the {name}: the attention has no {', '.join(missing)}; its projections were fused or "
                     "renamed after loading (quantisation, tensor parallelism). Load the model plainly and patch it first."
                 )
+
+
+def check_record(architecture: Architecture, model: Any) -> None:
+    """Raise unless the layers of a model that are patched are those that its config names."""
+    bodies = architecture.stacks(model)
+    named = {
+        (name, layer)
+        for group in record.from_config(model.config)
+        for name, part in group.stacks.items()
+        if name in bodies
+        for layer in part.layers
+    }
+    patched = {
+        (name, layer)
+        for name, body in bodies.items()
+        for layer, attention in enumerate(architecture.attentions(body))
+        if surgery.is_patched(attention)
+    }
+    if named != patched:
+        raise ArchitectureError(
+            f"The config of the {surgery.stock_class(type(model)).__name__} names schemes for {len(named)} layers, and {len(patched)} "
+            "have one: another model, made from the same config object, was patched or unpatched. Make each model from a config "
+            "of its own, copy.deepcopy(config)."
+        )
 
 
 def refuse_wrapped(model: object) -> None:

@@ -74,6 +74,7 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
         raise NotPatchedError(
             f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, pass the one inside."
         )
+    surgery.refuse_part(of_model(model), model)
     return record.from_config(model.config)
 
 

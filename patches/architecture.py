@@ -28,6 +28,7 @@ class Architecture(ABC):
         twins: Each stock class of the family and its patched subclass: configs, models with any head, bodies, layers,
             attentions and whatever else changes behaviour.
         attention: The stock class of the attention modules that can be patched.
+        parts: Stock model classes that occur inside of others only, with a config of their own.
         native: What the family's own encoding is, in words.
         native_per_layer: Whether that encoding can be removed from some layers only.
         native_fades: Whether it can be at part of its strength, see `set_strength`.
@@ -36,6 +37,7 @@ class Architecture(ABC):
     name: ClassVar[str]
     twins: ClassVar[Mapping[type, type]]
     attention: ClassVar[type[nn.Module]]
+    parts: ClassVar[tuple[type, ...]] = ()
     native: ClassVar[str]
     native_per_layer: ClassVar[bool] = True
     native_fades: ClassVar[bool] = False

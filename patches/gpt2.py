@@ -20,7 +20,9 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from hf_posenc.checkpoint import PosencConfig
+from hf_posenc.errors import PositionError
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
@@ -92,10 +94,10 @@ class PosencPositionTable(nn.Embedding):
     """GPT-2's position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
 
     posenc_stock = nn.Embedding
-    posenc_switch = True
+    posenc_disabled: Any = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if vars(self).get("posenc_disabled"):
+        if self.posenc_disabled:
             return super().forward(input)
         if not vars(self).get("posenc_removed"):
             strengths: Strengths = vars(self).get("posenc_strengths", FULL)
@@ -128,6 +130,15 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
             return (hidden, *output[1:])
         output.last_hidden_state = hidden
         return output
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        rows = self.wpe.num_embeddings
+        if context.reach >= rows and not vars(self.wpe).get("posenc_removed"):
+            raise PositionError(
+                f"Position {context.reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
+                "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+            )
+        return super().hand_down(call, context)
 
 
 class PosencGPT2LMHeadModel(PosencGenerator, GPT2LMHeadModel):

@@ -94,11 +94,11 @@ class PosencLlamaRotaryEmbedding(LlamaRotaryEmbedding):
     """Llama's rotation at part of its strength: by smaller angles."""
 
     posenc_stock = LlamaRotaryEmbedding
-    posenc_switch = True
+    posenc_disabled: Any = False
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         native = vars(self).get("posenc_strengths", FULL).native
-        if native == 1 or vars(self).get("posenc_disabled"):
+        if native == 1 or self.posenc_disabled:
             whole: tuple[Tensor, Tensor] = super().forward(x, position_ids)
             return whole
         cos, sin = super().forward(x, position_ids * native)

@@ -269,8 +269,8 @@ class PosencBody:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # `disabled` acts here.
-    posenc_switch: ClassVar[bool] = True
+    # `disabled` sets it on the instance. (torch.compile does not notice what is new in `vars`.)
+    posenc_disabled: Any = False
     # Names of the arguments of the stock forward, in order.
     posenc_arguments: ClassVar[tuple[str, ...]]
 
@@ -292,7 +292,7 @@ class PosencBody:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         coords = self.given_coords(call)
-        if vars(self).get("posenc_disabled"):
+        if self.posenc_disabled:
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
         return self.run(self.prepare(call, coords))

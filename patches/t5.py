@@ -178,6 +178,7 @@ class T5(Architecture):
 
     name = "t5"
     attention = T5Attention
+    parts = (T5Stack,)
     native = "learned bias of distance buckets"
     native_fades = True
     twins = {

@@ -77,19 +77,19 @@ class PosencViTEmbeddings(ViTEmbeddings):
     """Embeddings with the position table at part of its strength; once a patch has removed it, images have any size."""
 
     posenc_stock = ViTEmbeddings
-    posenc_switch = True
+    posenc_disabled: Any = False
 
     def forward(
         self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, interpolate_pos_encoding: bool | None = False
     ) -> Tensor:
-        if not vars(self).get("posenc_disabled"):
+        if not self.posenc_disabled:
             fits = vars(self).get("posenc_removed") or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
             interpolate_pos_encoding = interpolate_pos_encoding or fits
         embeddings: Tensor = super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
         return embeddings
 
     def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor:
-        if vars(self).get("posenc_disabled"):
+        if self.posenc_disabled:
             stock: Tensor = super().interpolate_pos_encoding(embeddings, height, width)
             return stock
         if vars(self).get("posenc_removed"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError
@@ -14,23 +16,53 @@ class NewParametersFirst(TrainerCallback):
     """Leave the model's own weights alone for the first share of the steps.
 
     Their gradients are thrown away rather than not computed: which weights need gradients must not change under DDP, and an
-    optimizer skips weights without one.
+    optimizer skips weights without one. The clipping of gradients comes before that: for it they are zero (but not under FSDP).
 
     Args:
         share: Of the steps, from 0 to 1.
 
     Raises:
-        OptionError: The share is out of range.
+        OptionError: The share is out of range; at the begin of the training, no scheme has weights to train.
     """
 
     def __init__(self, share: float = 0.1) -> None:
         if not 0 <= share <= 1:
             raise OptionError(f"NewParametersFirst(share={share!r}): expected a number from 0 to 1.")
         self.share = share
+        self._hooks: list[RemovableHandle] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin with the first stage; raises if it would train nothing."""
+        self._end()
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        own = [parameter for name, parameter in trained if not is_scheme_parameter(name)]
+        if self.share and len(own) == len(trained):
+            raise OptionError(
+                f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to train, so the "
+                "first stage would train nothing. Leave the callback out, or patch with a scheme that learns."
+            )
+        self._hooks = [parameter.register_hook(torch.zeros_like) for parameter in own]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the first stage, when it is over."""
+        if not self._first(state):
+            self._end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the first stage, if it took the whole training."""
+        self._end()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Throw away the gradients of the model's own weights, in the first stage."""
-        if state.global_step < self.share * state.max_steps:
+        if self._first(state):
             for name, parameter in model.named_parameters():
                 if not is_scheme_parameter(name):
                     parameter.grad = None
+
+    def _first(self, state: Any) -> bool:
+        return bool(state.global_step < self.share * state.max_steps)
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

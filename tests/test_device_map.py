@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from models import ARCHITECTURES, DIRECTORIES, auto, logits, stacks_for, stock, tokens
 
 import hf_posenc
@@ -58,3 +59,12 @@ def test_layers_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "saved")
     loaded = _offloaded(reference, architecture, tmp_path / "saved", tmp_path / "b")
     torch.testing.assert_close(logits(loaded, architecture, ids), expected)
+
+
+@pytest.mark.parametrize(("architecture", "scheme"), CASES)
+def test_a_patched_model_is_put_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
+    ids = tokens(architecture, 2, 15)
+    model = hf_posenc.patch(stock(architecture), scheme, **stacks_for(architecture, scheme))
+    expected = logits(model, architecture, ids)
+    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    torch.testing.assert_close(logits(model, architecture, ids), expected)

@@ -215,6 +215,10 @@ def test_torch_compile_gives_the_same_logits() -> None:
         with torch.no_grad():
             torch.testing.assert_close(compiled(input_ids=ids())[0], before)
             torch.testing.assert_close(compiled(input_ids=ids(2, 7))[0], first_output(model, ids(2, 7)))
+            with hf_posenc.disabled(compiled):
+                stock = first_output(model, ids())
+                torch.testing.assert_close(compiled(input_ids=ids())[0], stock)
+            torch.testing.assert_close(compiled(input_ids=ids())[0], before)
         torch.compiler.reset()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,13 @@ from typing import Any
 import models
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments, ViTConfig, ViTModel
+from transformers import LlamaModel, PreTrainedModel, Trainer, TrainingArguments, ViTConfig, ViTModel
 
 import hf_posenc
-from hf_posenc import Geometry, attend, build
-from hf_posenc.errors import CacheError, DirectionError, NotPatchedError, OptionError
+from hf_posenc import Geometry, attend, build, record
+from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotPatchedError, OptionError
 from hf_posenc.recipes.annealing import Annealing
 from hf_posenc.recipes.handover import Handover
 from hf_posenc.recipes.saving import WholeCheckpoints
@@ -176,6 +179,120 @@ def test_parameters_changed_before_the_backward_pass_are_noticed(scheme: str) ->
             parameter.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+# -- copies, parts and devices ------------------------------------------------------------------------------------------
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_a_copy_made_while_a_model_is_disabled_has_its_schemes(architecture: str, copied: Any) -> None:
+    ids = models.tokens(architecture, 2, 12)
+    model = moved(hf_posenc.patch(models.stock(architecture), "fire"))
+    want = models.logits(model, architecture, ids)
+    with hf_posenc.disabled(model):
+        twin = copied(model)
+        stock = models.logits(model, architecture, ids)
+    assert torch.equal(models.logits(twin, architecture, ids), want)
+    with hf_posenc.disabled(twin):
+        assert torch.equal(models.logits(twin, architecture, ids), stock)
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_models_made_from_one_config_do_not_know_of_each_other(architecture: str, tmp_path: Path) -> None:
+    config = models.stock(architecture).config
+    before, stock = config.to_dict(), type(models.stock(architecture))
+    first, second, third = stock(config), stock(config), stock(config)
+    hf_posenc.patch(first, "fire")
+    hf_posenc.patch(second, "cope")
+    assert config.to_dict() == before
+    assert all(vars(module).get("config") is not config for module in first.modules())
+    for number, model in enumerate((first, second, third)):
+        model.save_pretrained(tmp_path / str(number))
+        loaded = models.auto(architecture).from_pretrained(tmp_path / str(number))
+        assert type(loaded) is type(model)
+        torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()))
+    hf_posenc.patch(type(first)(first.config), "alibi")
+    hf_posenc.unpatch(type(first)(first.config))
+    hf_posenc.verify(first)
+    assert [group.scheme for group in record.from_config(first.config)] == ["fire"]
+
+
+def test_what_is_around_a_model_knows_of_its_scheme(tmp_path: Path) -> None:
+    whole = models.stock("llama")
+    config = whole.config
+    hf_posenc.patch(whole.model, "alibi")
+    assert whole.config is whole.model.config is config
+    assert config.posenc
+    # Somebody's own dict of models is not around them.
+    mine = {"llama": models.stock("llama")}
+    config = mine["llama"].config
+    assert hf_posenc.patch(mine["llama"], "alibi").config is not config
+    # Nor does a model lose its config where nobody else has it.
+    model = models.stock("llama")
+    number = id(model.config)
+    assert id(hf_posenc.patch(model, "alibi").config) == number
+
+
+def test_the_inside_of_a_patched_model_is_no_model_of_its_own_until_it_is_taken_out(tmp_path: Path) -> None:
+    model = hf_posenc.patch(models.stock("llama"), "fire")
+    model.save_pretrained(tmp_path)
+    for whole in (model, copy.deepcopy(model), pickled(model), type(model).from_pretrained(tmp_path)):
+        with pytest.raises(ArchitectureError, match="LlamaModel inside of a patched LlamaForCausalLM"):
+            hf_posenc.unpatch(whole.model)
+        for copied in (copy.deepcopy, pickled):
+            assert type(hf_posenc.unpatch(copied(whole.model))) is LlamaModel
+        hf_posenc.verify(whole)
+    body = model.model
+    model.model = copy.deepcopy(body)  # as where a body is moved into another model
+    assert type(hf_posenc.unpatch(body)) is LlamaModel
+    body = whole.model
+    del whole
+    gc.collect()
+    assert type(hf_posenc.unpatch(body)) is LlamaModel
+
+
+@pytest.mark.parametrize("scheme", sorted(hf_posenc.schemes()))
+def test_patching_under_the_meta_device_gives_schemes_values(scheme: str) -> None:
+    ids, found = models.tokens("llama", 2, 12), []
+    for device in ("cpu", "meta"):
+        model = models.stock("llama")
+        torch.manual_seed(0)
+        with torch.device(device):
+            hf_posenc.patch(model, scheme)
+        found.append(models.logits(model, "llama", ids))
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::UserWarning")
+@pytest.mark.parametrize("scheme", ["rope", "fire"])
+def test_a_model_that_was_quantised_dynamically_is_patched(scheme: str) -> None:
+    ids = models.tokens("llama", 2, 12)
+    model = torch.ao.quantization.quantize_dynamic(models.stock("llama"), {nn.Linear}, dtype=torch.qint8)
+    before = models.logits(model, "llama", ids)
+    hf_posenc.verify(hf_posenc.patch(model, scheme, native="keep" if scheme == "fire" else "remove"))
+    torch.testing.assert_close(models.logits(model, "llama", ids), before, rtol=0, atol=0.5)
+    assert torch.equal(models.logits(hf_posenc.unpatch(model), "llama", ids), before)
+
+
+@decoders
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
+def test_prompt_tuning_is_that_of_the_stock_model(architecture: str) -> None:
+    ids = models.tokens(architecture, 2, 9)
+    mask = torch.ones_like(ids)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    found = []
+    for model in (models.stock(architecture), hf_posenc.patch(models.stock(architecture), EXACT[architecture])):
+        torch.manual_seed(0)
+        tuned = get_peft_model(model, config).eval()
+        with torch.no_grad():
+            found.append((tuned(ids).logits, tuned.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)))
+    torch.testing.assert_close(found[1][0], found[0][0], **models.SAME)
+    assert torch.equal(found[1][1], found[0][1])
 
 
 # -- threads -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,32 @@ def test_new_parameters_first(tmp_path: Path) -> None:
     assert moved[6] == {True, False}
     with pytest.raises(OptionError, match="from 0 to 1"):
         NewParametersFirst(2)
+
+
+def test_gradients_that_are_thrown_away_do_not_count_in_their_clipping(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "fire", native="keep")
+    own = {name: p.requires_grad for name, p in model.named_parameters() if not is_scheme_parameter(name)}
+
+    def norms(*callbacks: Any) -> list[float]:
+        run = trainer(copy.deepcopy(model), tmp_path, steps=4, callbacks=[*callbacks], rate=0.0)
+        run.args.logging_steps = 1
+        run.train()
+        return [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+
+    stages, whole = norms(NewParametersFirst(0.5)), norms()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in own)
+    alone = norms()
+    assert stages[:2] == pytest.approx(alone[:2], rel=1e-4)
+    assert stages[2:] == pytest.approx(whole[2:], rel=1e-4)
+    assert stages[0] < 0.9 * whole[0]
+
+
+def test_new_parameters_first_refuses_a_scheme_without_weights(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "alibi")
+    with pytest.raises(OptionError, match="the first stage would train nothing"):
+        trainer(model, tmp_path, callbacks=[NewParametersFirst(0.5)]).train()
+    trainer(model, tmp_path, steps=1, callbacks=[NewParametersFirst(0)]).train()
 
 
 @given(count=st.integers(2, 40), spare=st.integers(0, 300), chunks=st.integers(2, 6), seed=st.integers(0, 9))

@@ -23,6 +23,7 @@ class KERPLE(DistanceBias):
     `"log"`: `bias = -p log(1 + a |i - j|)`. `"power"`: `bias = -a |i - j|^p` (the two parameters change roles, as in the
     official code). Parameters below 0.01 (and exponents above 2) act as if they were at the bound, with the gradient
     passed through; the official code overwrites them in the forward pass, which recomputation and sharding do not survive.
+    So one that was trained far beyond its bound takes as many steps to come back, where the official one is back at once.
 
     Args:
         geometry: Shape of the layer.

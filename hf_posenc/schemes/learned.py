@@ -69,7 +69,9 @@ class Learned(Scheme):
                 f"Position {int(positions.max())} is beyond the learned table of {self.num_positions} positions. Use "
                 "shorter inputs, or patch with a larger num_positions."
             )
-        table: Tensor = self.wpe(positions.to(self.wpe.weight.device).long())
+        weight = self.wpe.weight
+        # accelerate brings a table that it has put away, and the positions, to where it runs.
+        table: Tensor = self.wpe((positions if weight.is_meta else positions.to(weight.device)).long())
         return inputs + table.to(inputs)
 
     def stock_equivalent(self) -> Nothing | PositionTable:
