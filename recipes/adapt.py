@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.integrations import is_tensorboard_available, is_trackio_available, is_wandb_available
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.annealing import Annealing
-from hf_posenc.recipes.collation import Collator, MixedLengths, PositionSkipping
+from hf_posenc.recipes.collation import Collator, PositionSkipping, content_generator, cut, draw_length
+from hf_posenc.recipes.consistency import warmup_steps
 from hf_posenc.recipes.distillation import Distilling, Teacher
 from hf_posenc.recipes.groups import parameter_groups
 from hf_posenc.recipes.handover import Handover
@@ -110,6 +112,7 @@ def adaptation_trainer(
         data_collator=collator(training, collate or default_data_collator),
         callbacks=[*own, *callbacks],
         scheme_learning_rate=training.scheme_learning_rate,
+        lengths=training.mixed_lengths or (),
         teacher=teacher,
         share=distillation.share,
         hidden=distillation.hidden,
@@ -117,6 +120,20 @@ def adaptation_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise unless what the trainer is to report to is installed; it looks only after everything was prepared.
+
+    Raises:
+        RecipeError: Something is not.
+    """
+    known = {"tensorboard": is_tensorboard_available, "trackio": is_trackio_available, "wandb": is_wandb_available}
+    for name in loggers:
+        if not known[name]():
+            raise RecipeError(
+                f"saving.loggers has {name!r}, which is not installed. Run pip install {name}, or leave it out."
+            )
 
 
 def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
@@ -134,7 +151,7 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
         weight_decay=training.weight_decay,
         adam_beta2=_ADAM_BETA2,
         lr_scheduler_type=training.schedule,
-        warmup_steps=round(training.warmup * training.steps),
+        warmup_steps=warmup_steps(training),
         max_grad_norm=training.max_grad_norm,
         bf16=training.precision == "bfloat16",
         fp16=training.precision == "float16",
@@ -198,9 +215,7 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
 
 
 def collator(training: Training, collate: Collator) -> Collator:
-    """Return what makes a batch, with the lengths and positions of a recipe."""
-    if training.mixed_lengths is not None:
-        collate = MixedLengths(training.mixed_lengths, seed=training.seed, collate=collate)
+    """Return what makes a batch, with the positions of a recipe; its lengths are those of a step, see `AdaptationTrainer`."""
     if training.skip_to is not None:
         collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
     return collate
@@ -225,13 +240,26 @@ class AdaptationTrainer(Distilling, _Uncached):
 
     Args:
         scheme_learning_rate: Peak, for the weights of the scheme.
+        lengths: One of these is drawn for each step, and the windows are cut into it; none leaves them whole.
         **kwargs: Of `Distilling` and of `Trainer`.
     """
 
-    def __init__(self, *, scheme_learning_rate: float, **kwargs: Any) -> None:
+    def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.optimizer: torch.optim.Optimizer | None
         self._scheme_learning_rate = scheme_learning_rate
+        self._lengths = lengths
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step, cut into windows of its length.
+
+        A collator would draw for each forward, and the same recipe in other micro batches or on other processes see other lengths.
+        """
+        if self._lengths:
+            draw = content_generator(torch.tensor(self.state.global_step), self.args.seed)
+            length = draw_length(self._lengths, draw)
+            epoch_iterator = (cut(batch, length) for batch in epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss, as `Distilling` does; a teacher that has faded is let go, for it is as large as the model."""

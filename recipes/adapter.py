@@ -12,8 +12,8 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_posenc.adapters import PosencLoraConfig
-from hf_posenc.errors import RecipeError
-from hf_posenc.patches.surgery import is_patched
+from hf_posenc.errors import RecipeError, suggest
+from hf_posenc.patches.surgery import OWN, SHARED, is_patched
 from hf_posenc.recipes.recipe import Adapter
 
 
@@ -70,6 +70,27 @@ def attach(model: Any, adapter: Adapter) -> Any:
         # The trainer decides on gradient checkpointing.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
     return get_peft_model(model, config(model, adapter))
+
+
+def check_targets(model: nn.Module, adapter: Adapter) -> None:
+    """Raise unless each of the targets of a recipe is there to get LoRA; PEFT looks only after everything was prepared.
+
+    Raises:
+        RecipeError: One is not.
+    """
+    # What PEFT puts LoRA into, without the schemes, whose weights are trained themselves.
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and not {OWN, SHARED} & {*name.split(".")}
+    ]
+    for target in adapter.targets or ():
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise RecipeError(
+                f"adapter.targets has {target!r}; expected the end of the name of a linear layer or an embedding, or null for "
+                f"what PEFT takes in this architecture. {suggest(target, known)}"
+            )
 
 
 def config(model: Any, adapter: Adapter) -> LoraConfig:

@@ -91,11 +91,24 @@ class MixedLengths:
         """Return the batch, every tensor `[B * n / length, length]`."""
         batch = self._collate(examples)
         draw = content_generator(batch["input_ids"], self.seed)
-        length = self.lengths[int(torch.randint(len(self.lengths), (1,), generator=draw))]
-        tokens = batch["input_ids"].shape[1]
-        if tokens % length:
-            raise ShapeError(f"Got windows of {tokens} tokens; expected a multiple of length {length}.")
-        return {name: tensor.reshape(-1, length) for name, tensor in batch.items()}
+        return cut(batch, draw_length(self.lengths, draw))
+
+
+def draw_length(lengths: Sequence[int], draw: torch.Generator) -> int:
+    """Return one of some lengths, each as likely."""
+    return lengths[int(torch.randint(len(lengths), (1,), generator=draw))]
+
+
+def cut(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Cut the windows of a batch into shorter ones: every tensor becomes `[B * n / length, length]`.
+
+    Raises:
+        ShapeError: The length does not divide the windows'.
+    """
+    tokens = batch["input_ids"].shape[1]
+    if tokens % length:
+        raise ShapeError(f"Got windows of {tokens} tokens; expected a multiple of length {length}.")
+    return {name: tensor.reshape(-1, length) for name, tensor in batch.items()}
 
 
 def content_generator(ids: Tensor, seed: int) -> torch.Generator:

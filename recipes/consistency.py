@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from hf_posenc.scheme import Scheme
 
 
+# The rate at which transformers' polynomial schedule ends; it takes no peak below.
+POLYNOMIAL_END = 1e-7
+
+
 def check(recipe: Recipe, where: str) -> None:
     """Raise if keys contradict each other, or one that was given would do nothing.
 
@@ -64,7 +68,13 @@ def _needs(recipe: Recipe) -> list[_Need]:
         _Need("conversion", ("handover",), conversion.native == "handover", "conversion.native: handover"),
         _Need("conversion", ("anneal",), _anneals(recipe), "anneal: true among conversion.options"),
         _Need("training", ("new_parameters_first",), has_scheme, "a scheme"),
-        _Need("data", ("config", "split", "column"), data.source != "builtin", "another data.source than builtin"),
+        _Need(
+            "data",
+            ("config", "split", "column", "held_out_share"),
+            data.source != "builtin",
+            "another data.source than builtin",
+        ),
+        _Need("data", ("held_out_share",), data.held_out is None, "data.held_out: null"),
         _Need(
             "distillation",
             ("until", "teacher"),
@@ -73,10 +83,11 @@ def _needs(recipe: Recipe) -> list[_Need]:
         ),
         _Need(
             "adapter",
-            ("rank", "alpha", "dropout", "targets", "four_bit"),
+            ("rank", "alpha", "dropout", "targets"),
             recipe.adapter.kind == "lora",
             "adapter.kind: lora",
         ),
+        _Need("adapter", ("four_bit",), recipe.adapter.kind != "none", "adapter.kind: lora or scheme"),
     ]
 
 
@@ -115,7 +126,28 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
             f"training.batch_size = {training.batch_size}."
         )
+    yield from _contradictions_of_schedule(training)
     yield from _contradictions_of_lengths(recipe)
+
+
+def _contradictions_of_schedule(training: Training) -> Iterator[str]:
+    if training.schedule != "polynomial":
+        return
+    if training.learning_rate <= POLYNOMIAL_END:
+        yield (
+            f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at {POLYNOMIAL_END}; expected "
+            "more than that. Give a larger rate, or another schedule."
+        )
+    if warmup_steps(training) == training.steps:
+        yield (
+            f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and training.schedule: polynomial "
+            "has none left to lower them. Give less warmup, or another schedule."
+        )
+
+
+def warmup_steps(training: Training) -> int:
+    """Return the steps over which the rates rise."""
+    return round(training.warmup * training.steps)
 
 
 def _contradictions_of_lengths(recipe: Recipe) -> Iterator[str]:

@@ -133,7 +133,7 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
     """Tokenise documents, each with the end-of-sequence token after it, until there are `most` tokens."""
     count = 0
     for batch in documents.iter(batch_size=_BATCH):
-        texts = [list(_parts(text)) for text in batch[sources.TEXT] if text]
+        texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text]
         parts = iter(_encode(tokenizer, [part for text in texts for part in text]))
         for text in texts:
             ids = list(itertools.chain.from_iterable(itertools.islice(parts, len(text))))
@@ -143,6 +143,16 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
                 return
     if not count:
         raise RecipeError("There is no text: all documents are empty.")
+
+
+def _checked(text: Any) -> str | None:
+    """Return a document, which may be none; a column can hold different things."""
+    if not isinstance(text, str | None):
+        raise RecipeError(
+            f"A row of the text holds the {type(text).__name__} {text!r:.60}; expected text, as in the first row. Correct it, or "
+            "name another data.column."
+        )
+    return text
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:

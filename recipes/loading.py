@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib.resources
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 
 from hf_posenc.errors import PosencError, RecipeError
 
 # The name of the model that comes with the package.
 TINY_LLAMA = "tiny-llama"
+
+
+def place(name: str) -> str:
+    """Return where a checkpoint is: the folder of the model that comes with the package; of any other, its name."""
+    return str(importlib.resources.files("hf_posenc") / "tiny_llama") if name == TINY_LLAMA else name
 
 
 def load(name: str, **options: Any) -> tuple[Any, Any]:
@@ -36,7 +42,7 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         return kind.from_pretrained(name, **options).eval(), AutoTokenizer.from_pretrained(name)
     except PosencError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
 
 

@@ -101,7 +101,7 @@ class Training:
         schedule: How the rates go down after that, by the names of transformers.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
         new_parameters_first: Share of the steps at the beginning in which the scheme's weights alone are trained.
-        mixed_lengths: Cut each batch into windows of one of these lengths, drawn at random; null is off.
+        mixed_lengths: Cut the batch of each step into windows of one of these lengths, drawn at random; null is off.
         skip_to: Train at the positions of texts of this length, by skipping some (PoSE); null is off.
         precision: Of the forward; the weights stay as loaded.
         gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
@@ -154,7 +154,7 @@ class Adapter:
         alpha: Of LoRA.
         dropout: Of LoRA.
         targets: Modules that get LoRA, by the end of their name; null is what PEFT knows for the architecture.
-        four_bit: Whether to load the model's own weights in 4 bits (QLoRA; needs bitsandbytes).
+        four_bit: Whether to load the model's own weights in 4 bits, under LoRA or the scheme alone (needs bitsandbytes).
     """
 
     kind: Literal["none", "lora", "scheme"] = "none"

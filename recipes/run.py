@@ -1,7 +1,7 @@
 """A run of a recipe, from the model as it was to the converted and adapted one, in one folder, whatever interrupts it.
 
 OUT/recipe.yaml          the whole recipe as run
-OUT/run.json             command, versions, machine, counts
+OUT/run.json             command, versions, machine, counts, and the recipe once more, to notice when it was changed
 OUT/measurements.json    what was measured so far
 OUT/checkpoints/         complete checkpoints to resume from
 OUT/logs/                of TensorBoard, if it is asked for
@@ -30,12 +30,12 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 
 from hf_posenc import record
-from hf_posenc.errors import RecipeError
+from hf_posenc.errors import CheckpointError, RecipeError
 from hf_posenc.patching import disabled, patch
 from hf_posenc.planning import Plan, plan
-from hf_posenc.recipes import consistency, display, report, saving
-from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer
-from hf_posenc.recipes.adapter import attach, quantization
+from hf_posenc.recipes import consistency, display, report, saving, schema
+from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
+from hf_posenc.recipes.adapter import attach, check_targets, keep_unpacked, quantization
 from hf_posenc.recipes.data import Prepared, load_data
 from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.fitting import fit
@@ -54,6 +54,8 @@ RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
     "model",
 )
 
+# The recipe in run.json.
+_KEPT = "recipe"
 # Windows of text that `fit` looks at.
 _FITTED = 16
 
@@ -110,6 +112,11 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
                     f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}."
                 )
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
+        # What would be noticed only when the trainer is made.
+        check_loggers(recipe.saving.loggers)
+        divide_batch(recipe.training, together.num_processes)
+        if together.is_main_process:
+            saving.check_writable(folder)
         return _Run(recipe, folder, console, command, measurements, lock).complete()
     finally:
         lock.release()
@@ -119,12 +126,20 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
     """Go on with a run that was stopped.
 
     Raises:
-        RecipeError: The folder holds no run.
+        RecipeError: The folder holds no run, or its recipe was changed since the run began.
+        CheckpointError: What the run left is damaged.
         PosencError: As from `train`.
     """
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
-    return train(Recipe.read(folder / RECIPE), folder, console=console, command=_record(folder).get("command", ""))
+    recipe = Recipe.read(folder / RECIPE)
+    changes = [f"{key} was {before!r} and is {now!r}" for key, before, now in _changes(folder, recipe)]
+    if changes:
+        raise RecipeError(
+            f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or train the "
+            f"changed recipe in a folder of its own: hf-posenc train {folder / RECIPE} --out FOLDER"
+        )
+    return train(recipe, folder, console=console, command=_record(folder).get("command", ""))
 
 
 def is_finished(folder: Path) -> bool:
@@ -156,6 +171,7 @@ class _Run:
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
         _check_unconverted(recipe, model)
+        check_targets(model, recipe.adapter)
         length, own_length = _lengths(recipe, model)
         data = load_data(
             recipe.data,
@@ -227,7 +243,11 @@ class _Run:
         options = (
             {"dtype": torch.float32} if adapter.kind == "none" else {"quantization_config": packed} if packed else {}
         )
-        return load(self.recipe.model, **options)
+        model, tokenizer = load(self.recipe.model, **options)
+        if packed is not None:
+            # What `fit` computes comes before the adapter.
+            keep_unpacked(model)
+        return model, tokenizer
 
     def _convert(self, model: Any, data: Prepared) -> None:
         conversion = self.recipe.conversion
@@ -259,7 +279,8 @@ class _Run:
             "cpus": os.cpu_count(),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        return {**dataclasses.asdict(facts), "starts": [*_record(self.folder).get("starts", []), start]}
+        starts = [*_record(self.folder).get("starts", []), start]
+        return {**dataclasses.asdict(facts), "starts": starts, _KEPT: dataclasses.asdict(self.recipe)}
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: display.Facts, pace: Any) -> None:
         """Write the final model, its tokenizer and its card; all at once for whoever looks."""
@@ -304,11 +325,10 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     if not folder.parent.is_dir():
         raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
     if _has_begun(folder):
-        there = Recipe.read(folder / RECIPE)
-        differences = _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
-        if differences:
+        changes = [f"{key} is {there!r} there and {here!r} here" for key, there, here in _changes(folder, recipe)]
+        if changes:
             raise RecipeError(
-                f"{folder} holds a run of another recipe: {'; '.join(differences)}. Choose another folder, or resume that run."
+                f"{folder} holds a run of another recipe: {'; '.join(changes)}. Choose another folder, or resume that run."
             )
     elif (
         folder.is_dir()
@@ -328,21 +348,40 @@ def _has_begun(folder: Path) -> bool:
     return (folder / RECIPE).is_file() and made
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "") -> list[str]:
-    """Return the keys at which two recipes differ, with both values."""
+def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return the keys at which a recipe differs from the one that the run in a folder began with, with both values."""
+    if not _has_begun(folder):
+        return []
+    kept = _record(folder).get(_KEPT)
+    # Runs of earlier versions kept their recipe in its file alone.
+    there = Recipe.read(folder / RECIPE) if kept is None else schema.build(Recipe, kept, where=str(folder / RUN))
+    return _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "") -> list[tuple[str, Any, Any]]:
     found = []
     for key, value in here.items():
         if isinstance(value, dict) and isinstance(there[key], dict) and not section:
             found += _differences(there[key], value, f"{key}.")
         elif value != there.get(key):
-            found.append(f"{section}{key} is {there.get(key)!r} there and {value!r} here")
+            found.append((f"{section}{key}", there.get(key), value))
     return found
 
 
 def _record(folder: Path) -> dict[str, Any]:
     """Return what run.json holds."""
     path = folder / RUN
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
+            raise ValueError("no record of a run")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it records of "
+            "the run so far is lost, and nothing else."
+        ) from error
     return found
 
 

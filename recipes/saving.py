@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def publish(unfinished: Path, final: Path) -> None:
         _sync(path)
     os.replace(unfinished, final)
     _sync(final.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise unless a folder, which need not be there yet, can be written.
+
+    Raises:
+        RecipeError: It cannot.
+    """
+    try:
+        # Only trying tells: what is allowed and what a file system does are two things.
+        tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder if folder.is_dir() else folder.parent).cleanup()
+    except OSError as error:
+        raise RecipeError(
+            f"{folder} cannot be written: {error.strerror or error}. Choose another folder, or make this one writable."
+        ) from error
 
 
 class Lock:

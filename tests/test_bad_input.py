@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -237,6 +237,13 @@ def own_forward(choose: Callable[[Any], nn.Module]) -> Callable[[], Any]:
         return model
 
     return made
+
+
+def config_of_a_patched_one() -> Any:
+    model = llama()
+    other = LlamaForCausalLM(model.config)
+    hf_posenc.patch(other.model, "fire")
+    return model
 
 
 def missing_projection() -> Any:
@@ -724,6 +731,43 @@ def cases() -> list[Case]:
             WrappedModelError,
             ("PEFT adapters",),
         ),
+        # The inside of a model alone.
+        Case(
+            "unpatch(<alibi llama>.model)",
+            alibi,
+            lambda m, f: hf_posenc.unpatch(m.model),
+            ArchitectureError,
+            ("the LlamaModel inside of a patched LlamaForCausalLM", "Pass the whole model", "copy.deepcopy"),
+        ),
+        Case(
+            "patch(<copy of an alibi llama>.model, 'fire')",
+            lambda: copy.deepcopy(alibi()),
+            lambda m, f: hf_posenc.patch(m.model, "fire"),
+            ArchitectureError,
+            ("the LlamaModel inside of a patched LlamaForCausalLM",),
+        ),
+        Case(
+            "set_strength(<alibi t5, native kept>.decoder)",
+            patched(t5, "alibi", native="keep"),
+            lambda m, f: hf_posenc.set_strength(m.decoder),
+            ArchitectureError,
+            ("a T5Stack", "Pass the whole model"),
+        ),
+        Case(
+            "patch(<t5>.encoder, 'alibi')",
+            t5,
+            lambda m, f: hf_posenc.patch(m.encoder, "alibi"),
+            ArchitectureError,
+            ("a T5Stack", "stacks="),
+        ),
+        patching(
+            config_of_a_patched_one,
+            "alibi",
+            ArchitectureError,
+            "names schemes for 3 layers, and 0 have one",
+            "copy.deepcopy(config)",
+            of="llama, made from the config of one whose inside was patched",
+        ),
         # Models that were altered.
         patching(
             replaced_attention, "alibi", ArchitectureError, "Layer 1 of the decoder", "FusedAttention", "patch it first"
@@ -969,6 +1013,22 @@ def cases() -> list[Case]:
             "Position 8 is beyond the learned table of 8",
             "larger num_positions",
         ),
+        calling(
+            "<alibi gpt2, native kept>(65 tokens)",
+            patched(gpt2, "alibi", native="keep"),
+            lambda m: m(torch.zeros(1, 65, dtype=torch.long)),
+            PositionError,
+            "Position 64 is beyond the model's own table of 64 positions",
+            "native='remove'",
+        ),
+        calling(
+            "explain(<alibi gpt2, native kept>)",
+            patched(gpt2, "alibi", native="keep"),
+            hf_posenc.explain,
+            PositionError,
+            "length=256 and one more token",
+            "pass a smaller length",
+        ),
         # Caches.
         Case(
             "<alibi llama>(sliding cache)",
@@ -1011,6 +1071,15 @@ def cases() -> list[Case]:
             with_cache(filled_cache),
             CacheError,
             ("holds 7 tokens without their positions", "Start with an empty cache"),
+        ),
+        calling(
+            "get_peft_model(<alibi llama>, PrefixTuningConfig(num_virtual_tokens=2))(ids)",
+            alibi,
+            prefix_tuning,
+            CacheError,
+            "holds 2 tokens",
+            "PEFT's prefix tuning",
+            "use prompt tuning",
         ),
         # Calls on what is not there.
         calling(
@@ -1194,6 +1263,15 @@ def forward_with_flex(model: Any) -> None:
         model(IDS)
     finally:
         model.config._attn_implementation = "sdpa"
+
+
+def prefix_tuning(model: Any) -> None:
+    frozen = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    try:
+        get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))(IDS)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def enter_disabled(model: Any) -> None:

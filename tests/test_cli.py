@@ -134,6 +134,15 @@ def test_selections_of_layers(text: str, expected: str, checkpoints: dict[str, P
     assert expected in run("plan", checkpoints["llama"], "alibi", "--layers", text).stdout
 
 
+def test_the_model_that_comes_along_has_a_name(tmp_path: Path) -> None:
+    assert run("plan", "tiny-llama", "alibi").stdout == run("plan", TINY_LLAMA, "alibi").stdout
+    assert run("convert", "tiny-llama", "alibi", tmp_path / "out").exit_code == 0
+    assert run("verify", tmp_path / "out").stdout.startswith("active: alibi on 4 layers")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    drawn = run("plot", "tiny-llama", "--what", "frequencies", "--out", tmp_path / "pictures")
+    assert drawn.exit_code == 0, drawn.stderr
+
+
 def test_native_and_stacks_reach_the_plan(checkpoints: dict[str, Path]) -> None:
     result = run("plan", checkpoints["t5"], "fire", "--native", "keep", "--stacks", "decoder")
     assert "exact with native kept" in result.stdout
@@ -352,6 +361,26 @@ def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert run("verify", out / "model").stdout.startswith("active: kerple")
     again = run("resume", out)
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
+
+
+def test_a_mistake_is_said_once_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    typed = ["train", "llama-kerple", *SMALL, "training.batch_size=3", "--out", tmp_path / "out", "--launch", "ddp"]
+    done = run_process(*(part for part in typed if part != "training.batch_size=2"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("hf-posenc: training.batch_size is 3, which 2 processes cannot share.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_process_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    program = (
+        "from hf_posenc.cli import app, processes\n"
+        "processes._PROGRAM = \"import os, time; time.sleep(60 * int(os.environ['RANK'])); os.kill(os.getpid(), 9)\"\n"
+        "app(['resume', 'run', '--launch', 'ddp'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "hf-posenc: process 0 was ended by SIGKILL.\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -298,7 +298,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     found = CliRunner().invoke(cli.app, typed)
     assert found.exit_code == 1, found.output
     assert "broken failed" in found.output
-    assert "modules" in found.output
+    assert "adapter.targets has 'nowhere'" in found.output
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
     page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
@@ -346,3 +346,13 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "no directory" in refused.output
     assert not (tmp_path / "out").exists()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "comparison.json").write_text('{"model": "ti', encoding="utf-8")
+    for folder, words in (
+        (tmp_path / "damaged", "cannot be read (JSONDecodeError"),
+        ("/proc/out", "cannot be written"),
+    ):
+        refused = CliRunner().invoke(cli.app, ["compare", "tiny-llama", "--out", str(folder)])
+        assert refused.exit_code == 1
+        assert words in refused.stderr
+        assert refused.stderr.count("\n") == 1

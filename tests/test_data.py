@@ -63,7 +63,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def write(path: Path, documents: list[str], column: str = "text") -> Path:
+def write(path: Path, documents: list[Any], column: str = "text") -> Path:
     """Write documents to a file of the kind that its name says."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind == ".parquet":
@@ -204,6 +204,12 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
         ({"source": "spaces.jsonl"}, "all documents are empty"),
         ({"source": "nulls.jsonl"}, "holds NoneType"),
+        ({"source": "other.jsonl"}, "has no column 'text'; name the text in data.column. It has: body."),
+        ({"source": "numbers.parquet"}, "column 'text' holds int; expected text"),
+        ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),
+        ({"source": "list.jsonl"}, r"A row of the text holds the list \['a'\]; expected text"),
+        ({"source": "a.jsonl", "held_out": "number.jsonl"}, "A row of the text holds the int 5"),
+        ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
         ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
         ({"source": "mixed"}, "files of 2 kinds, json and text"),
         ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),
@@ -227,6 +233,11 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Pat
     (tmp_path / "blank.jsonl").write_text("\n", encoding="utf-8")
     (tmp_path / "spaces.jsonl").write_text('{"text": ""}\n' * 3, encoding="utf-8")
     (tmp_path / "nulls.jsonl").write_text('{"text": null}\n', encoding="utf-8")
+    write(tmp_path / "other.jsonl", DOCUMENTS, "body")
+    write(tmp_path / "numbers.parquet", [1, 2, 3])
+    for name, other in (("number", 5), ("list", ["a"])):
+        rows = "\n".join(json.dumps({"text": document}) for document in [*DOCUMENTS, other])
+        (tmp_path / f"{name}.jsonl").write_text(rows, encoding="utf-8")
     (tmp_path / "words.txt").write_text("Two words.", encoding="utf-8")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
     for folder in ("mixed", "none"):

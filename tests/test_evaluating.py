@@ -622,6 +622,41 @@ def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> N
     assert adapter.tokenizer().get_vocab() == plain.tokenizer().get_vocab()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("command", ["eval", "plot"])
+def test_damaged_adapters_and_weights_are_one_error(command: str, tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    good, stock_model = tmp_path / "good", tmp_path / "stock"
+    adapted = get_peft_model(
+        hf_posenc.patch(stock("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
+    )
+    adapted.peft_config["default"].base_model_name_or_path = str(DIRECTORIES["llama"])
+    adapted.save_pretrained(good)
+    shutil.copytree(DIRECTORIES["llama"], stock_model)
+    for number, (source, name, size, message) in enumerate(
+        (
+            (good, "adapter_model.safetensors", 500, "cannot be loaded (SafetensorError: "),
+            (good, "adapter_model.safetensors", -100, "cannot be loaded (SafetensorError: "),
+            (good, "adapter_config.json", 40, "cannot be loaded (JSONDecodeError: "),
+            (good, "adapter_config.json", 0, "cannot be loaded (JSONDecodeError: "),
+            (stock_model, "model.safetensors", 500, "header"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:size])
+        result = CliRunner().invoke(cli.app, [command, str(folder), "--out", str(tmp_path / "out")])
+        assert result.exit_code == 1
+        # PEFT warns between.
+        line = result.stderr.splitlines()[-1]
+        assert line.startswith("hf-posenc: The ")
+        assert str(folder) in line
+        assert message in line
+        assert not (tmp_path / "out").exists()
+
+
 def test_ordinary_tokens_are_ranked_and_none_is_special() -> None:
     assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from models import logits, loss, tokens
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
+from hf_posenc.recipes import run
 from hf_posenc.recipes.adapter import attach, keep_unpacked, quantization
 from hf_posenc.recipes.distillation import Teacher
-from hf_posenc.recipes.recipe import Adapter
+from hf_posenc.recipes.recipe import Adapter, Recipe
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,6 +104,20 @@ def test_qlora(scheme: str, adapter: Adapter, folder: Path, tmp_path: Path) -> N
     assert type(merged).__name__ == "PosencLlamaForCausalLM"
     # Rounding to 4 bits again; where nothing is added to them, they stay as they were.
     assert (logits(merged, "llama", ids) - after).abs().max() <= (0.3 if adapter is LORA else 0)
+
+
+@pytest.mark.parametrize("kind", ["lora", "scheme"])
+def test_a_recipe_trains_over_four_bits(kind: str, tmp_path: Path) -> None:
+    changes = [
+        "training.steps=2",
+        "training.batch_size=2",
+        "training.length=32",
+        "data.limit=50",
+        "distillation.share=0.5",
+    ]
+    changes += ["evaluation.windows=2", "evaluation.contexts=[64]", "adapter.four_bit=true", f"adapter.kind={kind}"]
+    outcome = run.train(Recipe.read("llama-kerple", changes), tmp_path / "out")
+    assert AutoPeftModelForCausalLM.from_pretrained(outcome.model).peft_config
 
 
 # Schemes with linear layers of their own, and with matrices.

@@ -12,14 +12,17 @@ from typing import Any
 
 import models
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 import hf_posenc
 from hf_posenc import RecipeError
 from hf_posenc.recipes import library, plain_yaml, schema
-from hf_posenc.recipes.recipe import Conversion, Recipe, Training
+from hf_posenc.recipes.consistency import warmup_steps
+from hf_posenc.recipes.recipe import Conversion, Recipe, Schedule, Training
 
 PLAIN = "model: tiny-llama\nconversion:\n  scheme: fire\n"
 
@@ -134,8 +137,6 @@ def test_words_are_words(word: str, tmp_path: Path) -> None:
 
 
 def test_reading_draws_no_random_numbers(tmp_path: Path) -> None:
-    import torch
-
     before = torch.get_rng_state()
     read(tmp_path, PLAIN)
     assert torch.equal(torch.get_rng_state(), before)
@@ -302,12 +303,36 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
     "until without distillation": ("", ["distillation.until=0.5"], ["without distillation.share"]),
     "rank without LoRA": ("", ["adapter.rank=4"], ["adapter.rank is 4", "without adapter.kind: lora"]),
-    "four bits without LoRA": ("", ["adapter.four_bit=true"], ["without adapter.kind: lora"]),
-    "four bits, scheme alone": ("", ["adapter.kind=scheme", "adapter.four_bit=true"], ["without adapter.kind: lora"]),
+    "rank, scheme alone": (
+        "",
+        ["adapter.kind=scheme", "adapter.rank=4"],
+        ["adapter.rank is 4", "without adapter.kind: lora"],
+    ),
+    "four bits of all weights": ("", ["adapter.four_bit=true"], ["without adapter.kind: lora or scheme"]),
     "split of the built-in text": ("", ["data.split=test"], ["another data.source than builtin"]),
+    "share of the built-in text": (
+        "",
+        ["data.held_out_share=0.2"],
+        ["held_out_share is 0.2", "another data.source than builtin"],
+    ),
+    "share beside a split": (
+        "",
+        ["data.source=c4", "data.held_out=validation", "data.held_out_share=0.2"],
+        ["held_out_share is 0.2", "without data.held_out: null"],
+    ),
     # Keys that contradict each other.
     "streaming the built-in text": ("", ["data.streaming=true"], ["the builtin text is there at once"]),
     "streaming without held-out text": ("", ["data.streaming=true", "data.source=c4"], ["Give data.held_out"]),
+    "polynomial from nothing": (
+        "",
+        ["training.schedule=polynomial", "training.learning_rate=0"],
+        ["learning_rate is 0.0", "ends at 1e-07", "another schedule"],
+    ),
+    "polynomial without steps": (
+        "",
+        ["training.schedule=polynomial", "training.steps=4", "training.warmup=0.9"],
+        ["warmup is 0.9", "all of the 4 steps"],
+    ),
     "micro batches": ("", ["training.micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
     "mixed lengths": (
         "",
@@ -349,6 +374,27 @@ def test_wrong_recipe_is_one_error(case: str, tmp_path: Path) -> None:
         assert part in message
     assert "\n" not in message
     assert message.endswith((".", "?"))
+
+
+def test_the_scheme_alone_is_trained_over_four_bits(tmp_path: Path) -> None:
+    assert read(tmp_path, PLAIN, "adapter.kind=scheme", "adapter.four_bit=true").adapter.four_bit
+
+
+@pytest.mark.parametrize("schedule", typing.get_args(Schedule))
+@pytest.mark.parametrize(
+    "overrides", [["learning_rate=0"], ["learning_rate=1e-7"], ["learning_rate=2e-7"], ["warmup=1"]]
+)
+def test_a_schedule_runs_or_is_refused(schedule: str, overrides: list[str], tmp_path: Path) -> None:
+    given = [f"training.{key}" for key in ("steps=4", f"schedule={schedule}", *overrides)]
+    try:
+        training = read(tmp_path, PLAIN, *given).training
+    except RecipeError:
+        return
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    rates = get_scheduler(schedule, optimizer, num_warmup_steps=warmup_steps(training), num_training_steps=4)
+    for _ in range(4):
+        optimizer.step()
+        rates.step()
 
 
 def test_there_is_no_such_recipe(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc import RecipeError
-from hf_posenc.recipes import run, saving
+from hf_posenc import CheckpointError, RecipeError
+from hf_posenc.recipes import adapt, run, saving
 from hf_posenc.recipes.adapt import divide_batch, whole_batches
 from hf_posenc.recipes.recipe import Recipe, Training
 
@@ -120,6 +120,120 @@ def test_a_finished_run_is_left_alone(read: Any, tmp_path: Path) -> None:
     assert resumed.already
     assert "finished" in (tmp_path / "screen").read_text(encoding="utf-8")
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_a_recipe_that_was_changed_since_is_not_resumed(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, recipe = tmp_path / "out", read()
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(recipe, out)
+    path = out / run.RECIPE
+    path.write_text(recipe.text().replace("learning_rate: 0.001", "learning_rate: 0.002"), encoding="utf-8")
+    with pytest.raises(
+        RecipeError,
+        match=r"recipe\.yaml was changed since the run began: training\.learning_rate was 0\.001 and is 0\.002\.",
+    ):
+        run.resume(out)
+    # One that is cut short is YAML still.
+    path.write_text(recipe.text().partition("evaluation:")[0], encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"evaluation\.contexts was \[64\] and is None"):
+        run.resume(out)
+    # The recipe itself goes on, and is put back.
+    assert run.train(recipe, out).model.is_dir()
+    assert Recipe.read(path) == recipe
+
+
+def test_a_run_of_an_earlier_version_is_resumed(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(read(), out)
+    record = json.loads((out / run.RUN).read_text(encoding="utf-8"))
+    del record["recipe"]
+    (out / run.RUN).write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"training\.steps is 6 there and 7 here"):
+        run.train(read("training.steps=7"), out)
+    assert run.resume(out).model.is_dir()
+
+
+@pytest.mark.parametrize("content", ['{"command": "hf-po', "[]", '{"starts": 5}', b"\xff"])
+def test_a_damaged_record_is_an_error(
+    content: str | bytes, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, recipe = tmp_path / "out", read()
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(recipe, out)
+    (out / run.RUN).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for call in (lambda: run.resume(out), lambda: run.train(recipe, out)):
+        with pytest.raises(CheckpointError, match=r"run\.json cannot be read .*\. Remove the file to go on without it"):
+            call()
+    (out / run.RUN).unlink()
+    assert run.resume(out).model.is_dir()
+
+
+@pytest.mark.parametrize("content", ["model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"])
+def test_a_damaged_recipe_of_a_run_is_an_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / run.RECIPE).write_text(content, encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+        run.resume(tmp_path)
+
+
+class Loaded(Exception):
+    """Raised where a model would be loaded."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("saving.loggers=[wandb]", "loggers has 'wandb', which is not installed. Run pip install wandb"),
+        ("saving.loggers=[tensorboard]", "Run pip install tensorboard"),
+        ("saving.loggers=[trackio]", "Run pip install trackio"),
+        ("training.batch_size=3", "batch_size is 3, which 2 processes cannot share"),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
+    change: str, message: str, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loading(*args: Any, **kwargs: Any) -> None:
+        raise Loaded
+
+    monkeypatch.setattr(run, "load", loading)
+    for name in ("tensorboard", "trackio", "wandb"):
+        monkeypatch.setattr(adapt, f"is_{name}_available", lambda: False)
+    monkeypatch.setattr(run.processes(), "num_processes", 2)
+    with pytest.raises(RecipeError, match=message):
+        run.train(read(change), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_is_noticed_first(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loading(*args: Any, **kwargs: Any) -> None:
+        raise Loaded
+
+    monkeypatch.setattr(run, "load", loading)
+    for out in (Path("/proc/out"), Path("/proc/self")):
+        with pytest.raises(RecipeError, match=r"^/proc/\w+ (cannot be written|exists, and holds no run)"):
+            run.train(read(), out)
+
+
+@pytest.mark.parametrize("scheme", ["fire", "null"])
+def test_targets_that_are_not_there_are_named(scheme: str, read: Any, tmp_path: Path) -> None:
+    given = [
+        "adapter.kind=lora",
+        "adapter.targets=[q_proj, v_porj]",
+        f"conversion.scheme={scheme}",
+        "conversion.options={}",
+    ]
+    with pytest.raises(RecipeError, match=r"targets has 'v_porj'; .* Did you mean 'v_proj'\? Known: down_proj, "):
+        run.train(read(*given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # A module that is no layer of its own gets no LoRA either.
+    with pytest.raises(RecipeError, match="targets has 'mlp'"):
+        run.train(read("adapter.kind=lora", "adapter.targets=[mlp]"), tmp_path / "out")
 
 
 def test_another_recipe_is_refused(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +353,11 @@ def test_an_adapter_is_saved_as_one(read: Any, tmp_path: Path) -> None:
     assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
 
 
-def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", ["null", "[8,16,32]"])
+def test_micro_batches_change_nothing(lengths: str, read: Any, tmp_path: Path) -> None:
+    shared = ("training.steps=3", "distillation.share=0.5", f"training.mixed_lengths={lengths}")
     losses = [
-        run.train(
-            read("training.steps=3", "distillation.share=0.5", f"training.micro_batch_size={size}"),
-            tmp_path / str(size),
-        ).loss
-        for size in (1, 4)
+        run.train(read(*shared, f"training.micro_batch_size={size}"), tmp_path / str(size)).loss for size in (1, 4)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_posenc import __version__
+from hf_posenc.cli import processes
 from hf_posenc.errors import PosencError
 
 
@@ -25,7 +26,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:
-            typer.echo(f"hf-posenc: {one_line(error)}", err=True)
+            if processes.is_first_to_fail():
+                typer.echo(f"hf-posenc: {one_line(error)}", err=True)
             raise typer.Exit(1) from error
 
 

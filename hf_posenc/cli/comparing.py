@@ -49,11 +49,10 @@ def compare(
     from rich.console import Console
 
     from hf_posenc.comparison.running import compare as run
-    from hf_posenc.recipes.loading import TINY_LLAMA
+    from hf_posenc.recipes.loading import place
 
-    if model != TINY_LLAMA:
-        # One line on what is not there, before anything is read.
-        load_config(model)
+    # One line on what is not there, before anything is read.
+    load_config(place(model))
     try:
         found = run(
             model,

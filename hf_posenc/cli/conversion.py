@@ -18,7 +18,9 @@ from hf_posenc.errors import CheckpointError, LayerSelectionError, OptionError
 if TYPE_CHECKING:
     from hf_posenc.selection import Layers
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local directory, or a name on the hub.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama", which comes along.')
+]
 SchemeName = Annotated[str, typer.Argument(metavar="SCHEME", help="See `hf-posenc schemes`.")]
 NativeSetting = Annotated[Literal["remove", "keep"], typer.Option(help="What becomes of the model's own encoding.")]
 LayerChoice = Annotated[
@@ -76,10 +78,11 @@ def plan(
 ) -> None:
     """Say what a conversion would do. Only the model's config is read."""
     from hf_posenc import planning
+    from hf_posenc.recipes.loading import place
 
     quiet()
     options = _scheme_options(scheme, option)
-    config = load_config(model)
+    config = load_config(place(model))
     typer.echo(
         str(planning.plan(config, scheme, native=native, layers=_layers(layers), stacks=_stacks(stacks), **options))
     )
@@ -100,8 +103,10 @@ def convert(
 ) -> None:
     """Convert a checkpoint and save it. It usually has to be adapted after that: the plan says so."""
     from hf_posenc import patching, planning
+    from hf_posenc.recipes.loading import place
 
     quiet()
+    model = place(model)
     options = _scheme_options(scheme, option)
     selection: dict[str, Any] = {"native": native, "layers": _layers(layers), "stacks": _stacks(stacks), **options}
     with whole_directory(out) as folder:

@@ -10,7 +10,7 @@ import typer
 from hf_posenc.cli.application import app, quiet
 from hf_posenc.cli.checkpoints import load_config, load_model
 from hf_posenc.cli.directories import listing, whole_directory
-from hf_posenc.errors import CheckpointError, OptionError
+from hf_posenc.errors import OptionError
 
 # Of an adapter, and of what a training run puts its result in.
 _ADAPTER, _RUN, _MODEL = "adapter_config.json", "recipe.yaml", "model"
@@ -20,7 +20,10 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 @app.command()
 def plot(
     directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A checkpoint, converted or not; an adapter; or the folder of a run.")
+        str,
+        typer.Argument(
+            metavar="DIR", help='A checkpoint, converted or not, or "tiny-llama"; an adapter; or the folder of a run.'
+        ),
     ],
     what: Annotated[
         list[str] | None,
@@ -74,20 +77,19 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with the adapter merged if it holds one, and its tokenizer if there is one."""
+    from hf_posenc.recipes.loading import place
+
+    directory = place(directory)
     run = Path(directory, _MODEL)
     if Path(directory, _RUN).is_file() and run.is_dir():
         directory = str(run)
     if not Path(directory, _ADAPTER).is_file():
         return load_model(directory, load_config(directory), "auto"), _tokenizer(directory)
-    from peft import PeftConfig, PeftModel
+    from hf_posenc import adapters
 
-    try:
-        base = PeftConfig.from_pretrained(directory).base_model_name_or_path
-        plain = load_model(str(base), load_config(str(base)), "auto")
-        model = PeftModel.from_pretrained(plain, directory).merge_and_unload()
-    except (OSError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"The adapter in {directory} cannot be loaded: {error}") from error
-    return model, _tokenizer(directory) or _tokenizer(str(base))
+    base = adapters.base_of(directory)
+    model = adapters.merged(load_model(base, load_config(base), "auto"), directory)
+    return model, _tokenizer(directory) or _tokenizer(base)
 
 
 def _tokenizer(directory: str) -> Any:

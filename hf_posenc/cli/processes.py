@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # In the processes that are started, what the user typed.
 _COMMAND = "HF_POSENC_COMMAND"
+# Likewise: a file that the first of them to fail makes.
+_FAILED = "HF_POSENC_FAILED"
 _PROGRAM = "from hf_posenc.cli import app; app()"
 
 
@@ -39,7 +42,7 @@ def launch(config: str, count: int | None, arguments: Sequence[str], *, command:
     given = [] if count is None else ["--num_processes", str(count)]
     launcher = [
         "-m",
-        "accelerate.commands.launch",
+        "hf_posenc.cli.launcher",
         "--quiet",
         "--config_file",
         str(library.find_config(config)),
@@ -49,7 +52,12 @@ def launch(config: str, count: int | None, arguments: Sequence[str], *, command:
     sys.stdout.flush()
     # In a session of their own, so that all of them can be stopped together, however they were started.
     with (
-        subprocess.Popen(line, env=os.environ | {_COMMAND: command}, start_new_session=True) as process,
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            line,
+            env=os.environ | {_COMMAND: command, _FAILED: os.path.join(folder, "failed")},
+            start_new_session=True,
+        ) as process,
         _handled(lambda number, frame: os.killpg(process.pid, signal.SIGTERM)),
     ):
         status = process.wait()
@@ -67,6 +75,20 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_first_to_fail() -> bool:
+    """Whether this process is to say what went wrong: of those that `launch` started, the first; they make the same mistake."""
+    place = os.environ.get(_FAILED)
+    if place is None:
+        return True
+    try:
+        os.close(os.open(place, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # Better twice than not at all.
+    return True
+
+
 @contextlib.contextmanager
 def resumable(folder: Path, console: Console) -> Iterator[None]:
     """Say how to go on with a run when a signal stops it: Ctrl-C, or the end of a job."""
@@ -76,7 +98,8 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
         # print: it may be what was interrupted. Nothing has to be tidied: a run can be killed at any moment.
         if console.is_terminal:
             os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
-        if is_main():
+        # Where another process failed, this one is stopped for that, which was said.
+        if is_main() and not os.path.exists(os.environ.get(_FAILED, "")):
             os.write(2, f"hf-posenc: {_how_to_go_on(folder)}\n".encode())
         os._exit(128 + number)
 

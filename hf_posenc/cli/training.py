@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import sys
 from collections.abc import Callable
@@ -205,8 +204,7 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc import planning
     from hf_posenc.recipes import loading
 
-    shipped = str(importlib.resources.files("hf_posenc") / "tiny_llama")
-    config = load_config(shipped if recipe.model == loading.TINY_LLAMA else recipe.model)
+    config = load_config(loading.place(recipe.model))
     conversion, training = recipe.conversion, recipe.training
     lines = [f"{'model:':<20} {recipe.model}"]
     if conversion.scheme is not None:

@@ -22,12 +22,12 @@ from hf_posenc.comparison.examining import PICTURE, Examiner
 from hf_posenc.comparison.findings import Findings
 from hf_posenc.comparison.verdict import Verdict, judge
 from hf_posenc.directories import OutputError
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import CheckpointError, OptionError
 from hf_posenc.recipes import run
 from hf_posenc.recipes.data import load_data
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.saving import write_text
+from hf_posenc.recipes.saving import check_writable, write_text
 
 REQUEST, RUNS = "comparison.json", "runs"
 _PACKAGES = ("torch", "transformers")
@@ -83,6 +83,7 @@ def compare(
         RecipeError: There is no recipe for a scheme, or the native model cannot be trained.
         UnknownSchemeError: There is no such scheme.
         OutputError: The folder holds something else.
+        CheckpointError: What says what the folder holds is damaged.
     """
     folder = Path(folder)
     if processes().num_processes > 1:
@@ -143,7 +144,13 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     """Raise unless a folder is new, empty, or of the same comparison."""
     path = folder / REQUEST
     if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            there = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). Restore it, or "
+                "choose another folder."
+            ) from error
         differences = [
             f"{key} is {there.get(key)!r} there and {value!r} here"
             for key, value in asked.items()
@@ -156,6 +163,7 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
         raise OutputError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} exists, and holds no comparison. Choose another folder, or empty this one.")
+    check_writable(folder)
 
 
 def _claim(folder: Path, asked: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_posenc import registry
+from hf_posenc import adapters, registry
 from hf_posenc.errors import OptionError
 from hf_posenc.patching import patch
 from hf_posenc.recipes import loading
@@ -39,12 +38,7 @@ class Subject:
         """Where the weights are that an adapter goes onto; of any other model, its source."""
         if not Path(self.source, _ADAPTER).is_file():
             return self.source
-        from peft import PeftConfig
-
-        # Its own type of adapter has to be known.
-        import hf_posenc.adapters  # noqa: F401
-
-        return str(PeftConfig.from_pretrained(self.source).base_model_name_or_path)
+        return adapters.base_of(self.source)
 
     def config(self) -> Any:
         """Return the config of the model."""
@@ -60,9 +54,7 @@ class Subject:
         torch.manual_seed(seed)
         model, _ = loading.load(self.base)
         if self.base != self.source:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, self.source).merge_and_unload()
+            model = adapters.merged(model, self.source)
         if self.scheme is not None:
             patch(model, self.scheme)
         return model.to(device).eval()
@@ -98,8 +90,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 def _model(source: str) -> str:
     """Return the folder of the model that comes with the package, or that in the folder of a run; others as they are."""
-    if source == loading.TINY_LLAMA:
-        return str(importlib.resources.files("hf_posenc") / "tiny_llama")
+    source = loading.place(source)
     return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"
 
 
