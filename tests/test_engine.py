@@ -471,6 +471,15 @@ def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, mo
     compare(got, one_attention(scheme, "dense", places, mask, queries=queries), tolerance=1e-9)
 
 
+def test_some_heads_of_several_rows_of_the_batch_do_without_keys() -> None:
+    # Short enough for the backward pass to take rows of the batch together, as long as it takes all heads.
+    scheme = make("alibi", kv_heads=HEADS, learned_slopes=True, gate=False).double()
+    with torch.no_grad():
+        scheme.log_slopes.copy_(torch.tensor([1.0, 1.0, 0.01, 0.01]).log())
+    got, want = (one_attention(scheme, executor, *plain(420)) for executor in ("fused", "dense"))
+    compare(got, want, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("name", STEEP)
 def test_keys_far_away_count_where_content_asks_for_them(name: str) -> None:
     # Every query looks for the first key, and away from its own.

@@ -275,7 +275,8 @@ def _own_backward(
     for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
         pieces = gradient.block(block)
         runs = list(_heads(part, prepared, block, (q, k)))
-        rows_at_once = max(1, _IN_CACHE // (part.bias.learning_rows * block.keys * q.shape[1]))
+        # Several rows of the batch with all heads only, see `_add_products`.
+        rows_at_once = max(1, _IN_CACHE // (part.bias.learning_rows * block.keys * q.shape[1])) if len(runs) == 1 else 1
         for row in range(0, q.shape[0], rows_at_once):
             batch = slice(row, min(row + rows_at_once, q.shape[0]))
             for heads, theirs, first in _in_cache(runs, part.bias.learning_rows, block.keys, (q, k)):
