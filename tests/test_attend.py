@@ -1015,6 +1015,8 @@ def test_the_executor_is_chosen_by_size(name: str) -> None:
     assert chosen(4096, 4096, need_weights=True) == "dense"
     if touches_the_matrix(scheme) and scheme.folded() is None:
         assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["dense", "dense", "blocks"]
+    elif scheme.folded() is not None:
+        assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["sdpa", "dense", "sdpa"]
     else:
         assert [chosen(64, 64), chosen(1, 131072), chosen(4096, 4096)] == ["sdpa", "sdpa", "sdpa"]
 

@@ -104,9 +104,10 @@ def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Exe
     """Pick the executor for a call: only the dense form has weights to give."""
     if need_weights:
         return "dense"
-    if applies(scheme, task):
-        return "sdpa"
     batch, heads, length, _ = task.q.shape
+    # For few queries, to make all keys and values anew takes longer than what is gained.
+    if applies(scheme, task) and (length >= _FUSED_QUERIES or scheme.folded() is None):
+        return "sdpa"
     # What is fused depends on numbers in tensors, which a graph that is being compiled does not have.
     if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
         if gpu.applies(scheme, task, mask) and trial.passed("triton", gpu.kernels, scheme, task, mask):
