@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, surgery
+from hf_posenc.patches import auto, belonging, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.preparing import check_record, refuse_wrapped
@@ -139,12 +139,13 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     """
     refuse_wrapped(model)
     architecture = of_model(model)
-    surgery.refuse_part(architecture, model)
+    belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
-        surgery.own_configs(undo, model)
+        belonging.own_configs(undo, model)
         for config in surgery.configs(model):
             undo.set(config, "posenc", copy.deepcopy(schemes))
         attach_recorded(architecture, model, undo)
+        belonging.mark_parts(undo, model)
 
 
 def base_of(folder: str) -> str:

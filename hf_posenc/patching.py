@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_posenc import record
 from hf_posenc.errors import NotPatchedError
-from hf_posenc.patches import surgery
+from hf_posenc.patches import belonging, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.preparing import prepare, refuse_wrapped
 from hf_posenc.selection import Layers
@@ -54,9 +54,10 @@ def patch(
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     architecture, group = prepared.architecture, prepared.group
     with surgery.all_or_nothing() as undo:
-        surgery.own_configs(undo, model)
+        belonging.own_configs(undo, model)
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
         surgery.swap_classes(undo, architecture, model, chosen)
+        belonging.mark_parts(undo, model)
         # Before attaching: the new group may have the number of one that it replaces.
         for name, body in architecture.stacks(model).items():
             surgery.drop_shared(undo, body, {g.id for g in prepared.kept if name in g.stacks})
@@ -90,9 +91,9 @@ def unpatch(model: Model) -> Model:
     if not surgery.is_patched(model):
         raise NotPatchedError(f"unpatch: the {type(model).__name__} is not patched. Nothing was done.")
     architecture = of_model(model)
-    surgery.refuse_part(architecture, model)
+    belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
-        surgery.own_configs(undo, model)
+        belonging.own_configs(undo, model)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
             surgery.release(undo, architecture, body, patched)

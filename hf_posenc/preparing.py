@@ -18,7 +18,7 @@ from hf_posenc.errors import (
     OptionError,
     WrappedModelError,
 )
-from hf_posenc.patches import surgery
+from hf_posenc.patches import belonging, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.seams import check_backend, embeds
 from hf_posenc.record import Group, Native, Part
@@ -65,7 +65,7 @@ def prepare(
     """Check everything about a patch and build its schemes, without touching the model."""
     refuse_wrapped(model)
     architecture = of_model(model)
-    surgery.refuse_part(architecture, model)
+    belonging.refuse_part(architecture, model)
     check_record(architecture, model)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):

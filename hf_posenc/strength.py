@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import record
 from hf_posenc.errors import NotPatchedError, OptionError
-from hf_posenc.patches import surgery
+from hf_posenc.patches import belonging, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.record import Group, Strengths
 
@@ -74,7 +74,7 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
         raise NotPatchedError(
             f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, pass the one inside."
         )
-    surgery.refuse_part(of_model(model), model)
+    belonging.refuse_part(of_model(model), model)
     return record.from_config(model.config)
 
 

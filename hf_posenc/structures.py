@@ -31,16 +31,20 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class ContentBias(Added):
-    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does.
+    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedBias(ContentBias):
+    """One of which a part is the scaled product of keys with one vector per head: added to the queries, it costs nothing.
 
     Attributes:
-        shift: If part of it is the scaled product of keys with one vector per head: that vector, `[H, D]`, given the tables. Added to the
-            queries it costs nothing.
-        rest: The others, in the form of `of`.
+        shift: Returns that vector, `[H, D]`, given the tables.
+        rest: Returns the other parts, as `of` does all of them.
     """
 
-    shift: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-    rest: Callable[..., Tensor] | None = None
+    shift: Callable[[Mapping[str, Tensor]], Tensor]
+    rest: Callable[..., Tensor]
 
     def scaled(self, factor: float) -> ContentBias:
         return ContentBias(_scaled(self.of, factor))

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_posenc import checkpoint, record
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
-from hf_posenc.patches import surgery
+from hf_posenc.patches import belonging, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme
@@ -33,11 +33,11 @@ class PosencModel:
         own = {rf".*\.{name}" for name in (surgery.OWN, surgery.SHARED)}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *own}
         attach_recorded(of_model(self), self)  # type: ignore[arg-type]
-        surgery.mark_parts(self)  # type: ignore[arg-type]
+        belonging.mark_parts(surgery.Undo(), self)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        surgery.mark_parts(self)  # type: ignore[arg-type]
+        belonging.mark_parts(surgery.Undo(), self)  # type: ignore[arg-type]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):

@@ -48,8 +48,8 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
     """Return the model that comes with the package, and its tokenizer."""
-    with importlib.resources.as_file(importlib.resources.files("hf_posenc") / "tiny_llama") as folder:
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
+    folder = place(TINY_LLAMA)
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:

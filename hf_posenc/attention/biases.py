@@ -154,11 +154,6 @@ class Hidden:
     in_bias: bool = False
     backwards: bool = True
 
-    @property
-    def only_ahead(self) -> bool:
-        """Whether nothing is hidden but what is ahead of a query by slots, so that each sees its own key."""
-        return self.mask.rule == "slots" and self.mask.keep is None and self.mask.bias is None
-
     def put(self, bias: Tensor, block: RowBlock) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
         return [self.piece(bias, block, slice(0, block.keys), ruled=not self.in_bias)]
@@ -224,7 +219,7 @@ class TableBias(BlockBias):
         return torch.arange(0 if causal else 1 - keys, keys, device=task.q.device)
 
     def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
-        return self.causal and self.hidden.only_ahead and spread_of(inputs[0]) > far.NATS
+        return self.causal and self.hidden.mask.only_ahead and spread_of(inputs[0]) > far.NATS
 
     def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> Tensor:
         """Return the table from the largest distance down, with what is ahead of a query behind that, `[H, M]`.
@@ -253,10 +248,10 @@ class TableBias(BlockBias):
 
     def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
         assert isinstance(prepared, Tensor)
-        if not self.causal or not self.hidden.only_ahead:
+        if not self.causal or not self.hidden.mask.only_ahead:
             return None
         # The first row of the block is the nearest to the first key.
-        return (_first(prepared > -math.inf) + block.start - self.queries + 1).clamp_min_(0)
+        return (_first(prepared != -math.inf) + block.start - self.queries + 1).clamp_min_(0)
 
     def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _TableGradient(self, inputs[0], prepared)
@@ -313,7 +308,7 @@ class KeysBias(BlockBias):
         self.ahead = task.k.shape[2] - task.q.shape[2]
 
     def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
-        return self.hidden.only_ahead and spread_of(inputs[0]) > far.NATS
+        return self.hidden.mask.only_ahead and spread_of(inputs[0]) > far.NATS
 
     def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return inputs[0], slack

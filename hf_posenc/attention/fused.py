@@ -24,7 +24,7 @@ from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.pieces import PiecewiseBias
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme, grouped_matmul
-from hf_posenc.structures import Added, ContentBias, DistanceTable, KeyBias, PiecewiseLinear
+from hf_posenc.structures import Added, ContentBias, DistanceTable, KeyBias, PiecewiseLinear, ShiftedBias
 
 # How many numbers of a matrix should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
@@ -98,7 +98,7 @@ def fused(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     assert added is not None
     q = task.q
     # A native rotation is in these queries and keys, and not in those of the bias.
-    if isinstance(added, ContentBias) and added.shift and added.rest and task.content_q is None:
+    if isinstance(added, ShiftedBias) and task.content_q is None:
         q = q + added.shift(task.tables)[:, None].to(q.dtype)
         added = ContentBias(added.rest)
     # Autocast would make tables in half precision.

@@ -32,6 +32,11 @@ class Mask:
     bias: Tensor | None = None
     ahead: int = 0
 
+    @property
+    def only_ahead(self) -> bool:
+        """Whether nothing is hidden but what is ahead of a query by slots, so that each sees its own key."""
+        return self.rule == "slots" and self.keep is None and self.bias is None
+
     def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
         """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
         keep, bias = self.given_rows(start, stop, keys)

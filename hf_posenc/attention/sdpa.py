@@ -43,7 +43,7 @@ def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
         block = Block(task.positions, task.reach, state=task.state, own=task.own, tables=task.tables)
         q, k, v = folded.of(q, k, v, block)
     length, keys = q.shape[2], k.shape[2]
-    if mask.rule == "slots" and mask.keep is None and mask.bias is None and (length == 1 or not mask.ahead):
+    if mask.only_ahead and (length == 1 or not mask.ahead):
         attend_mask, causal = None, length > 1
     else:
         keep, bias = mask.rows(0, length, keys, task.positions)

@@ -11,7 +11,7 @@ from hf_posenc.relative import queries_by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import Linear
-from hf_posenc.structures import Added, ContentBias
+from hf_posenc.structures import Added, ShiftedBias
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
@@ -157,7 +157,7 @@ class TransformerXL(Scheme):
         return logits + self._bias(block, logits, q, k)
 
     def added(self) -> Added:
-        return ContentBias(self._bias, operator.itemgetter(_CONTENT_BIAS), self._of_places)
+        return ShiftedBias(self._bias, operator.itemgetter(_CONTENT_BIAS), self._of_places)
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scaled logits, `[B, H, q, K]`."""
