@@ -70,21 +70,26 @@ KEPT = {
 LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.micro_batch_size=1"]
 LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "training.micro_batch_size=1"]
 SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
-# Other forms of a scheme.
-FORMS = {
-    "alibi, learned slopes": (
-        "alibi",
-        ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
-    ),
-    "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
-    **{
-        f"{scheme}, windows of {{longer}}": (scheme, LONGER)
-        for scheme in ("sandwich", "cope", "shaw", "sinusoidal", "nope")
+# Other forms of a scheme, by architecture.
+FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "llama": {
+        "alibi, learned slopes": (
+            "alibi",
+            ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
+        ),
+        "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
+        **{
+            f"{scheme}, windows of {{longer}}": (scheme, LONGER)
+            for scheme in ("sandwich", "cope", "shaw", "sinusoidal", "nope")
+        },
+        **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("cope", "shaw", "sinusoidal", "nope")},
+        "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
+        "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
+        **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
     },
-    **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("cope", "shaw", "sinusoidal", "nope")},
-    "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
-    "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
-    **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
+    # A table of positions could not be handed over from in windows that it has no rows for.
+    "gpt2": {"fire, windows of {longer}": ("fire", ["conversion.native=remove", *LONGER])},
+    "t5": {},
 }
 STAGED = "new parameters first"
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
@@ -200,8 +205,8 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
             rows[scheme] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in changes])
-        for form, (scheme, changes) in FORMS.items() if architecture == "llama" else ():
-            whole = [*REMOVED.get(scheme, []), *changes]
+        for form, (scheme, changes) in FORMS[architecture].items():
+            whole = [*(REMOVED.get(scheme, []) if architecture == "llama" else []), *changes]
             rows[filled(form, numbers)] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in whole])
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]

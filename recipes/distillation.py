@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,22 +15,33 @@ from torch.nn import functional as F
 from hf_posenc.errors import OptionError
 from hf_posenc.patching import disabled, unpatch
 from hf_posenc.recipes.handover import patched_inside
+from hf_posenc.recipes.loading import trained_length
 
 
 class Teacher:
     """The function that a model computed before it was converted.
 
+    A window longer than `length` it reads in pieces of that many tokens, each of which overlaps half of the one before: what
+    it says of a token it says from at least half a piece of text before it. Read as a whole, the window would teach how the
+    native encoding fails.
+
     Args:
         model: A model with weights of its own, such as `Teacher.copy_of` makes. (`disabled` alone would not do: it has the
             weights that are being trained.)
+        length: Tokens that it reads at once, at least 2; `None` is the length that its config says it was trained on. Of
+            encoder-decoders, whose windows are not cut, it has no effect.
+
+    Raises:
+        OptionError: The length is too small.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, length: int | None = None) -> None:
         self.model = model.eval()
+        self.length = _length_of(model, length)
         self._adapted: PeftModel | None = None
 
     @classmethod
-    def copy_of(cls, model: Any) -> Teacher:
+    def copy_of(cls, model: Any, *, length: int | None = None) -> Teacher:
         """Make a teacher of a converted model that was not trained yet: a copy with its own encoding again.
 
         Raises:
@@ -38,10 +50,10 @@ class Teacher:
         twin = unpatch(copy.deepcopy(model))
         for parameter in twin.parameters():
             parameter.requires_grad_(False)
-        return cls(twin)
+        return cls(twin, length=length)
 
     @classmethod
-    def within(cls, adapted: PeftModel) -> Teacher:
+    def within(cls, adapted: PeftModel, *, length: int | None = None) -> Teacher:
         """Make a teacher of a model under an adapter, without a copy: adapter off and scheme off is the original.
 
         Raises:
@@ -56,10 +68,11 @@ class Teacher:
         patched_inside(adapted)
         teacher = cls.__new__(cls)
         teacher.model, teacher._adapted = adapted, adapted
+        teacher.length = _length_of(adapted, length)
         return teacher
 
     def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
-        """Return the outputs on a batch, without gradients.
+        """Return the outputs on a batch, without gradients; of a window read in pieces `logits` and `hidden_states` alone.
 
         The teacher reads the tokens at their plain positions, also where the batch skips some: beyond its trained length it
         has nothing to teach. Where positions begin anew, so do its own: packed documents do not see each other.
@@ -68,11 +81,6 @@ class Teacher:
             inputs: Of the student.
             **options: More keywords of the forward.
         """
-        given = dict(inputs)
-        for name in [name for name in inputs if name.endswith("position_ids")]:
-            restarting = without_jumps(given.pop(name))
-            if restarting is not None:
-                given[name] = restarting
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._adapted is not None:
@@ -80,7 +88,65 @@ class Teacher:
                 self.model.eval()
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(disabled(self._adapted))
-            return self.model(**given, use_cache=False, **options)
+            tokens = _tokens(inputs)
+            if self.length is None or tokens <= self.length:
+                return self._read(inputs, options)
+            return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
+
+    def _read(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
+        given = dict(inputs)
+        for name in [name for name in inputs if name.endswith("position_ids")]:
+            restarting = without_jumps(given.pop(name))
+            if restarting is not None:
+                given[name] = restarting
+        return self.model(**given, use_cache=False, **options)
+
+
+def _length_of(model: Any, length: int | None) -> int | None:
+    """Return how many tokens a teacher reads at once; `None` is as many as there are."""
+    if length is not None and length < 2:
+        raise OptionError(
+            f"Teacher(length={length!r}): expected at least 2 tokens, so that a piece overlaps the one before."
+        )
+    if model.config.is_encoder_decoder:
+        return None
+    return length or trained_length(model.config.get_text_config())
+
+
+def _tokens(inputs: dict[str, Any]) -> int:
+    """Return how many tokens the windows of a batch have."""
+    return next(int(inputs[name].shape[1]) for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+
+
+def _parts(inputs: dict[str, Any], tokens: int, length: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Return the batch in pieces of `length` tokens, and of how many the piece before has told already."""
+    told = 0
+    while told < tokens:
+        start = max(0, min(told - length // 2, tokens - length))
+        part = {name: _cut(given, tokens, slice(start, start + length)) for name, given in inputs.items()}
+        yield part, told - start
+        told = start + length
+
+
+def _cut(given: Any, tokens: int, part: slice) -> Any:
+    """Return the part of an input, `[B, S, ...]`, or of a mask `[B, 1, S, S]`; what has no tokens stays as it is."""
+    if not isinstance(given, Tensor):
+        return given
+    if given.shape[-2:] == (tokens, tokens) and given.dim() == 4:
+        return given[..., part, part]
+    return given[:, part] if given.dim() > 1 and given.shape[1] == tokens else given
+
+
+def _joined(pieces: list[tuple[Any, int]]) -> Any:
+    """Return outputs on pieces as those on the whole; each with how many of its first tokens the one before has told."""
+    first, _ = pieces[0]
+    whole: dict[str, Any] = {"logits": torch.cat([outputs.logits[:, known:] for outputs, known in pieces], dim=1)}
+    if first.hidden_states is not None:
+        layers = zip(
+            *([states[:, known:] for states in outputs.hidden_states] for outputs, known in pieces), strict=True
+        )
+        whole["hidden_states"] = tuple(torch.cat(layer, dim=1) for layer in layers)
+    return type(first)(**whole)
 
 
 class Distilling:

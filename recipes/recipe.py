@@ -13,6 +13,7 @@ from hf_posenc.recipes import consistency, library, plain_yaml, schema
 from hf_posenc.recipes.schema import Such
 
 Count = Annotated[int, Such("of at least 1", lambda value: value >= 1)]
+Length = Annotated[int, Such("of at least 2", lambda value: value >= 2)]
 CountOrNone = Annotated[int, Such("of at least 0", lambda value: value >= 0)]
 Seed = Annotated[int, Such("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
 Amount = Annotated[float, Such("of at least 0", lambda value: value >= 0)]
@@ -109,7 +110,7 @@ class Training:
     """
 
     steps: Count = 300
-    length: Annotated[int, Such("of at least 2", lambda value: value >= 2)] | None = None
+    length: Length | None = None
     batch_size: Count = 8
     micro_batch_size: Count | None = None
     learning_rate: Amount = 1e-3
@@ -136,12 +137,14 @@ class Distillation:
         until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end.
         teacher: Another model of the same vocabulary to learn from, as for `model`: the original after some training on the
             same text, for instance, which is a better goal. Null is the original.
+        length: Tokens that the teacher reads at once, in pieces of longer windows; null is the length it was trained on.
     """
 
     share: Share = 0.0
     hidden: Amount = 0.0
     until: Share = 0.0
     teacher: Name | None = None
+    length: Length | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,11 +188,11 @@ class _Run:
         )
         planned = _plan(model, recipe.conversion)
         self._convert(model, data)
-        _check_table(recipe, model)
+        _check_table(recipe, model, length)
         teacher = _own_teacher(model, recipe)
         model = attach(model, recipe.adapter)
         if teacher is None and _distils(recipe):
-            teacher = Teacher.within(model)
+            teacher = Teacher.within(model, length=recipe.distillation.length)
         facts = display.Facts.of(
             model,
             recipe,
@@ -417,14 +417,18 @@ def _check_unconverted(recipe: Recipe, model: Any) -> None:
         )
 
 
-def _check_table(recipe: Recipe, model: Any) -> None:
-    """Raise if positions are skipped to where the model's own table, while it is in force, has none."""
-    end, far = table_end(model), recipe.training.skip_to
-    if end is not None and far is not None and far > end:
-        raise RecipeError(
-            f"training.skip_to is {far}, and the model's own table, which conversion.native={recipe.conversion.native} leaves in force, "
-            f"has {end} positions. Give conversion.native=remove, or leave skip_to out."
-        )
+def _check_table(recipe: Recipe, model: Any, length: int) -> None:
+    """Raise if windows, or the positions that they skip to, reach beyond the model's own table, while it is in force."""
+    end = table_end(model)
+    for key, reach in (("training.length", length), ("training.skip_to", recipe.training.skip_to)):
+        if end is not None and reach is not None and reach > end:
+            why, way = "", ""
+            if recipe.conversion.scheme is not None:
+                why = f", which conversion.native={recipe.conversion.native} leaves in force,"
+                way = "conversion.native=remove, or "
+            raise RecipeError(
+                f"{key} is {reach}, and the model's own table{why} has {end} positions. Give {way}at most as many."
+            )
 
 
 def _selection(conversion: Conversion) -> dict[str, Any]:
@@ -451,13 +455,14 @@ def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:
     converted = recipe.conversion.scheme is not None
     if not _distils(recipe):
         return None
+    length = recipe.distillation.length
     if recipe.distillation.teacher is not None:
-        return Teacher(_other_teacher(model, recipe.distillation))
+        return Teacher(_other_teacher(model, recipe.distillation), length=length)
     if converted and recipe.adapter.kind != "none":
         return None
     if converted:
-        return Teacher.copy_of(model)
-    return Teacher(copy.deepcopy(model).requires_grad_(False))
+        return Teacher.copy_of(model, length=length)
+    return Teacher(copy.deepcopy(model).requires_grad_(False), length=length)
 
 
 def _other_teacher(model: Any, distillation: Distillation) -> Any:

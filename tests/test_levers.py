@@ -339,6 +339,44 @@ def test_a_teacher_reads_packed_documents_apart(kind: str) -> None:
     torch.testing.assert_close(teacher(jumping).logits, got)
 
 
+@pytest.mark.parametrize("length", [8, 7, 2])
+@pytest.mark.parametrize("kind", ["copy", "within"])
+def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
+    student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
+    make = Teacher.within if kind == "within" else Teacher.copy_of
+    teacher, apart = make(student, length=length), make(student, length=1000)
+    # The first row has padding on its left; the second two documents.
+    ids, tokens_in_all = tokens("llama", 2, 29), 29
+    mask = torch.ones(2, tokens_in_all, dtype=torch.long)
+    mask[0, :5] = 0
+    positions = torch.stack([torch.arange(tokens_in_all), torch.tensor([*range(11), *range(18)])])
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": ids}
+    got = teacher(batch, output_hidden_states=True)
+    assert got.logits.shape[:2] == ids.shape
+    for token in range(tokens_in_all):
+        # From the piece that begins furthest before it.
+        step = length - length // 2
+        piece = 0 if token < length else min((token - length) // step * step + step, tokens_in_all - length)
+        part = {name: given[:, piece : piece + length] for name, given in batch.items()}
+        wanted = apart(part, output_hidden_states=True)
+        shown = mask[:, token].bool()
+        torch.testing.assert_close(got.logits[shown, token], wanted.logits[shown, token - piece])
+        for layer, states in enumerate(wanted.hidden_states):
+            torch.testing.assert_close(got.hidden_states[layer][shown, token], states[shown, token - piece])
+    assert torch.equal(teacher({"input_ids": ids[:, :length]}).logits, apart({"input_ids": ids[:, :length]}).logits)
+
+
+def test_a_teacher_knows_its_length() -> None:
+    assert Teacher(stock("llama")).length == stock("llama").config.max_position_embeddings
+    assert Teacher(stock("t5")).length is None
+    # What its own table of positions could not read.
+    gpt2 = stock("gpt2")
+    long = tokens("gpt2", 1, gpt2.config.n_positions + 9)
+    assert Teacher(gpt2)({"input_ids": long}).logits.isfinite().all()
+    with pytest.raises(OptionError, match="at least 2 tokens"):
+        Teacher(stock("llama"), length=1)
+
+
 def test_only_training_listens_to_a_teacher(tmp_path: Path) -> None:
     student = hf_posenc.patch(stock("llama"), "kerple")
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)

@@ -445,12 +445,34 @@ def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
         run.train(read(*rates, "training.steps=12", "saving.every=1"), tmp_path / "out")
 
 
-def test_positions_are_not_skipped_beyond_a_table_in_force(tmp_path: Path) -> None:
-    changes = [f"model={DIRECTORIES['gpt2']}", "training.skip_to=512", "training.length=64", "training.steps=1"]
-    with pytest.raises(
-        RecipeError, match=r"skip_to is 512, and the model's own table, which conversion.native=handover"
-    ):
-        run.train(Recipe.read("gpt2-fire", changes), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["training.length=64", "training.skip_to=512"],
+            r"skip_to is 512, and the model's own table, which conversion.native=handover",
+        ),
+        (
+            ["training.length=256"],
+            r"length is 256, and the model's own table, which .* Give conversion.native=remove, or",
+        ),
+        (
+            ["training.length=256", "conversion={scheme: null}", "distillation={}"],
+            r"length is 256, and the model's own table has 128 positions. Give at most as many",
+        ),
+    ],
+)
+def test_a_table_in_force_is_not_read_beyond_its_end(changes: list[str], said: str, tmp_path: Path) -> None:
+    common = [f"model={DIRECTORIES['gpt2']}", "training.steps=1"]
+    with pytest.raises(RecipeError, match=said):
+        run.train(Recipe.read("gpt2-fire", [*common, *changes]), tmp_path / "out")
+
+
+def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
+    changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
+    recipe = Recipe.read("gpt2-fire", [f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])
+    assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
+    assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").contexts
 
 
 def test_a_folder_is_written_by_one_process(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
