@@ -69,6 +69,8 @@ KEPT = {
 # As many tokens in a step, in fewer and longer windows.
 LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.micro_batch_size=1"]
 LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "training.micro_batch_size=1"]
+# A count that long texts do not exceed at once, and a start by what attention wrote.
+COUNTED = ["conversion.options={npos: 256}", "conversion.fit=attention"]
 SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
 # Other forms of a scheme, by architecture.
 FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
@@ -78,11 +80,9 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
             ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
         ),
         "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
-        **{
-            f"{scheme}, windows of {{longer}}": (scheme, LONGER)
-            for scheme in ("sandwich", "cope", "shaw", "sinusoidal", "nope")
-        },
-        **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("cope", "shaw", "sinusoidal", "nope")},
+        **{f"{scheme}, windows of {{longer}}": (scheme, LONGER) for scheme in ("sandwich", "sinusoidal", "nope")},
+        **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("shaw", "sinusoidal", "nope")},
+        "cope, windows of {longer}": ("cope", [*COUNTED, *LONGER]),
         "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
         "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
         **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},

@@ -2,6 +2,7 @@
 
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes alibi fire kerple nope t5 --output TABLE.md
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes fire kerple t5 --per-layer --fit --output TABLE.md
+    python benchmarks/conversions.py CHECKPOINT TEXT --schemes fire shaw cope --per-layer --match --output TABLE.md
 
 The same 64 target tokens are scored at every context length.
 """
@@ -20,6 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_posenc
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.fitting import additive, fit
+from hf_posenc.recipes.matching import match
+
+# Text before the part that is scored, in windows: what `fit` and `match` look at.
+FITTED, MATCHED = (8, 512), (1200, 256)
 
 
 def main() -> None:
@@ -31,6 +36,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--held-out", type=float, default=0.15, help="use this last part of the text")
     parser.add_argument("--fit", action="store_true", help="also fit each scheme to the model's own bias")
+    parser.add_argument("--match", action="store_true", help="also fit each scheme to what attention writes")
     parser.add_argument("--per-layer", action="store_true", help="give schemes that layers can share one per layer")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -39,14 +45,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     text = arguments.text.read_text(encoding="utf-8")
     cut = int(len(text) * (1 - arguments.held_out))
-    train = torch.tensor(tokenizer(text[: min(cut, 50_000)], add_special_tokens=False)["input_ids"])
+    train = torch.tensor(tokenizer(text[: min(cut, 1_000_000)], add_special_tokens=False)["input_ids"])
     text = text[cut:]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     prompt = ids[:32][None]
     rows = []
     fixed = {"alibi", "sandwich"}  # nothing to fit
     fitted = [f"{name}, fitted" for name in arguments.schemes if arguments.fit and name in set(additive()) - fixed]
-    for row in ("native", *arguments.schemes, *fitted):
+    matched = [f"{name}, attention fitted" for name in arguments.schemes if arguments.match]
+    for row in ("native", *arguments.schemes, *fitted, *matched):
         scheme = row.partition(",")[0]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint).eval()
@@ -56,8 +63,9 @@ def main() -> None:
             options = {"shared": False} if arguments.per_layer and shareable else {}
             before = hf_posenc.patch(model, scheme, **options)
             if row in fitted:
-                # The text before the part that is scored.
-                fit(before, ids=train[: 8 * 512].view(8, 512))
+                fit(before, ids=windows(train, *FITTED))
+            if row in matched:
+                match(before, windows(train, *MATCHED))
             with tempfile.TemporaryDirectory() as directory:
                 before.save_pretrained(directory)
                 model = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -88,6 +96,12 @@ def main() -> None:
     sys.stdout.write(output)
     if arguments.output:
         arguments.output.write_text(output, encoding="utf-8")
+
+
+def windows(ids: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """Return the first windows of a text, `[count, length]`, or as many as there are."""
+    count = min(count, len(ids) // length)
+    return ids[: count * length].view(count, length)
 
 
 if __name__ == "__main__":

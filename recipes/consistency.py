@@ -115,6 +115,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. "
             "Set conversion.native to remove or handover, or leave fit out."
         )
+    if conversion.fit == "attention" and conversion.native != "remove":
+        yield (
+            f"conversion.fit is 'attention', but conversion.native is {conversion.native!r}: with its own encoding in force, attention is "
+            "what it was. Set conversion.native to remove, or leave fit out."
+        )
     if data.streaming and data.source == "builtin":
         yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
     if data.streaming and data.held_out is None:
@@ -212,13 +217,21 @@ def _of_fit(conversion: Conversion, like: str, scheme: Scheme | None) -> Iterato
     from hf_posenc.errors import suggest
     from hf_posenc.recipes.fitting import additive
 
+    if like == "attention":
+        if scheme is not None and scheme.overrides("embed"):
+            yield (
+                f"conversion.fit is 'attention', but {conversion.scheme} is added to the inputs of the model, not in attention. "
+                "Leave fit out."
+            )
+        return
     if conversion.scheme not in additive():
         yield (
             f"conversion.fit is {like!r}, but {conversion.scheme} adds no bias of the distance. "
-            f"Leave fit out, or choose one of {', '.join(additive())}."
+            f"Set it to attention, leave it out, or choose one of {', '.join(additive())}."
         )
-    if like not in ("native", *additive()):
-        yield f"conversion.fit is {like!r}; expected native or an additive scheme. {suggest(like, ['native', *additive()])}"
+    known = ["native", "attention", *additive()]
+    if like not in known:
+        yield f"conversion.fit is {like!r}; expected native, attention or an additive scheme. {suggest(like, known)}"
 
 
 def _example(name: str, conversion: Conversion) -> Scheme | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from importlib import metadata
@@ -17,6 +18,8 @@ from accelerate import PartialState
 from peft import PeftModel
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -193,7 +196,8 @@ def _start(conversion: Conversion, plan: Plan | None) -> str:
     if plan.start_tolerance:
         start += f" (logits of attention within {plan.start_tolerance:g})"
     if conversion.fit is not None:
-        start += f", after a fit to {'the native encoding' if conversion.fit == 'native' else conversion.fit}"
+        known = {"native": "the native encoding", "attention": "what attention wrote"}
+        start += f", after a fit to {known.get(conversion.fit, conversion.fit)}"
     return start
 
 
@@ -291,6 +295,30 @@ class Pace:
     tokens: float
     memory: int | None
     steps: int
+
+
+@contextlib.contextmanager
+def counting(console: Console | None, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how far something of `total` steps is and what is left; where the console is not a terminal, one line at its end.
+
+    Yields:
+        What is called with the number of steps done.
+    """
+    shown = console is not None and console.is_terminal
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    began = time.monotonic()
+    with Bar(*columns, console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.update(task, completed=done)
+    if console is not None:
+        console.print(f"{what}: {total} steps in {time.monotonic() - began:.0f} s", highlight=False)
 
 
 class Progress(TrainerCallback):

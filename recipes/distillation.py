@@ -108,9 +108,12 @@ def _length_of(model: Any, length: int | None) -> int | None:
         raise OptionError(
             f"Teacher(length={length!r}): expected at least 2 tokens, so that a piece overlaps the one before."
         )
-    if model.config.is_encoder_decoder:
+    config = getattr(model, "config", None)
+    if config is None:
+        return length
+    if config.is_encoder_decoder:
         return None
-    return length or trained_length(model.config.get_text_config())
+    return length or trained_length(config.get_text_config())
 
 
 def _tokens(inputs: dict[str, Any]) -> int:

@@ -44,7 +44,8 @@ class Conversion:
         anneal: With `anneal: true` among the options, the share of the steps over which the whole scheme comes in.
         layers: Which layers; a list of indices or a pattern like "every:4"; null is all.
         stacks: Of an encoder-decoder, "encoder" and/or "decoder"; null is all.
-        fit: Start an additive scheme by regression on the native encoding ("native") or on another scheme of this name.
+        fit: Start an additive scheme by regression on the native encoding ("native") or on another scheme of this name; or any
+            scheme with weights in attention by what attention wrote in the original, layer by layer ("attention").
     """
 
     scheme: Name | None

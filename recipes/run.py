@@ -41,6 +41,7 @@ from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.fitting import fit
 from hf_posenc.recipes.handover import Handover
 from hf_posenc.recipes.loading import load, trained_length
+from hf_posenc.recipes.matching import match
 from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve, table_end
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
@@ -56,8 +57,9 @@ RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
 
 # The recipe in run.json.
 _KEPT = "recipe"
-# Windows of text that `fit` looks at.
+# Windows of text that `fit` looks at; and steps of `match`, each of as much text as one of the training.
 _FITTED = 16
+_MATCHING = 150
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +189,10 @@ class _Run:
             contexts=recipe.evaluation.contexts,
         )
         planned = _plan(model, recipe.conversion)
-        self._convert(model, data)
+        if recipe.conversion.scheme is not None:
+            patch(model, recipe.conversion.scheme, **_selection(recipe.conversion))
         _check_table(recipe, model, length)
+        self._fit(model, data)
         teacher = _own_teacher(model, recipe)
         model = attach(model, recipe.adapter)
         if teacher is None and _distils(recipe):
@@ -249,14 +253,32 @@ class _Run:
             keep_unpacked(model)
         return model, tokenizer
 
-    def _convert(self, model: Any, data: Prepared) -> None:
-        conversion = self.recipe.conversion
-        if conversion.scheme is None:
-            return
-        patch(model, conversion.scheme, **_selection(conversion))
+    def _fit(self, model: Any, data: Prepared) -> None:
+        like = self.recipe.conversion.fit
         # The weights of a checkpoint replace what would be fitted.
-        if conversion.fit is not None and self.checkpoint is None:
-            fit(model, conversion.fit, ids=_first_windows(data).to(model.device))
+        if like is None or self.checkpoint is not None:
+            return
+        if like != "attention":
+            fit(model, like, ids=_first_windows(data, _FITTED).to(model.device))
+            return
+        training = self.recipe.training
+        ids = _first_windows(data, _MATCHING * training.batch_size)
+        # The trainer places the model, each of its ways in its own; until then it is where it was loaded.
+        home, device = model.device, self.processes.device
+        if home.type != device.type:
+            model.to(device)
+        with display.counting(self.console, "fitting attention", _MATCHING) as advance:
+            match(
+                model,
+                ids,
+                corrupt=data.corrupt,
+                steps=_MATCHING,
+                batch_size=training.batch_size,
+                seed=training.seed,
+                progress=advance,
+            )
+        if home.type != device.type:
+            model.to(home)
 
     def _claim(self, facts: display.Facts) -> None:
         """Make the folder that of this run, now that nothing of the recipe is wrong any more."""
@@ -441,8 +463,8 @@ def _plan(model: Any, conversion: Conversion) -> Plan | None:
     return None if conversion.scheme is None else plan(model, conversion.scheme, **_selection(conversion))
 
 
-def _first_windows(data: Prepared) -> Tensor:
-    return torch.stack([example["input_ids"] for example in itertools.islice(iter(data.train), _FITTED)])
+def _first_windows(data: Prepared, count: int) -> Tensor:
+    return torch.stack([example["input_ids"] for example in itertools.islice(iter(data.train), count)])
 
 
 def _reading(data: Prepared) -> dict[str, Any]:

@@ -281,6 +281,21 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "fit of a scheme without bias": ("", ["conversion.scheme=cope", "conversion.fit=native"], ["cope adds no bias"]),
     "fit to a scheme without bias": ("", ["conversion.fit=cope"], ["conversion.fit is 'cope'", "an additive scheme"]),
     "fit to a typo": ("", ["conversion.fit=nativ"], ["Did you mean 'native'?"]),
+    "fit to attention that is what it was": (
+        "",
+        ["conversion.scheme=shaw", "conversion.options={}", "conversion.fit=attention", "conversion.native=handover"],
+        ["native is 'handover'", "Set conversion.native to remove"],
+    ),
+    "fit to attention of what is added to the inputs": (
+        "",
+        ["conversion.scheme=learned", "conversion.options={}", "conversion.fit=attention", "conversion.native=remove"],
+        ["learned is added to the inputs"],
+    ),
+    "fit to attention without weights": (
+        "",
+        ["conversion.scheme=alibi", "conversion.options={}", "conversion.fit=attention", "conversion.native=remove"],
+        ["alibi has no weights"],
+    ),
     "fit without weights": ("", ["conversion.scheme=alibi", "conversion.fit=native"], ["alibi has no weights"]),
     "fit beside native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
     "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),

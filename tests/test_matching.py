@@ -1,0 +1,143 @@
+"""Fits of schemes to what attention wrote in the stock model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stacks_for, stock, tokens
+
+import hf_posenc
+from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.recipes import run
+from hf_posenc.recipes.matching import match
+from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.scheme import Scheme
+
+
+def patched(architecture: str, name: str, **options: Any) -> Any:
+    return hf_posenc.patch(stock(architecture), name, **stacks_for(architecture, name), **options)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    new = {id(p) for module in model.modules() if isinstance(module, Scheme) for p in module.parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters() if id(p) not in new}
+
+
+def matchable() -> list[tuple[str, str]]:
+    """Return the schemes that have weights in attention as they come, on what has an encoding there."""
+    pairs = [(architecture, name) for architecture in ("llama", "t5") for name in hf_posenc.schemes()]
+    return [pair for pair in pairs if has_weights_in_attention(patched(*pair))]
+
+
+def has_weights_in_attention(model: Any) -> bool:
+    schemes = [module for module in model.modules() if isinstance(module, Scheme)]
+    return any(not scheme.overrides("embed") and list(scheme.parameters()) for scheme in schemes)
+
+
+@pytest.mark.parametrize(("architecture", "name"), matchable())
+def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture: str, name: str) -> None:
+    model = patched(architecture, name).train()
+    frozen = model.get_input_embeddings().weight.requires_grad_(False)
+    before, trained = weights_of(model), [p.requires_grad for p in model.parameters()]
+    drawn = torch.get_rng_state()
+    found = match(model, tokens(architecture, 9, 21), steps=4, batch_size=3)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert sum(found.after) <= sum(found.before)
+    after = weights_of(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert not frozen.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    # Nothing of the fit stays on the modules, and the stock model is still under it.
+    ids = tokens(architecture, 2, 11)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if architecture == "t5" else {})
+    with torch.no_grad(), hf_posenc.disabled(model.eval()):
+        torch.testing.assert_close(model(**inputs).logits, stock(architecture).eval()(**inputs).logits)
+
+
+def test_a_scheme_that_can_say_it_all_does() -> None:
+    """The table of T5 as a scheme, from nothing."""
+    model = patched("t5", "t5", shared=False)
+    for module in model.modules():
+        if isinstance(module, Scheme):
+            for parameter in module.parameters():
+                torch.nn.init.zeros_(parameter)
+    found = match(model, tokens("t5", 64, 48), steps=120, learning_rate=5e-2)
+    assert max(found.before) > 0.3
+    assert max(found.after) < 0.05
+
+
+@pytest.mark.parametrize("name", ["disentangled", "transformer_xl", "cape"])
+def test_attention_gets_nearer(name: str) -> None:
+    found = match(patched("llama", name), tokens("llama", 32, 33), steps=60)
+    assert sum(found.after) < 0.6 * sum(found.before)
+    assert len(found.after) == len(found.before) == stock("llama").config.num_hidden_layers
+
+
+def test_layers_that_are_not_converted_are_left_alone() -> None:
+    model = patched("llama", "shaw", layers=[1])
+    assert len(match(model, tokens("llama", 4, 17), steps=2).before) == 1
+
+
+def test_long_windows_are_cut() -> None:
+    length = stock("llama").config.max_position_embeddings
+    ids = tokens("llama", 2, 2 * length + 3)
+    one = patched("llama", "kerple")
+    other = copy.deepcopy(one)
+    assert match(one, ids, steps=2, batch_size=2) == match(
+        other, ids[:, : 2 * length].reshape(-1, length), steps=2, batch_size=2
+    )
+
+
+def test_a_fit_that_leads_away_is_taken_back() -> None:
+    model = patched("llama", "shaw")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = match(model, tokens("llama", 8, 17), steps=3, learning_rate=1e4)
+    assert found.after == found.before
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "said"),
+    [
+        ("llama", "alibi", "no weights"),
+        ("llama", "learned", "act on the inputs of the model"),
+        ("gpt2", "kerple", "adds its own encoding to what it reads"),
+    ],
+)
+def test_what_cannot_be_fitted(architecture: str, name: str, said: str) -> None:
+    model = patched(architecture, name)
+    trained = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(OptionError, match=said):
+        match(model, tokens(architecture, 4, 17), steps=1)
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+def test_bad_input() -> None:
+    ids = tokens("llama", 4, 17)
+    with pytest.raises(NotPatchedError, match="is not patched"):
+        match(stock("llama"), ids)
+    for wrong in (ids[0], ids[:, :1], ids[:0]):
+        with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
+            match(patched("llama", "fire"), wrong)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_recipe_begins_with_it(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MATCHING", 20)
+    common = [
+        f"model={DIRECTORIES[architecture]}",
+        *("conversion.native=remove", "training.steps=1", "training.length=64", "training.batch_size=2"),
+        *("training.learning_rate=0.0", "evaluation.contexts=[64]", "evaluation.windows=4"),
+    ]
+
+    def begins(fit: str) -> float:
+        recipe = Recipe.read(f"{architecture}-disentangled", [*common, f"conversion.fit={fit}"])
+        return run.train(recipe, tmp_path / fit).measurements.curve("before").perplexity(64).mean
+
+    assert begins("attention") < 0.8 * begins("null")
