@@ -12,11 +12,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.checkpoint import encoding_section
-from hf_posenc.recipes.display import Facts, Pace
+from hf_posenc.recipes.display import Facts
 from hf_posenc.recipes.evaluation import TARGETS, ContextCurve, Estimate
 from hf_posenc.recipes.handover import Handover
 from hf_posenc.recipes.measurements import Measurements
 from hf_posenc.recipes.plots import plot_run
+from hf_posenc.recipes.progress import Pace
 from hf_posenc.recipes.recipe import Recipe
 from hf_posenc.recipes.saving import UNFINISHED, publish, write_text
 from hf_posenc.recipes.sources import BUILTIN

@@ -44,6 +44,7 @@ from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.matching import match
 from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve, table_end
 from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.progress import Progress, counting
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
 
 RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
@@ -220,7 +221,7 @@ class _Run:
         checkpoints = saving.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
         # TensorBoard would write beside the unfinished checkpoints, which are removed.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
-        with display.Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
+        with Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
             trainer = adaptation_trainer(
                 model,
                 recipe,
@@ -267,7 +268,7 @@ class _Run:
         home, device = model.device, self.processes.device
         if home.type != device.type:
             model.to(device)
-        with display.counting(self.console, "fitting attention", _MATCHING) as advance:
+        with counting(self.console, "fitting attention", _MATCHING) as advance:
             match(
                 model,
                 ids,

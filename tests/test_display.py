@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_posenc
-from hf_posenc.recipes.display import Facts, Progress, print_header
+from hf_posenc.recipes.display import Facts, print_header
+from hf_posenc.recipes.progress import Progress, counting
 from hf_posenc.recipes.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
@@ -298,3 +299,18 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert " left" in lines[1]
     assert progress.pace is not None
     assert progress.pace.steps == 2
+
+
+def test_what_is_counted_is_a_bar_or_one_line() -> None:
+    for terminal, wanted in (
+        (False, r"^fitting: 3 steps in 0 s\n$"),
+        (True, r"fitting .*2/3.*left:(.|\n)*3 steps in 0 s\n$"),
+    ):
+        out = io.StringIO()
+        with counting(
+            Console(file=out, width=90, force_terminal=terminal, legacy_windows=False), "fitting", 3
+        ) as advance:
+            advance(2)
+        assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()))
+    with counting(None, "fitting", 3) as advance:
+        advance(1)

@@ -17,9 +17,9 @@ from test_display import FACTS
 
 import hf_posenc
 from hf_posenc.recipes import plots, report
-from hf_posenc.recipes.display import Pace
 from hf_posenc.recipes.evaluation import ContextCurve, Estimate
 from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements
+from hf_posenc.recipes.progress import Pace
 from hf_posenc.recipes.recipe import Adapter, Conversion, Data, Recipe
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
