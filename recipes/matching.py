@@ -20,6 +20,8 @@ from hf_posenc.scheme import Scheme
 
 # By module, what an attention reads and what it writes, both `[B, S, E]`.
 Traffic = dict[nn.Module, tuple[Tensor, Tensor]]
+# What a model is given, and what goes through its attentions in the stock model then.
+Part = tuple[dict[str, Tensor], Traffic]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def match(
     corrupt: Callable[[Tensor], Tensor] | None = None,
     steps: int = 150,
     batch_size: int = 8,
+    micro_batch_size: int | None = None,
     learning_rate: float = 1e-2,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
@@ -61,6 +64,7 @@ def match(
         corrupt: What the encoder of an encoder-decoder reads in place of a text.
         steps: Steps of Adam, whose rate goes down to 0 along a cosine.
         batch_size: Windows per step.
+        micro_batch_size: Windows per forward, to save memory; `None` is all of a step. The same fit, but for rounding.
         learning_rate: At first.
         seed: Of the order of the windows.
         progress: Called after each step with how many are done.
@@ -70,11 +74,17 @@ def match(
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: The schemes have no weights in attention, or the model's own encoding is none of attention.
+        OptionError: The schemes have no weights in attention, the model's own encoding is none of attention, or a number is
+            out of range.
         ShapeError: There is no window of at least two tokens.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    if min(steps, batch_size, micro_batch_size or 1) < 1 or learning_rate <= 0:
+        raise OptionError(
+            f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}): expected steps and windows of at least 1, and a "
+            "positive learning rate."
+        )
     attentions = _matchable(model)
     schemes = nn.ModuleList(module for module in model.modules() if isinstance(module, Scheme))
     weights = [weight for weight in schemes.parameters() if weight.requires_grad]  # each once
@@ -83,35 +93,36 @@ def match(
             "match: the schemes of this model have no weights with these options, so there is nothing to fit."
         )
     ids = _windows(ids, trained_length(model.config.get_text_config())).to(model.device)
-    some = _inputs(model, ids[:batch_size], corrupt)
     order = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(weights, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def parts(chosen: Tensor) -> list[Part]:
+        batches = [_inputs(model, part, corrupt) for part in torch.split(chosen, micro_batch_size or batch_size)]
+        return [(inputs, _stock_traffic(model, attentions, inputs)) for inputs in batches]
+
     with _training_only(model, weights):
-        stock = _stock_traffic(model, attentions, some)
-        with torch.no_grad():
-            before = _distances(model, stock, some)
+        some = parts(ids[:batch_size])
+        before = _distances(model, some)
         kept = [weight.detach().clone() for weight in weights]
         for step in range(steps):
+            optimizer.zero_grad()
             chosen = torch.randint(len(ids), (batch_size,), generator=order).to(ids.device)
-            inputs = _inputs(model, ids[chosen], corrupt)
-            loss = _distances(model, _stock_traffic(model, attentions, inputs), inputs).sum()
-            if not loss.requires_grad:
+            _distances(model, parts(ids[chosen]), learn=True)
+            if all(weight.grad is None for weight in weights):
                 raise OptionError(
                     "match: the weights of these schemes act on the inputs of the model, not in its attention, so attention "
                     "says nothing of them. Train them."
                 )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
             if progress is not None:
                 progress(step + 1)
         optimizer.zero_grad()
-        with torch.no_grad():
-            after = _distances(model, stock, some)
-            if not after.sum() <= before.sum():
-                after = before
+        after = _distances(model, some)
+        if not after.sum() <= before.sum():
+            after = before
+            with torch.no_grad():
                 for weight, old in zip(weights, kept, strict=True):
                     weight.copy_(old)
     return Match(tuple(before.tolist()), tuple(after.tolist()))
@@ -197,8 +208,22 @@ def _stock_traffic(model: PreTrainedModel, attentions: list[nn.Module], inputs: 
     return {attention: (read[attention], written[attention]) for attention in attentions}
 
 
-def _distances(model: PreTrainedModel, stock: Traffic, inputs: dict[str, Tensor]) -> Tensor:
-    """Return how far each attention is from the stock one where both read the same, `[layers]`."""
+def _distances(model: PreTrainedModel, parts: list[Part], *, learn: bool = False) -> Tensor:
+    """Return how far each attention is from the stock one where both read the same, `[layers]`; with gradients if wanted."""
+    squares = [torch.stack([wrote.float().square().sum() for _, wrote in stock.values()]) for _, stock in parts]
+    sizes = torch.stack(squares).sum(0).clamp_min(1e-12)
+    found = torch.zeros(len(parts[0][1]))
+    for inputs, stock in parts:
+        with torch.set_grad_enabled(learn):
+            shares = _errors(model, stock, inputs) / sizes
+        if shares.requires_grad:
+            shares.sum().backward()  # type: ignore[no-untyped-call]
+        found += shares.detach().cpu()
+    return found
+
+
+def _errors(model: PreTrainedModel, stock: Traffic, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the sum of the squared differences of what each attention writes, `[layers]`."""
     found: dict[nn.Module, Tensor] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -206,9 +231,7 @@ def _distances(model: PreTrainedModel, stock: Traffic, inputs: dict[str, Tensor]
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        wanted = stock[module][1].float()
-        size = wanted.square().mean().clamp_min(1e-12)
-        found[module] = (output[0].float() - wanted).square().mean() / size
+        found[module] = (output[0].float() - stock[module][1].float()).square().sum()
         # Nothing after it is read, so nothing after it needs a graph.
         return (output[0].detach(), *output[1:])
 

@@ -275,6 +275,7 @@ class _Run:
                 corrupt=data.corrupt,
                 steps=_MATCHING,
                 batch_size=training.batch_size,
+                micro_batch_size=training.micro_batch_size,
                 seed=training.seed,
                 progress=advance,
             )
