@@ -200,15 +200,15 @@ def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
-    plain = _decoded(model, ids)
-    assert torch.equal(_decoded(model, ids, prompt_lookup_num_tokens=3), plain)
+    plain = _decoded(model, ids, 16)
+    assert torch.equal(_decoded(model, ids, 16, prompt_lookup_num_tokens=3), plain)
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         # The assistant must sometimes be wrong, or nothing would ever be cropped.
         assistant.get_input_embeddings().weight.mul_(
             1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight)
         )
-    assert torch.equal(_decoded(model, ids, assistant_model=assistant), plain)
+    assert torch.equal(_decoded(model, ids, 16, assistant_model=assistant), plain)
 
 
 def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]]) -> None:
