@@ -229,7 +229,8 @@ class TableBias(BlockBias):
         (table,) = inputs
         if slack is not None:
             table = table.masked_fill(table <= table[:, :1] - slack[:, None], -math.inf)
-        falling = table.flip(1)
+        # `block` looks at it as if its rows lay one after the other.
+        falling = table.flip(1).contiguous()
         if not self.causal and not self.hides:
             return falling
         falling = falling[:, : self.keys]

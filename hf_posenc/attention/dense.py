@@ -15,7 +15,8 @@ def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
     """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
     length = task.q.shape[2]
     keys = mask.keys_needed(length, task.k.shape[2])
-    return rows(scheme, task.part(0, length, keys), *mask.rows(0, length, keys, task.positions))
+    part = task if keys == task.k.shape[2] else task.part(0, length, keys)
+    return rows(scheme, part, *mask.rows(0, length, keys, task.positions))
 
 
 def rows(scheme: Scheme, task: Task, keep: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:

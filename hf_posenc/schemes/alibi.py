@@ -35,19 +35,21 @@ class ALiBi(GridBias):
         super().__init__(geometry, gate=gate, shared=shared)
         self.learned_slopes = learned_slopes
         self.log_slopes = torch.nn.Parameter(torch.empty(geometry.heads)) if learned_slopes else None
+        # A model that is built on the meta device, without values, has its constants all the same.
+        self._slopes = torch.tensor(slopes(geometry.heads), dtype=torch.float64, device="cpu")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.log_slopes is not None:
-            set_start(self.log_slopes, torch.tensor(slopes(self.geometry.heads)).log())
+            set_start(self.log_slopes, self._slopes.float().log())
 
     def grid_values(self, offset: Tensor) -> Tensor:
         return self.values(offset.norm(dim=-1), offset.dtype)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if self.log_slopes is None:
-            slope = torch.tensor(slopes(self.geometry.heads), dtype=dtype, device=distance.device)
+            slope = self._slopes.to(distance.device, dtype)
         else:
             slope = self.log_slopes.to(distance.device, dtype).exp()
         return -slope[:, None] * distance.abs().to(dtype)
