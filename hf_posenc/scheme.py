@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import ExportError, OptionError, PositionError, ShapeError
+from hf_posenc.hiding import softmax_of_seen
 from hf_posenc.structures import Added, Folded, Nearest, Walk
 
 Result = TypeVar("Result")
@@ -355,9 +356,7 @@ class Scheme(nn.Module):
 
         Columns beyond K are weights of things that are no keys, for `mix` to use.
         """
-        if block.keep is not None:
-            logits = logits.masked_fill(~block.keep, torch.finfo(logits.dtype).min)
-        return logits.softmax(dim=-1)
+        return softmax_of_seen(logits, block.keep)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
         """Combine values `[B, G, K, D]` by weights `[B, H, q, K]` into `[B, H, q, D]`, or wider for `carry` and `finish`."""

@@ -22,7 +22,14 @@ def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
 def rows(scheme: Scheme, task: Task, keep: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return output and weights of all queries and keys of a task, given what `Mask.rows` says of them."""
     block = block_of(task, keep)
-    logits, q, k = logits_of(task, block)
+    return from_logits(scheme, task, block, logits_of(task, block), bias)
+
+
+def from_logits(
+    scheme: Scheme, task: Task, block: Block, found: tuple[Tensor, Tensor, Tensor], bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the same, given what `logits_of` found."""
+    logits, q, k = found
     logits = scheme.score(logits, q, k, block)
     if bias is not None:
         # After the scheme, which may do more with logits than add to them.

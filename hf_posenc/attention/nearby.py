@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention import kernel
 from hf_posenc.attention.blocks import blocks, empty_sums, finished_sums
-from hf_posenc.attention.dense import block_of, logits_of
-from hf_posenc.attention.dense import rows as rows_of
+from hf_posenc.attention.dense import block_of, from_logits, logits_of
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Block, Scheme
+from hf_posenc.hiding import fill_hidden_
+from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
 _ROWS = 64
 # Keys before a block that are tried first; twice as many each time that they do not do.
@@ -56,6 +56,23 @@ def nearby(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     return output
 
 
+@dataclass(frozen=True, eq=False)
+class _Near:
+    """A block of rows against the keys that matter to it.
+
+    Attributes:
+        first: The first of them.
+        part: Their part of the task.
+        block: As the seams get it.
+        product: What `Scheme.score` gets: scaled logits, queries and keys.
+    """
+
+    first: int
+    part: Task
+    block: Block
+    product: tuple[Tensor, Tensor, Tensor]
+
+
 class _Call:
     """One call, and what its forward pass found out."""
 
@@ -80,29 +97,27 @@ class _Call:
         keep, _ = self.mask.rows(start, stop, keys, self.task.positions)
         return None if keep is None else keep[..., first:]
 
-    def first_of_nearest(self, task: Task, start: int, stop: int, keys: int, tried: int) -> int:
-        """Return the first key that matters, given how many before the block may do."""
+    def nearest_keys(self, task: Task, start: int, stop: int, keys: int, tried: int) -> _Near:
+        """Return the keys that matter to a block, given how many before it may do."""
         while True:
-            first = start + self.mask.ahead - tried
-            if first <= 0:
-                return 0
-            part = task.part(start, stop, keys, first)
-            block = block_of(part, self.keep(start, stop, keys, first))
-            if self.nearest.enough(*logits_of(part, block), block):
-                return first
+            first = max(0, start + self.mask.ahead - tried)
+            near = self.near(task.part(start, stop, keys, first), start, stop, keys, first)
+            if not first or self.nearest.enough(*near.product, near.block):
+                return near
             tried *= 2
 
-    def shares(self, part: Task, keep: Tensor | None) -> tuple[Tensor, Tensor | None, Block]:
-        """Return the logits of the nearest keys above the bias of the others, what is added to values, and the block."""
-        block = block_of(part, keep)
-        z, q, k = logits_of(part, block)
-        logits = self.scheme.score(z, q, k, block)
+    def near(self, part: Task, start: int, stop: int, keys: int, first: int) -> _Near:
+        """Return a block of rows against the keys `first:keys`, given that part of the task."""
+        block = block_of(part, self.keep(start, stop, keys, first))
+        return _Near(first, part, block, logits_of(part, block))
+
+    def shares(self, near: _Near) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of the nearest keys, hidden ones too, above the bias of the others, and what is added to values."""
+        _, q, _ = near.product
+        logits = self.scheme.score(*near.product, near.block)
         assert self.nearest.beyond is not None
         bias, value = self.nearest.beyond(q, logits)
-        logits = logits - bias
-        if keep is not None:
-            logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)
-        return logits, value, block
+        return logits - bias, value
 
     def hidden_before(self, first: int) -> Tensor | None:
         """Return the mask of the keys before the nearest, to be added, `[B|1, 1, 1, first]`."""
@@ -124,15 +139,14 @@ class _Nearby(torch.autograd.Function):
         tried = _FIRST_TRY
         found = []
         for start, stop, keys in call.blocks():
-            first = call.first_of_nearest(task, start, stop, keys, tried)
-            tried = max(_FIRST_TRY, start + call.mask.ahead - first)
-            found.append((start, stop, first, keys))
-            part = task.part(start, stop, keys, first)
+            near = call.nearest_keys(task, start, stop, keys, tried)
+            tried = max(_FIRST_TRY, start + call.mask.ahead - near.first)
+            found.append((start, stop, near.first, keys))
             rows = slice(start, stop)
             if call.nearest.beyond is None:
-                made = rows_of(call.scheme, part, call.keep(start, stop, keys, first), None)[0]
+                made = from_logits(call.scheme, near.part, near.block, near.product)[0]
             else:
-                made, lse[:, :, rows] = _merged(call, task, part, start, stop, keys, first)
+                made, lse[:, :, rows] = _merged(call, task, near, rows)
             if output is None:
                 output = made.new_empty(*made.shape[:2], task.q.shape[2], made.shape[3])
             output[:, :, rows] = made
@@ -161,18 +175,17 @@ class _Nearby(torch.autograd.Function):
                 ]
                 positions = call.task.positions.rows(start, stop, keys, first)
                 part = replace(call.task.with_operands(parts), positions=positions)
-                keep = call.keep(start, stop, keys, first)
                 targets = [x for x in parts if x.requires_grad] + leaves
                 rows = slice(start, stop)
                 grads: Sequence[Tensor | None]
+                with torch.enable_grad():
+                    near = call.near(part, start, stop, keys, first)
                 if call.nearest.beyond is None:
                     with torch.enable_grad():
-                        made = rows_of(call.scheme, part, keep, None)[0]
+                        made = from_logits(call.scheme, part, near.block, near.product)[0]
                     grads = torch.autograd.grad(made, targets, grad[:, :, rows], allow_unused=True)
                 else:
-                    grads = _near_backward(
-                        call, part, keep, targets, grad[:, :, rows], output[:, :, rows], lse[:, :, rows]
-                    )
+                    grads = _near_backward(call, near, targets, grad[:, :, rows], output[:, :, rows], lse[:, :, rows])
                     if first:
                         _far_backward(call, task, start, stop, first, grad, output, lse, totals)
                 fresh = iter(grads)
@@ -183,13 +196,17 @@ class _Nearby(torch.autograd.Function):
         return (None, *finished_sums(totals, everything))
 
 
-def _merged(call: _Call, task: Task, part: Task, start: int, stop: int, keys: int, first: int) -> tuple[Tensor, Tensor]:
+def _merged(call: _Call, task: Task, near: _Near, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the output of a block and the logarithm of the sum of exponentials, above the bias of the farther keys."""
-    logits, value, block = call.shares(part, call.keep(start, stop, keys, first))
-    lse = logits.logsumexp(dim=-1)
+    first = near.first
+    logits, value = call.shares(near)
+    fill_hidden_(logits, near.block.keep, torch.finfo(logits.dtype).min)
+    top = logits.amax(dim=-1)
+    weights = _weights(logits, top)
+    lse = top + weights.sum(-1).log_()
     if first:
         far, far_lse = kernel.forward(
-            task.q[:, :, start:stop],
+            task.q[:, :, rows],
             task.k[:, :, :first],
             task.v[:, :, :first],
             call.hidden_before(first),
@@ -197,7 +214,10 @@ def _merged(call: _Call, task: Task, part: Task, start: int, stop: int, keys: in
         )
         lse = torch.logaddexp(lse, far_lse)
     lse = kernel.mark_empty_rows(lse)
-    output = call.scheme.mix(_weights(logits, lse).to(task.v.dtype), part.v, block)
+    # Mixing is linear, so that its result can be scaled in place of the weights.
+    share = (top - lse).exp_()[..., None]
+    output = call.scheme.mix(weights.to(task.v.dtype), near.part.v, near.block)
+    output = (output * share).to(output.dtype)
     if first:
         share = (far_lse - lse).exp_()[..., None].to(output.dtype)
         output = output + share * (far if value is None else far + value.to(far))
@@ -206,8 +226,7 @@ def _merged(call: _Call, task: Task, part: Task, start: int, stop: int, keys: in
 
 def _near_backward(
     call: _Call,
-    part: Task,
-    keep: Tensor | None,
+    near: _Near,
     targets: list[Tensor],
     grad: Tensor,
     output: Tensor,
@@ -215,18 +234,33 @@ def _near_backward(
 ) -> list[Tensor | None]:
     """Return what the gradient of a block's output gives to the nearest keys, and to all that the seams read."""
     with torch.enable_grad():
-        logits, value, block = call.shares(part, keep)
-        weights = _weights(logits.detach(), lse)
-        entering = weights.detach().to(part.v.dtype).requires_grad_()
-        mixed = call.scheme.mix(entering, part.v, block)
-        if value is not None:
-            share = (1 - weights.sum(-1, keepdim=True)).clamp_min_(0)
-            mixed = mixed + (share * value.to(weights)).to(mixed.dtype)
-    by_weight, *by_value = torch.autograd.grad(mixed, [entering, *targets], grad, allow_unused=True)
+        logits, value = call.shares(near)
+    weights = fill_hidden_(_weights(logits.detach(), lse), near.block.keep, 0.0)
+    by_weight, by_value = _unmixed(call.scheme, near, weights, value, targets, grad)
     inner = (grad.to(weights) * output.to(weights)).sum(-1, keepdim=True)
     d_logits = by_weight.to(weights).sub_(inner).mul_(weights)
     by_logit = torch.autograd.grad(logits, targets, d_logits, allow_unused=True)
     return [b if a is None else a if b is None else a + b for a, b in zip(by_value, by_logit, strict=True)]
+
+
+def _unmixed(
+    scheme: Scheme, near: _Near, weights: Tensor, value: Tensor | None, targets: list[Tensor], grad: Tensor
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return what the gradient of a block's output gives to the weights of the nearest keys, and past them to the targets."""
+    entering, v = weights.to(near.part.v.dtype), near.part.v
+    if value is None and not scheme.overrides("mix"):
+        # Two products, where autograd would want the output first.
+        rows, out = (x.reshape(*v.shape[:2], -1, x.shape[-1]) for x in (entering, grad))  # [B, G, H / G * q, K or D]
+        of_v = rows.mT @ out
+        return grouped_matmul(grad, v.mT), [of_v if target is v else None for target in targets]
+    with torch.enable_grad():
+        entering = entering.detach().requires_grad_()
+        mixed = scheme.mix(entering, v, near.block)
+        if value is not None:
+            share = (1 - weights.sum(-1, keepdim=True)).clamp_min_(0)
+            mixed = mixed + (share * value.to(weights)).to(mixed.dtype)
+    by_weight, *by_value = torch.autograd.grad(mixed, [entering, *targets], grad, allow_unused=True)
+    return by_weight, by_value
 
 
 def _far_backward(

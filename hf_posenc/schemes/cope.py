@@ -5,9 +5,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.equivalents import Equivalent, Nothing
+from hf_posenc.hiding import fill_hidden_
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import GateCount, Nearest, Walk
 
@@ -98,40 +100,34 @@ class CoPE(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         # Autocast would count in half precision: bfloat16 has no fractions from 128 on.
         with torch.autocast(logits.device.type, enabled=False):
-            position = self.count(logits, q, k, block)
-            table = self.pos_emb if self.pos_emb_right is None else torch.cat([self.pos_emb, self.pos_emb_right])
-            whole = torch.einsum("bhqd,sdn->bhqsn", q.to(logits), table.to(logits))  # at whole positions, of each side
-            steps = F.pad(whole.diff(dim=-1), (0, 1))
-            below = position.detach().floor()
-            index = below.long()
-            if self.pos_emb_right is not None:
-                index = index + self.npos * _ahead(block)
-            # One index for both tables: those of int64 are the largest tensors here.
-            found = whole.flatten(-2).gather(-1, index) + (position - below) * steps.flatten(-2).gather(-1, index)
-            return logits + (self._scale() * found if self.scale_position_logits else found)
+            gates = self._gate_logits(logits, q, k, block)
+            if self.geometry.causal:
+                return logits + values_at_counts(gates, self._at_whole_counts(q, logits), block.keep)
+            ahead = _ahead(block)
+            return logits + between(
+                self._at_whole_counts(q, logits), self._count_both_ways(gates, ahead, block.keep), ahead
+            )
 
     def count(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         """Return the position of each key as each query counts it, `[B, H, q, K]`; of what `score` gets."""
-        gates = self._gate_logits(logits, q, k, block).sigmoid()
-        if block.keep is not None:
-            gates = torch.where(block.keep, gates, 0)
+        gates = self._gate_logits(logits, q, k, block)
         if self.geometry.causal:
-            position = _to_the_end(gates)
-        else:
-            ahead = _ahead(block)
-            position = torch.where(
-                ahead, torch.where(ahead, gates, 0).cumsum(-1), _to_the_end(torch.where(ahead, 0, gates))
-            )
-        return position.clamp_max(self.npos - 1)
+            return counts(gates, block.keep, self.npos - 1)
+        return self._count_both_ways(gates, _ahead(block), block.keep)
+
+    def _count_both_ways(self, gate_logits: Tensor, ahead: Tensor, keep: Tensor | None) -> Tensor:
+        gates = gate_logits.sigmoid()
+        if keep is not None:
+            gates = gates.where(keep, 0.0)
+        behind, onward = to_the_end(torch.where(ahead, 0, gates)), torch.where(ahead, gates, 0).cumsum(-1)
+        return torch.where(ahead, onward, behind).clamp_max(self.npos - 1)
 
     def nearest(self) -> Nearest | None:
         return Nearest(self._enough, self._beyond) if self.geometry.causal else None
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         with torch.autocast(logits.device.type, enabled=False):
-            gates = self._gate_logits(logits, q, k, block).sigmoid()
-            if block.keep is not None:
-                gates = gates * block.keep
+            gates = fill_hidden_(self._gate_logits(logits, q, k, block).sigmoid(), block.keep, 0.0)
             return bool((gates.sum(-1) >= self.npos).all())  # one more than needed, for what rounding does to sums
 
     def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +138,10 @@ class CoPE(Scheme):
         return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
 
     def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:
+        """Return the logits of whole positions, `[B, H, q, npos]`; in encoders of both sides, `[B, H, q, 2, npos]`."""
         bias = q.to(like) @ self.pos_emb[0].to(like)
+        if self.pos_emb_right is not None:
+            bias = torch.stack((bias, q.to(like) @ self.pos_emb_right[0].to(like)), dim=-2)
         return self._scale() * bias if self.scale_position_logits else bias
 
     def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
@@ -172,11 +171,6 @@ class CoPE(Scheme):
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return (self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0), 0
-
-
-def _to_the_end(gates: Tensor) -> Tensor:
-    """Return the sum from each key to the last."""
-    return gates.flip(-1).cumsum(-1).flip(-1)
 
 
 def _ahead(block: Block) -> Tensor:

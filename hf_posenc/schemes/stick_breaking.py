@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.hiding import fill_hidden_
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme, grouped_matmul, set_start
+from hf_posenc.schemes._stick import broken
 from hf_posenc.structures import Nearest, Stick, Walk
 
 # Of lm-engine, and torch's default.
@@ -80,7 +82,7 @@ class StickBreaking(Scheme):
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         logits = self.score(logits, q, k, block)
         # Farther keys share what is left, which is less than any weight that is kept. A margin for rounding.
-        left = F.softplus(logits.where(self._taking(block), -math.inf)).sum(-1)
+        left = fill_hidden_(F.softplus(logits), self._taking(block), 0.0).sum(-1)
         return bool((left > 1 - math.log(torch.finfo(logits.dtype).tiny)).all())
 
     def weigh(self, logits: Tensor, block: Block) -> Tensor:
@@ -94,13 +96,7 @@ class StickBreaking(Scheme):
 
     def break_stick(self, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return the keys' weights `[B, H, q, K]` and what they leave of 1, `[B, H, q, 1]`."""
-        # So low a logit takes nothing and leaves all.
-        logits = torch.where(self._taking(block), logits, torch.finfo(logits.dtype).min)
-        left = F.logsigmoid(-logits).flip(-1).cumsum(-1).flip(-1)  # log(1 - beta), summed from each key to the last
-        # Weights too small for a normal number would take most of the time on a CPU, here and where they are multiplied.
-        smallest = 4 * torch.finfo(logits.dtype).tiny
-        weights = (logits + left).clamp_min(math.log(smallest)).exp()
-        return F.threshold(weights, 2 * smallest, 0), left[..., :1].exp()
+        return broken(logits, self._taking(block))
 
     def _taking(self, block: Block) -> Tensor:
         """Return which keys break a piece off, bool `[B|1, H|1, q, K]`."""

@@ -1,0 +1,91 @@
+"""What lies between whole counts: CoPE's logits of keys that stand at counts of gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_posenc.hiding import fill_hidden_, worth_it
+
+
+def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the value of each key `[B, H, q, K]` at the number of keys that the query counts from it to the last.
+
+    Args:
+        gate_logits: Of which the sigmoid says how much a key counts, `[B, H, q, K]`.
+        at_whole: The values at the counts 0 to N - 1, `[B, H, q, N]`; from there on the last, and in between a line.
+        keep: Which keys are counted, bool `[B|1, H|1, q|1, K]`; `None` means all.
+    """
+    if not worth_it(gate_logits):
+        return between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
+    values: Tensor = _ValuesAtCounts.apply(gate_logits, at_whole, keep)  # type: ignore[no-untyped-call]
+    return values
+
+
+def counts(gate_logits: Tensor, keep: Tensor | None, most: int) -> Tensor:
+    """Return how many keys are counted from each key to the last, `[B, H, q, K]`, up to `most`."""
+    gates = gate_logits.sigmoid()
+    if keep is not None:
+        gates = gates.where(keep, 0.0)
+    return to_the_end(gates).clamp_max(most)
+
+
+def to_the_end(gates: Tensor) -> Tensor:
+    """Return the sum from each key to the last."""
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+def between(at_whole: Tensor, place: Tensor, table: Tensor | int = 0) -> Tensor:
+    """Return what lies between values at whole places.
+
+    Args:
+        at_whole: `[..., N]`, or `[..., T, N]` of several tables.
+        place: From 0 to N - 1, `[..., K]`.
+        table: Which of them, int64 `[..., K]`.
+    """
+    count = at_whole.shape[-1]
+    steps = F.pad(at_whole.diff(dim=-1), (0, 1))
+    below = place.detach().floor()
+    # One index for both tables: those of int64 are the largest tensors here.
+    index = below.long() + count * table
+    if at_whole.ndim > place.ndim:
+        at_whole, steps = at_whole.flatten(-2), steps.flatten(-2)
+    return at_whole.gather(-1, index) + (place - below) * steps.gather(-1, index)
+
+
+class _ValuesAtCounts(torch.autograd.Function):
+    """`values_at_counts` with fewer passes, and a third of them on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
+        gates = fill_hidden_(gate_logits.sigmoid(), keep, 0.0)
+        place = to_the_end(gates).clamp_max_(at_whole.shape[-1] - 1)
+        index = place.long()
+        fraction = place.frac_()
+        slope = F.pad(at_whole.diff(dim=-1), (0, 1)).gather(-1, index)
+        ctx.save_for_backward(gate_logits, at_whole, keep, gates, index, fraction, slope)
+        return at_whole.gather(-1, index).addcmul_(fraction, slope)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate_logits, at_whole, keep, gates, index, fraction, slope = ctx.saved_tensors
+        of_logits: Tensor | None = None
+        of_whole: Tensor | None = None
+        if torch.is_grad_enabled():
+            # For gradients of gradients, of what they flow into.
+            values = between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
+            targets = [x for x in (gate_logits, at_whole) if x.requires_grad]
+            found = iter(torch.autograd.grad(values, targets, grad, create_graph=True))
+            return (*(next(found) if x.requires_grad else None for x in (gate_logits, at_whole)), None)
+        if ctx.needs_input_grad[0]:
+            # From the last count on the slope is zero.
+            of_logits = torch.ops.aten.sigmoid_backward((grad * slope).cumsum_(-1), gates)
+        if ctx.needs_input_grad[1]:
+            of_steps = torch.zeros_like(at_whole).scatter_add_(-1, index, grad * fraction)[..., :-1]
+            of_whole = torch.zeros_like(at_whole).scatter_add_(-1, index, grad)
+            of_whole[..., :-1] -= of_steps
+            of_whole[..., 1:] += of_steps
+        return of_logits, of_whole, None
