@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import attention, record
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
+from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 
@@ -74,24 +75,24 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     architecture = of_model(model)
     groups = record.from_config(model.config)
     found: list[LayerExecution] = []
-    training = model.training
-    model.eval()
     try:
-        for stack, body in architecture.stacks(model).items():
-            schemes = {
-                layer: group.scheme for group in groups if stack in group.stacks for layer in group.stacks[stack].layers
-            }
-            sequence, step = _run(body, architecture.example(body), length)
-            found += [
-                LayerExecution(stack, layer, schemes[layer], str(whole), None if one is None else str(one))
-                for layer, whole, one in zip(sorted(schemes), sequence, step, strict=True)
-            ]
+        with evaluating(model):
+            for stack, body in architecture.stacks(model).items():
+                schemes = {
+                    layer: group.scheme
+                    for group in groups
+                    if stack in group.stacks
+                    for layer in group.stacks[stack].layers
+                }
+                sequence, step = _run(body, architecture.example(body), length)
+                found += [
+                    LayerExecution(stack, layer, schemes[layer], str(whole), None if one is None else str(one))
+                    for layer, whole, one in zip(sorted(schemes), sequence, step, strict=True)
+                ]
     except PositionError as error:
         raise PositionError(
             f"explain: length={length} and one more token: {error} Or pass a smaller length."
         ) from error
-    finally:
-        model.train(training)
     return Explanation(tuple(found), length)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import attention, record
 from hf_posenc.errors import NotPatchedError
+from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.models import describe_start, schemes_of
@@ -279,17 +280,8 @@ def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
 
 
 def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
-    training = model.training
-    model.eval()
-    try:
-        outputs = []
-        body: Any
-        for body in architecture.stacks(model).values():
-            with torch.no_grad():
-                outputs.append(body(**architecture.example(body))[0])
-        return outputs
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        return [body(**architecture.example(body))[0] for body in architecture.stacks(model).values()]
 
 
 def _short(layers: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -66,7 +67,11 @@ def adapt(
             callbacks=callbacks,
             use_cpu=use_cpu,
         )
-        trainer.train()
+        with contextlib.ExitStack() as stack:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, NewParametersFirst):
+                    stack.enter_context(callback)
+            trainer.train()
     model.eval()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -77,7 +77,7 @@ def _needs(recipe: Recipe) -> list[_Need]:
         _Need("data", ("held_out_share",), data.held_out is None, "data.held_out: null"),
         _Need(
             "distillation",
-            ("until", "teacher"),
+            ("until", "teacher", "length"),
             distillation.share > 0 or distillation.hidden > 0,
             "distillation.share or distillation.hidden above 0",
         ),

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError
+from hf_posenc.modes import evaluating
 from hf_posenc.patching import disabled, unpatch
 from hf_posenc.recipes.handover import patched_inside
 from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.measurements import table_end
 
 
 class Teacher:
@@ -23,7 +25,7 @@ class Teacher:
 
     A window longer than `length` it reads in pieces of that many tokens, each of which overlaps half of the one before: what
     it says of a token it says from at least half a piece of text before it. Read as a whole, the window would teach how the
-    native encoding fails.
+    native encoding fails. Windows of packed documents none of which is longer it reads whole.
 
     Args:
         model: A model with weights of its own, such as `Teacher.copy_of` makes. (`disabled` alone would not do: it has the
@@ -32,7 +34,7 @@ class Teacher:
             encoder-decoders, whose windows are not cut, it has no effect.
 
     Raises:
-        OptionError: The length is too small.
+        OptionError: The length is too small, or beyond the model's own table of positions.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None) -> None:
@@ -68,7 +70,8 @@ class Teacher:
         patched_inside(adapted)
         teacher = cls.__new__(cls)
         teacher.model, teacher._adapted = adapted, adapted
-        teacher.length = _length_of(adapted, length)
+        with disabled(adapted):
+            teacher.length = _length_of(adapted, length)
         return teacher
 
     def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
@@ -84,13 +87,12 @@ class Teacher:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._adapted is not None:
-                stack.callback(self.model.train, self.model.training)
-                self.model.eval()
+                stack.enter_context(evaluating(self.model))
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(disabled(self._adapted))
-            tokens = _tokens(inputs)
-            if self.length is None or tokens <= self.length:
+            if self.length is None or _reach(inputs) <= self.length:
                 return self._read(inputs, options)
+            tokens = _tokens(inputs)
             return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
 
     def _read(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -113,12 +115,28 @@ def _length_of(model: Any, length: int | None) -> int | None:
         return length
     if config.is_encoder_decoder:
         return None
+    end = table_end(model)
+    if length is not None and end is not None and length > end:
+        raise OptionError(
+            f"Teacher(length={length!r}): the {type(model).__name__} has a table of {end} positions. Give at most as many tokens."
+        )
     return length or trained_length(config.get_text_config())
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
-    """Return how many tokens the windows of a batch have."""
-    return next(int(inputs[name].shape[1]) for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+    """Return how many tokens the windows of a batch have; 0 of batches of something else, such as images."""
+    names = ("input_ids", "inputs_embeds")
+    return next((int(inputs[name].shape[1]) for name in names if inputs.get(name) is not None), 0)
+
+
+def _reach(inputs: dict[str, Any]) -> int:
+    """Return how far the teacher would have to see in a batch: over the windows, or over the longest of packed documents."""
+    positions = inputs.get("position_ids")
+    # Beside a mask, positions do not tell documents apart.
+    if positions is None or inputs.get("attention_mask") is not None:
+        return _tokens(inputs)
+    restarting = without_jumps(positions)
+    return _tokens(inputs) if restarting is None else int(restarting.max()) + 1
 
 
 def _parts(inputs: dict[str, Any], tokens: int, length: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -178,6 +196,8 @@ class Distilling:
         super().__init__(**kwargs)
         self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
         self._text_losses: list[Tensor] = []
+        # To the end, also when the teacher has faded and was let go: who reads the log would take what was logged last.
+        self._logs_text = teacher is not None
         if teacher is not None:
             teacher.model.to(self.args.device)  # type: ignore[attr-defined]
 
@@ -197,7 +217,7 @@ class Distilling:
             model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         parts = self._parts(num_items_in_batch)
-        if self._teacher is not None:
+        if self._logs_text:
             self._text_losses.append(parts * loss.detach())
         if teacher is not None:
             wanted = teacher(inputs, **wants)

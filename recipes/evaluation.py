@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.modes import evaluating
 
 # Scored tokens per window, few enough that the shortest useful context already covers them.
 TARGETS = 64
@@ -137,12 +138,8 @@ def context_curve(
     if min(contexts) < targets:
         raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
     read = rows[:, :-1] if corrupt is None else corrupt(rows[:, 1:])
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         losses = [_losses(model, read[:, -context:], rows[:, -context:], targets, batch_size) for context in contexts]
-    finally:
-        model.train(training)
     return ContextCurve(tuple(contexts), torch.stack(losses))
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import record, registry
 from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import schemes_of
@@ -75,7 +76,9 @@ def fit(
     if not surgery.is_patched(model):
         raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
     architecture = of_model(model)
-    means = _mean_heads(model, ids) if ids is not None else {}
+    # Nothing else needs the means, and a model with a table of positions may be unable to read the text.
+    rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
+    means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
     sums = torch.zeros(3, dtype=torch.float64)
     for group in record.from_config(model.config):
         for name, body in architecture.stacks(model).items():
@@ -137,14 +140,11 @@ def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[int, tuple[Tensor, 
         for attention in patched
         if surgery.is_patched(attention)
     ]
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), disabled(model):
+        with evaluating(model), torch.no_grad(), disabled(model):
             for body in architecture.stacks(model).values():
                 body(input_ids=ids)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return found

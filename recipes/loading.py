@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 
-from hf_posenc.errors import PosencError, RecipeError
+from hf_posenc.errors import CheckpointError, PosencError, RecipeError
 
 # The name of the model that comes with the package.
 TINY_LLAMA = "tiny-llama"
@@ -27,7 +27,8 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         **options: Of `from_pretrained` of the model.
 
     Raises:
-        RecipeError: It cannot be read.
+        RecipeError: The model cannot be read.
+        CheckpointError: The tokenizer cannot.
     """
     if name == TINY_LLAMA:
         return load_tiny_llama(**options)
@@ -39,11 +40,30 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
                 f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To train this "
                 "one, patch it and train it as any other of its kind."
             )
-        return kind.from_pretrained(name, **options).eval(), AutoTokenizer.from_pretrained(name)
+        return kind.from_pretrained(name, **options).eval(), load_tokenizer(name)
     except PosencError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return a tokenizer.
+
+    Args:
+        name: A local directory or a name on the hub.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    # A damaged file fails wherever its content is used first; the tokenizers library raises bare exceptions.
+    except Exception as error:
+        raise CheckpointError(
+            f"The tokenizer of {name} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected the files that its "
+            "save_pretrained writes, tokenizer.json and tokenizer_config.json for most. Save them there again, or download them again."
+        ) from error
 
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:

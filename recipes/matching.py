@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patching import disabled
@@ -70,7 +71,7 @@ def match(
         progress: Called after each step with how many are done.
 
     Returns:
-        How well it went, on the first windows. Where it did not get nearer, the weights are as they were.
+        How well it went, on the first windows. Where it did not get nearer, or something raises, the weights are as they were.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -90,7 +91,8 @@ def match(
     weights = [weight for weight in schemes.parameters() if weight.requires_grad]  # each once
     if not weights:
         raise OptionError(
-            "match: the schemes of this model have no weights with these options, so there is nothing to fit."
+            "match: the schemes of this model have no weights to train: none with these options, or all are frozen. Unfreeze "
+            "them, or patch with options that have some."
         )
     ids = _windows(ids, trained_length(model.config.get_text_config())).to(model.device)
     order = torch.Generator().manual_seed(seed)
@@ -101,10 +103,9 @@ def match(
         batches = [_inputs(model, part, corrupt) for part in torch.split(chosen, micro_batch_size or batch_size)]
         return [(inputs, _stock_traffic(model, attentions, inputs)) for inputs in batches]
 
-    with _training_only(model, weights):
+    with _training_only(model, weights) as put_back:
         some = parts(ids[:batch_size])
         before = _distances(model, some)
-        kept = [weight.detach().clone() for weight in weights]
         for step in range(steps):
             optimizer.zero_grad()
             chosen = torch.randint(len(ids), (batch_size,), generator=order).to(ids.device)
@@ -118,13 +119,10 @@ def match(
             schedule.step()
             if progress is not None:
                 progress(step + 1)
-        optimizer.zero_grad()
         after = _distances(model, some)
         if not after.sum() <= before.sum():
             after = before
-            with torch.no_grad():
-                for weight, old in zip(weights, kept, strict=True):
-                    weight.copy_(old)
+            put_back()
     return Match(tuple(before.tolist()), tuple(after.tolist()))
 
 
@@ -168,20 +166,30 @@ def _inputs(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Ten
 
 
 @contextlib.contextmanager
-def _training_only(model: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
-    """Leave gradients to these weights, and dropout out."""
+def _training_only(model: nn.Module, weights: list[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Leave gradients to these weights, and dropout out; gives what puts the weights back, as is done when something raises."""
     own = {id(weight) for weight in weights}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-    training = model.training
-    model.eval()
+    kept = [weight.detach().clone() for weight in weights]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for weight, old in zip(weights, kept, strict=True):
+                weight.copy_(old)
+
     for parameter in others:
         parameter.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield put_back
+    except BaseException:
+        put_back()
+        raise
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
-        model.train(training)
+        for weight in weights:
+            weight.grad = None
 
 
 @contextlib.contextmanager
@@ -216,8 +224,8 @@ def _distances(model: PreTrainedModel, parts: list[Part], *, learn: bool = False
     for inputs, stock in parts:
         with torch.set_grad_enabled(learn):
             shares = _errors(model, stock, inputs) / sizes
-        if shares.requires_grad:
-            shares.sum().backward()  # type: ignore[no-untyped-call]
+            if shares.requires_grad:
+                shares.sum().backward()  # type: ignore[no-untyped-call]
         found += shares.detach().cpu()
     return found
 

@@ -46,6 +46,7 @@ from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, cont
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.progress import Progress, counting
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
+from hf_posenc.schemes.learned import Learned
 
 RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
     "recipe.yaml",
@@ -428,6 +429,11 @@ def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
             f"training.skip_to skips positions in texts that go on, which {model.config.model_type} models do not read: their "
             "decoders have positions of their own. Leave it out."
         )
+    if recipe.distillation.length is not None and model.config.is_encoder_decoder:
+        raise RecipeError(
+            f"distillation.length cuts windows into pieces, and those of {model.config.model_type} models are not cut: their encoders "
+            "read them whole. Leave it out."
+        )
     return length, own or length
 
 
@@ -442,9 +448,17 @@ def _check_unconverted(recipe: Recipe, model: Any) -> None:
 
 
 def _check_table(recipe: Recipe, model: Any, length: int) -> None:
-    """Raise if windows, or the positions that they skip to, reach beyond the model's own table, while it is in force."""
+    """Raise if windows, or the positions that they skip to, reach beyond a table: the model's own, while in force, or a scheme's."""
     end = table_end(model)
+    tables = [module.num_positions for module in model.modules() if isinstance(module, Learned)]
+    # Packed documents may all be shorter.
+    rows = min(tables, default=None) if recipe.data.packing == "windows" else None
     for key, reach in (("training.length", length), ("training.skip_to", recipe.training.skip_to)):
+        if rows is not None and reach is not None and reach > rows:
+            way = f"; or conversion.options.num_positions={reach}" * (recipe.conversion.scheme == "learned")
+            raise RecipeError(
+                f"{key} is {reach}, and the table of the scheme learned has {rows} positions. Give at most as many{way}."
+            )
         if end is not None and reach is not None and reach > end:
             why, way = "", ""
             if recipe.conversion.scheme is not None:

@@ -18,6 +18,11 @@ class NewParametersFirst(TrainerCallback):
     Their gradients are thrown away rather than not computed: which weights need gradients must not change under DDP, and an
     optimizer skips weights without one. The clipping of gradients comes before that: for it they are zero (but not under FSDP).
 
+    A context manager as well. `Trainer` tells its callbacks nothing of a training that raises or is interrupted, and whoever trains
+    the same model on by other means would get no gradients of its own weights:
+    `with NewParametersFirst(...) as first: Trainer(..., callbacks=[first]).train()`. Another training with the same callback goes on
+    as it should.
+
     Args:
         share: Of the steps, from 0 to 1.
 
@@ -30,6 +35,12 @@ class NewParametersFirst(TrainerCallback):
             raise OptionError(f"NewParametersFirst(share={share!r}): expected a number from 0 to 1.")
         self.share = share
         self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> NewParametersFirst:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin with the first stage; raises if it would train nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import math
 import re
 from html.parser import HTMLParser
@@ -72,8 +73,28 @@ def test_all_are_trained_on_the_same_text_in_the_same_batches(tmp_path: Path) ->
     assert {each.recipe.training.batch_size for each in found.values()} == {16}
 
 
-def test_positions_are_skipped_in_proportion_to_the_length() -> None:
-    assert entered("training.length=256")["fire"].recipe.training.skip_to == 2048
+@pytest.mark.parametrize(
+    ("trained", "overrides", "wanted"),
+    [
+        # As far as is measured, however long the windows are; and nothing where they reach as far.
+        (2048, [], 16384),
+        (2048, ["training.length=256"], 16384),
+        (128, ["training.length=64"], 1024),
+        (128, ["training.length=256"], 1024),
+        (128, ["training.length=1024"], None),
+        # What is said is what is done.
+        (2048, ["training.skip_to=4096"], 4096),
+        (2048, ["training.skip_to=4096", "training.length=256"], 4096),
+        (2048, ["training.skip_to=null"], None),
+        (2048, ["training={skip_to: 4096}"], 4096),
+    ],
+)
+def test_positions_are_skipped_in_proportion_to_the_trained_length(
+    trained: int, overrides: list[str], wanted: int | None
+) -> None:
+    config = copy.deepcopy(CONFIG)
+    config.max_position_embeddings = trained
+    assert entered(*overrides, config=config)["fire"].recipe.training.skip_to == wanted
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])

@@ -54,7 +54,7 @@ from hf_posenc.evaluation.request import Request
 from hf_posenc.evaluation.subjects import subjects
 from hf_posenc.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.denoising import Denoising
-from hf_posenc.recipes.evaluation import spread_windows
+from hf_posenc.recipes.evaluation import context_curve, spread_windows
 
 VOCABULARY = 50
 TOKENIZER = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
@@ -655,6 +655,54 @@ def test_damaged_adapters_and_weights_are_one_error(command: str, tmp_path: Path
         assert str(folder) in line
         assert message in line
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "{}",
+        lambda text: "[]",
+        lambda text: json.dumps({**json.loads(text), "model": None}),
+    ],
+    ids=["truncated", "empty", "other keys", "list", "no model"],
+)
+def test_a_damaged_tokenizer_is_one_error(damage: Any, tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(DIRECTORIES["llama"], folder)
+    file = folder / "tokenizer.json"
+    file.write_text(damage(file.read_text(encoding="utf-8")), encoding="utf-8")
+    for command in (
+        ["eval", folder, "--out", out],
+        ["plot", folder, "--out", out],
+        ["convert", folder, "alibi", out],
+        ["train", "llama-fire", f"model={folder}", "--out", out],
+    ):
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in command])
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"hf-posenc: The tokenizer of {folder} cannot be read (")
+        assert result.stderr.endswith("Save them there again, or download them again.\n")
+        assert "; expected the files that its save_pretrained writes, tokenizer.json" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not out.exists()
+
+
+def test_evaluating_changes_neither_the_callers_random_numbers_nor_modes() -> None:
+    request = Request(models=("tiny-llama:fire", "tiny-llama"), measures=("perplexity",), contexts=(64,), samples=2)
+    reports = []
+    for _ in range(2):
+        torch.rand(1)
+        drawn = torch.get_rng_state()
+        reports.append(list(request.run().sections[0].markdown()))
+        assert torch.equal(torch.get_rng_state(), drawn)
+    assert reports[0] == reports[1]
+    model = stock("llama").train()
+    model.get_output_embeddings().eval()
+    before = [module.training for module in model.modules()]
+    hf_posenc.evaluate({"a": model}, [InductionCopy(torch.arange(30), (8,), samples=1)])
+    context_curve(model, torch.arange(20, 300), (64,), windows=2, targets=16)
+    assert [module.training for module in model.modules()] == before
 
 
 def test_ordinary_tokens_are_ranked_and_none_is_special() -> None:

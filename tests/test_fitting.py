@@ -117,12 +117,22 @@ def test_every_layer_of_a_shared_scheme_is_heard() -> None:
 
 def test_fitting_leaves_the_model_as_it_was_otherwise() -> None:
     model = patched("llama", "fire").train()
+    model.get_output_embeddings().eval()
+    modes = [module.training for module in model.modules()]
     before = {name: p.detach().clone() for name, p in model.named_parameters() if "hf_posenc" not in name}
     fit(model, ids=tokens("llama", 2, 32))
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_text_that_is_not_needed_is_not_read() -> None:
+    """Such as one beyond the table of positions."""
+    ids = tokens("gpt2", 2, stock("gpt2").config.n_positions + 9)
+    assert fit(patched("gpt2", "fire"), "kerple", ids=ids, steps=2) == fit(patched("gpt2", "fire"), "kerple", steps=2)
+    with pytest.raises(OptionError, match="added to the inputs"):
+        fit(patched("gpt2", "fire"), ids=ids)
 
 
 def test_models_of_images_are_not_fitted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import stock, tokens
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
@@ -181,6 +189,29 @@ def test_gradients_that_are_thrown_away_do_not_count_in_their_clipping(tmp_path:
     assert stages[:2] == pytest.approx(alone[:2], rel=1e-4)
     assert stages[2:] == pytest.approx(whole[2:], rel=1e-4)
     assert stages[0] < 0.9 * whole[0]
+
+
+def test_a_first_stage_that_is_broken_off_leaves_the_gradients_alone(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    def own_gradients(model: Any) -> list[bool]:
+        model.zero_grad()
+        model(**{name: ids[None] for name, ids in windows("llama", 1)[0].items()}).loss.backward()
+        return [bool(p.grad.any()) for name, p in model.named_parameters() if not is_scheme_parameter(name)]
+
+    model = hf_posenc.patch(stock("llama"), "fire")
+    with pytest.raises(KeyboardInterrupt), NewParametersFirst(0.9) as first:
+        trainer(model, tmp_path, callbacks=[first, Stops()]).train()
+    assert sum(own_gradients(model)) == len(own_gradients(model))
+    # Without the context the stage goes on, until the same callback is given to another training.
+    first = NewParametersFirst(0.5)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(model, tmp_path, callbacks=[first, Stops()]).train()
+    assert not any(own_gradients(model))
+    trainer(model, tmp_path, steps=2, callbacks=[first]).train()
+    assert all(own_gradients(model))
 
 
 def test_new_parameters_first_refuses_a_scheme_without_weights(tmp_path: Path) -> None:
@@ -366,13 +397,83 @@ def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
     assert torch.equal(teacher({"input_ids": ids[:, :length]}).logits, apart({"input_ids": ids[:, :length]}).logits)
 
 
+def test_pieces_take_what_else_a_batch_may_hold() -> None:
+    model, ids = stock("llama"), tokens("llama", 2, 21)
+    teacher = Teacher(model, length=8)
+    wanted = teacher({"input_ids": ids}).logits
+    embedded = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    torch.testing.assert_close(teacher(embedded).logits, wanted)
+    # Two documents that a mask tells apart, and not the positions.
+    document = (torch.arange(21) >= 9).long()
+    mask = (document[:, None] == document[None]).tril()[None, None].expand(2, 1, 21, 21)
+    got = teacher({"input_ids": ids, "attention_mask": mask}).logits
+    torch.testing.assert_close(got[:, :8], wanted[:, :8])
+    piece = {"input_ids": ids[:, 4:12], "attention_mask": mask[:, :, 4:12, 4:12]}
+    torch.testing.assert_close(got[:, 8:12], teacher(piece).logits[:, 4:])
+    assert not torch.allclose(got[:, 9], wanted[:, 9], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["copy", "within"])
+def test_documents_that_are_short_enough_are_read_whole(kind: str) -> None:
+    student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
+    teacher = (Teacher.within if kind == "within" else Teacher.copy_of)(student, length=8)
+    ids, ends = tokens("llama", 1, 24), [0, 5, 13, 21, 24]
+    documents = list(itertools.pairwise(ends))
+    positions = torch.cat([torch.arange(end - begin) for begin, end in documents])[None]
+    got = teacher({"input_ids": ids, "position_ids": positions}, output_hidden_states=True)
+    alone = [teacher({"input_ids": ids[:, begin:end]}, output_hidden_states=True) for begin, end in documents]
+    torch.testing.assert_close(got.logits, torch.cat([each.logits for each in alone], dim=1), atol=1e-4, rtol=1e-4)
+    last = torch.cat([each.hidden_states[-1] for each in alone], dim=1)
+    torch.testing.assert_close(got.hidden_states[-1], last, atol=1e-4, rtol=1e-4)
+    jumping = {"input_ids": ids, "position_ids": 3 * positions}
+    torch.testing.assert_close(teacher(jumping).logits, got.logits)
+    # But not where a mask takes the place of what positions say, nor where one has a token more.
+    one_longer = torch.cat([torch.arange(15) % 8, torch.arange(9)])[None]
+    for batch in (
+        {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)},
+        {"input_ids": ids, "position_ids": one_longer},
+    ):
+        piece = {name: given[:, 16:] for name, given in batch.items()}
+        torch.testing.assert_close(teacher(batch).logits[:, 20:], teacher(piece).logits[:, 4:])
+
+
+def test_a_teacher_under_an_adapter_leaves_each_module_in_its_mode() -> None:
+    adapted = lora().train()
+    adapted.get_input_embeddings().eval()
+    before = [module.training for module in adapted.modules()]
+    Teacher.within(adapted)({"input_ids": tokens("llama", 1, 5)})
+    assert [module.training for module in adapted.modules()] == before
+
+
+def test_a_teacher_may_see() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    model = ViTForImageClassification(ViTConfig(**shape, image_size=16, patch_size=4))
+    images = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    with torch.no_grad():
+        wanted = model.eval()(**images).logits
+    for length in (None, 4):
+        assert torch.equal(Teacher(model, length=length)(images).logits, wanted)
+
+
 def test_a_teacher_knows_its_length() -> None:
     assert Teacher(stock("llama")).length == stock("llama").config.max_position_embeddings
-    assert Teacher(stock("t5")).length is None
+    # Whatever is said, and whatever its config says, as those of the first ones do.
+    model = stock("t5")
+    model.config.n_positions = 8
+    for length in (None, 8):
+        assert Teacher(model, length=length).length is None
     # What its own table of positions could not read.
     gpt2 = stock("gpt2")
     long = tokens("gpt2", 1, gpt2.config.n_positions + 9)
     assert Teacher(gpt2)({"input_ids": long}).logits.isfinite().all()
+    student = get_peft_model(
+        hf_posenc.patch(stock("gpt2"), "kerple"), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    converted = hf_posenc.patch(stock("gpt2"), "kerple")
+    for make, model in ((Teacher, gpt2), (Teacher.copy_of, converted), (Teacher.within, student)):
+        assert make(model, length=gpt2.config.n_positions).length == gpt2.config.n_positions
+        with pytest.raises(OptionError, match=r"has a table of 128 positions\. Give at most"):
+            make(model, length=gpt2.config.n_positions + 1)
     with pytest.raises(OptionError, match="at least 2 tokens"):
         Teacher(stock("llama"), length=1)
 

@@ -41,18 +41,25 @@ def has_weights_in_attention(model: Any) -> bool:
 @pytest.mark.parametrize(("architecture", "name"), matchable())
 def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture: str, name: str) -> None:
     model = patched(architecture, name).train()
+    model.get_output_embeddings().eval()
     frozen = model.get_input_embeddings().weight.requires_grad_(False)
     before, trained = weights_of(model), [p.requires_grad for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
     drawn = torch.get_rng_state()
-    found = match(model, tokens(architecture, 9, 21), steps=4, batch_size=3)
+
+    def look(step: int) -> None:
+        # At each step, for a fit that leads away is taken back, and other weights with it.
+        after = weights_of(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+    found = match(model, tokens(architecture, 9, 21), steps=4, batch_size=3, progress=look)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert sum(found.after) <= sum(found.before)
-    after = weights_of(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    look(4)
     assert [p.requires_grad for p in model.parameters()] == trained
     assert not frozen.requires_grad
     assert all(p.grad is None for p in model.parameters())
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     # Nothing of the fit stays on the modules, and the stock model is still under it.
     ids = tokens(architecture, 2, 11)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if architecture == "t5" else {})
@@ -84,6 +91,18 @@ def test_layers_that_are_not_converted_are_left_alone() -> None:
     assert len(match(model, tokens("llama", 4, 17), steps=2).before) == 1
 
 
+def test_every_layer_reads_what_it_reads_in_the_stock_model() -> None:
+    """Whatever those below it do."""
+    torch.manual_seed(0)
+    whole, one = patched("llama", "kerple"), patched("llama", "kerple", layers=[2])
+    ids = tokens("llama", 4, 33)
+    for module in whole.modules():
+        if isinstance(module, Scheme):
+            module.load_state_dict(next(m for m in one.modules() if isinstance(m, Scheme)).state_dict())
+    all_layers, alone = match(whole, ids, steps=1), match(one, ids, steps=1)
+    assert all_layers.before[2] == pytest.approx(alone.before[0], rel=1e-5)
+
+
 def test_long_windows_are_cut() -> None:
     length = stock("llama").config.max_position_embeddings
     ids = tokens("llama", 2, 2 * length + 3)
@@ -107,12 +126,41 @@ def test_micro_batches_fit_as_whole_ones_do() -> None:
     torch.testing.assert_close(dict(other.named_parameters()), dict(one.named_parameters()), atol=1e-3, rtol=1e-3)
 
 
-def test_a_fit_that_leads_away_is_taken_back() -> None:
+@pytest.mark.parametrize("rate", [1e4, 1e37])
+def test_a_fit_that_leads_away_is_taken_back(rate: float) -> None:
+    """Also one that ends in what is no number."""
     model = patched("llama", "shaw")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = match(model, tokens("llama", 8, 17), steps=3, learning_rate=1e4)
+    found = match(model, tokens("llama", 8, 17), steps=3, learning_rate=rate)
     assert found.after == found.before
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was(error: type[BaseException]) -> None:
+    model = patched("llama", "shaw").train()
+    before, trained = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
+
+    def stop(step: int) -> None:
+        assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        if step == 2:
+            raise error
+
+    with pytest.raises(error):
+        match(model, tokens("llama", 4, 17), steps=5, progress=stop)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert all(p.grad is None for p in model.parameters())
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+def test_it_learns_where_the_caller_wants_no_gradients() -> None:
+    one = patched("llama", "kerple")
+    other = copy.deepcopy(one)
+    ids = tokens("llama", 4, 17)
+    with torch.no_grad():
+        found = match(one, ids, steps=3)
+    assert found == match(other, ids, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +183,44 @@ def test_bad_input() -> None:
     ids = tokens("llama", 4, 17)
     with pytest.raises(NotPatchedError, match="is not patched"):
         match(stock("llama"), ids)
+    with pytest.raises(OptionError, match="all are frozen"):
+        match(patched("llama", "shaw").requires_grad_(False), ids)
     for wrong in (ids[0], ids[:, :1], ids[:0]):
         with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
             match(patched("llama", "fire"), wrong)
     for number in ({"steps": 0}, {"batch_size": 0}, {"micro_batch_size": -1}, {"learning_rate": 0.0}):
         with pytest.raises(OptionError, match="expected steps and windows of at least 1"):
             match(patched("llama", "fire"), ids, **number)
+
+
+def test_a_recipe_fits_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    given: dict[str, Any] = {}
+
+    def caught(model: Any, ids: torch.Tensor, **options: Any) -> None:
+        given.update(options, ids=ids)
+        raise Stop
+
+    monkeypatch.setattr(run, "match", caught)
+    numbers = {"batch_size": 4, "micro_batch_size": 2, "seed": 3}
+    changes = [
+        f"model={DIRECTORIES['t5']}",
+        "conversion.native=remove",
+        "conversion.fit=attention",
+        "training.length=64",
+    ]
+    changes += [f"training.{name}={number}" for name, number in numbers.items()]
+    with pytest.raises(Stop):
+        run.train(Recipe.read("t5-disentangled", changes), tmp_path / "out")
+    assert {name: given[name] for name in numbers} == numbers
+    assert given["steps"] == run._MATCHING
+    ids = given["ids"]
+    assert ids.shape[1] == 64
+    assert len(ids) > 4
+    # The encoder reads what it reads in training, and what it is not to write.
+    assert 0.05 < float((given["corrupt"](ids) != ids).float().mean()) < 0.3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])

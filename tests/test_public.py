@@ -107,7 +107,14 @@ def test_every_scheme_documents_itself() -> None:
 # Each room may import those before it, and itself. A scheme knows no architecture; an architecture names no scheme.
 ROOMS = [
     ("hf_posenc.errors",),
-    ("hf_posenc.equivalents", "hf_posenc.structures", "hf_posenc.relative", "hf_posenc.directories"),
+    (
+        "hf_posenc.equivalents",
+        "hf_posenc.structures",
+        "hf_posenc.relative",
+        "hf_posenc.directories",
+        "hf_posenc.modes",
+        "hf_posenc.hiding",
+    ),
     ("hf_posenc.scheme", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.blending"),
     ("hf_posenc.schemes",),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerControl, TrainerState
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -154,6 +154,20 @@ def test_adapt_is_seeded(ids: Tensor) -> None:
         assert torch.equal(first, second)
 
 
+def test_adapt_that_is_interrupted_leaves_the_gradients_alone(ids: Tensor) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    model = hf_posenc.patch(small(), "fire")
+    what = recipe(steps=4, batch_size=2, new_parameters_first=0.9)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(model, what, windows(ids, 16), callbacks=[Stops()], use_cpu=True)
+    model.zero_grad()
+    model(input_ids=ids[None, :16], labels=ids[None, :16]).loss.backward()
+    assert all(parameter.grad.any() for parameter in model.model.layers[0].mlp.parameters())
+
+
 def test_distillation_pulls_towards_the_teacher(ids: Tensor) -> None:
     teacher = small()
     before = copy.deepcopy(teacher.state_dict())
@@ -190,6 +204,10 @@ def test_a_teacher_that_has_faded_is_let_go(ids: Tensor, tmp_path: Path) -> None
         trainer.train()
         gc.collect()
         assert (held() is None) == gone
+        # Whoever shows the loss on text would go on showing what was logged last.
+        losses = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+        assert all("text_loss" in entry for entry in losses.values())
+        assert (losses[4]["text_loss"] == pytest.approx(losses[4]["loss"], rel=1e-5)) == gone
 
 
 def test_divergence_is_zero_for_equals_and_never_negative(ids: Tensor) -> None:

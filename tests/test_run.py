@@ -468,6 +468,53 @@ def test_a_table_in_force_is_not_read_beyond_its_end(changes: list[str], said: s
         run.train(Recipe.read("gpt2-fire", [*common, *changes]), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["training.length=256"],
+            r"length is 256, and the table of the scheme learned has 128 positions.*num_positions=256",
+        ),
+        (["training.length=64", "training.skip_to=512"], r"skip_to is 512, and the table of .* has 128 positions"),
+    ],
+)
+def test_the_table_of_a_scheme_is_not_read_beyond_its_end(changes: list[str], said: str, tmp_path: Path) -> None:
+    recipe = Recipe.read("llama-nope", ["conversion={scheme: learned}", "training.steps=1", *changes])
+    with pytest.raises(RecipeError, match=said):
+        run.train(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_teacher_of_a_recipe_reads_as_much_at_once_as_it_says(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int | None] = []
+
+    def caught(*args: Any, teacher: Any, **kwargs: Any) -> None:
+        found.append(teacher.length)
+        raise Stop
+
+    monkeypatch.setattr(run, "adaptation_trainer", caught)
+    for number, changes in enumerate(
+        (
+            ("distillation={share: 0.5, length: 24}",),
+            ("distillation={share: 0.5, length: 25}", "adapter.kind=lora"),
+            ("distillation={share: 0.5, length: 26, teacher: tiny-llama}",),
+            ("distillation={share: 0.5, length: 27}", "conversion={scheme: null}"),
+            ("distillation={share: 0.5}",),
+        )
+    ):
+        with pytest.raises(Stop):
+            run.train(read(*changes), tmp_path / str(number))
+    assert found == [24, 25, 26, 27, 128]
+
+
+def test_pieces_of_what_is_not_cut_are_refused(tmp_path: Path) -> None:
+    changes = [f"model={DIRECTORIES['t5']}", "training.length=64", "distillation={share: 0.5, length: 16}"]
+    with pytest.raises(RecipeError, match=r"distillation\.length cuts windows into pieces.*Leave it out"):
+        run.train(Recipe.read("t5-fire", changes), tmp_path / "out")
+
+
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
     recipe = Recipe.read("gpt2-fire", [f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])

@@ -74,13 +74,14 @@ def _reading(model: str, what: str) -> Iterator[None]:
 
 def copy_tokenizer(model: str, folder: Path) -> bool:
     """Save the tokenizer of a checkpoint into a folder, if it has one."""
-    from transformers import AutoTokenizer
     from transformers.utils import cached_file
+
+    from hf_posenc.recipes.loading import load_tokenizer
 
     with _reading(model, "tokenizer"):
         if not any(cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES):
             return False
-        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)
     return True
 
 

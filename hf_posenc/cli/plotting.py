@@ -93,12 +93,13 @@ def _load(directory: str) -> tuple[Any, Any]:
 
 
 def _tokenizer(directory: str) -> Any:
-    from transformers import AutoTokenizer
     from transformers.utils import cached_file
+
+    from hf_posenc.recipes.loading import load_tokenizer
 
     for name in _TOKENIZER_FILES:
         if cached_file(directory, name, _raise_exceptions_for_missing_entries=False):
-            return AutoTokenizer.from_pretrained(directory)
+            return load_tokenizer(directory)
     return None
 
 

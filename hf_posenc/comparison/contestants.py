@@ -89,7 +89,7 @@ def contestants(
         )
 
     def entered(name: str, recipe: Recipe) -> Contestant:
-        training = replace(recipe.training, steps=budget, length=length, skip_to=_scaled(recipe, length))
+        training = replace(recipe.training, steps=budget, length=length)
         # More is measured afterwards, of all by the same measures.
         evaluation = Evaluation(contexts=[length])
         recipe = replace(recipe, model=model, training=training, evaluation=evaluation)
@@ -104,7 +104,11 @@ def contestants(
         training=replace(control.training, skip_to=None, new_parameters_first=0.0),
     )
     first = entered(NATIVE, control)
-    others = [entered(name, Recipe.read(source, overrides)) for name, source in sources.items()]
+    reach = trained_length(config) or length
+    others = [
+        entered(name, Recipe.read(source, [*overrides, *_reaching(source, overrides, reach, length)]))
+        for name, source in sources.items()
+    ]
     for other in others:
         _check_same(first, other)
     return first, *others
@@ -155,11 +159,21 @@ def _source(source: str, architecture: str) -> str:
     )
 
 
-def _scaled(recipe: Recipe, length: int) -> int | None:
-    """Return how far positions are skipped to: recipes of the model that comes along say it for that model's length."""
+def _reaching(source: str, overrides: Sequence[str], trained: int, length: int) -> list[str]:
+    """Return what else is to be said of a recipe that skips positions: those of the model that comes along do it for its length.
+
+    What is measured afterwards goes by the trained length, too, so that is what positions are in proportion to, and not the
+    windows. Windows that reach as far skip none. Who says himself how far, is taken at his word.
+    """
+    keys = [pair.partition("=")[0] for pair in overrides]
+    if "training" in keys or "training.skip_to" in keys:
+        return []
+    # Without the length of the windows, which may be beyond what the recipe says.
+    recipe = Recipe.parse(source, [pair for key, pair in zip(keys, overrides, strict=True) if key != "training.length"])
     far = recipe.training.skip_to
     if far is None or recipe.model != TINY_LLAMA:
-        return far
+        return []
     own = trained_length(load_tiny_llama()[0].config)
     assert own is not None
-    return far * length // own
+    far = far * trained // own
+    return [f"training.skip_to={far if far > length else 'null'}"]

@@ -9,6 +9,7 @@ import torch
 
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.workers import Workers
+from hf_posenc.modes import evaluating
 
 
 class Measure(ABC):
@@ -35,13 +36,8 @@ class Measure(ABC):
             model: A language model of transformers, on any device; its mode is left as it was.
             workers: The processes that measure together; `None` is this one, or those that accelerate started.
         """
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self._measure(model, Workers() if workers is None else workers)
-        finally:
-            model.train(training)
+        with evaluating(model), torch.no_grad():
+            return self._measure(model, Workers() if workers is None else workers)
 
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from hf_posenc import adapters, registry
 from hf_posenc.errors import OptionError
@@ -47,16 +47,18 @@ class Subject:
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model; an adapter may have none of its own."""
         own = Path(self.source, "tokenizer_config.json").is_file()
-        return AutoTokenizer.from_pretrained(self.source if own else self.base)
+        return loading.load_tokenizer(self.source if own else self.base)
 
     def load(self, device: torch.device, seed: int = 0) -> Any:
         """Return the model on a device: converted if that is asked for, the same in every process."""
-        torch.manual_seed(seed)
-        model, _ = loading.load(self.base)
-        if self.base != self.source:
-            model = adapters.merged(model, self.source)
-        if self.scheme is not None:
-            patch(model, self.scheme)
+        # Drawn on the CPU; the caller's own numbers go on as if nothing had been.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model, _ = loading.load(self.base)
+            if self.base != self.source:
+                model = adapters.merged(model, self.source)
+            if self.scheme is not None:
+                patch(model, self.scheme)
         return model.to(device).eval()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.seams import CONTEXT
@@ -72,14 +73,13 @@ def see(
 @contextlib.contextmanager
 def _giving_weights(model: PreTrainedModel) -> Iterator[None]:
     """Let attention hand out its weights, without dropout."""
-    training, before = model.training, model.config._attn_implementation
-    model.eval()
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        model.train(training)
+    before = model.config._attn_implementation
+    with evaluating(model):
+        model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
 
 
 class _Observer:
