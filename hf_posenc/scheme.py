@@ -437,6 +437,10 @@ class Scheme(nn.Module):
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 
+    def end_of_positions(self) -> int | None:
+        """Return the first position that the scheme does not know; `None` if it knows all."""
+        return None
+
     def weights_sum_to_one(self) -> bool:
         """Whether each row of the attention weights sums to 1."""
         return True

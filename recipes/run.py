@@ -29,24 +29,22 @@ from rich.console import Console
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
 
-from hf_posenc import record
 from hf_posenc.errors import CheckpointError, RecipeError
 from hf_posenc.patching import disabled, patch
 from hf_posenc.planning import Plan, plan
-from hf_posenc.recipes import consistency, display, report, saving, schema
+from hf_posenc.recipes import consistency, display, report, saving, schema, suitability
 from hf_posenc.recipes.adapt import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 from hf_posenc.recipes.adapter import attach, check_targets, keep_unpacked, quantization
 from hf_posenc.recipes.data import Prepared, load_data
 from hf_posenc.recipes.distillation import Teacher
 from hf_posenc.recipes.fitting import fit
 from hf_posenc.recipes.handover import Handover
-from hf_posenc.recipes.loading import load, trained_length
+from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.matching import match
-from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve, table_end
+from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, contexts_for, readable_curve
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.progress import Progress, counting
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
-from hf_posenc.schemes.learned import Learned
 
 RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
     "recipe.yaml",
@@ -174,9 +172,9 @@ class _Run:
         recipe = self.recipe
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
-        _check_unconverted(recipe, model)
+        suitability.check_unconverted(recipe, model)
         check_targets(model, recipe.adapter)
-        length, own_length = _lengths(recipe, model)
+        length, own_length = suitability.lengths(recipe, model)
         data = load_data(
             recipe.data,
             tokenizer,
@@ -193,7 +191,7 @@ class _Run:
         planned = _plan(model, recipe.conversion)
         if recipe.conversion.scheme is not None:
             patch(model, recipe.conversion.scheme, **_selection(recipe.conversion))
-        _check_table(recipe, model, length)
+        suitability.check_tables(recipe, model, length)
         self._fit(model, data)
         teacher = _own_teacher(model, recipe)
         model = attach(model, recipe.adapter)
@@ -411,62 +409,6 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
-    """Return the tokens per window, and those of the model's own training."""
-    own = trained_length(model.config)
-    length = recipe.training.length or own
-    if length is None:
-        raise RecipeError(
-            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. Give a "
-            "number of tokens, for instance training.length=512."
-        )
-    for contradiction in consistency.contradictions_of_length(recipe.training, length):
-        raise RecipeError(contradiction)
-    if recipe.training.skip_to is not None and model.config.is_encoder_decoder:
-        raise RecipeError(
-            f"training.skip_to skips positions in texts that go on, which {model.config.model_type} models do not read: their "
-            "decoders have positions of their own. Leave it out."
-        )
-    if recipe.distillation.length is not None and model.config.is_encoder_decoder:
-        raise RecipeError(
-            f"distillation.length cuts windows into pieces, and those of {model.config.model_type} models are not cut: their encoders "
-            "read them whole. Leave it out."
-        )
-    return length, own or length
-
-
-def _check_unconverted(recipe: Recipe, model: Any) -> None:
-    """Raise if a model that is converted already would be converted again, and lose what its scheme has learned."""
-    there = ", ".join(group.scheme for group in record.from_config(model.config))
-    if there and recipe.conversion.scheme is not None:
-        raise RecipeError(
-            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew in its place. To "
-            "train it on as it is, give conversion={scheme: null} distillation={}; or name the original model."
-        )
-
-
-def _check_table(recipe: Recipe, model: Any, length: int) -> None:
-    """Raise if windows, or the positions that they skip to, reach beyond a table: the model's own, while in force, or a scheme's."""
-    end = table_end(model)
-    tables = [module.num_positions for module in model.modules() if isinstance(module, Learned)]
-    # Packed documents may all be shorter.
-    rows = min(tables, default=None) if recipe.data.packing == "windows" else None
-    for key, reach in (("training.length", length), ("training.skip_to", recipe.training.skip_to)):
-        if rows is not None and reach is not None and reach > rows:
-            way = f"; or conversion.options.num_positions={reach}" * (recipe.conversion.scheme == "learned")
-            raise RecipeError(
-                f"{key} is {reach}, and the table of the scheme learned has {rows} positions. Give at most as many{way}."
-            )
-        if end is not None and reach is not None and reach > end:
-            why, way = "", ""
-            if recipe.conversion.scheme is not None:
-                why = f", which conversion.native={recipe.conversion.native} leaves in force,"
-                way = "conversion.native=remove, or "
-            raise RecipeError(
-                f"{key} is {reach}, and the model's own table{why} has {end} positions. Give {way}at most as many."
-            )
 
 
 def _selection(conversion: Conversion) -> dict[str, Any]:

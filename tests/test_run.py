@@ -473,9 +473,9 @@ def test_a_table_in_force_is_not_read_beyond_its_end(changes: list[str], said: s
     [
         (
             ["training.length=256"],
-            r"length is 256, and the table of the scheme learned has 128 positions.*num_positions=256",
+            r"length is 256, and the scheme knows 128 positions.*conversion.options",
         ),
-        (["training.length=64", "training.skip_to=512"], r"skip_to is 512, and the table of .* has 128 positions"),
+        (["training.length=64", "training.skip_to=512"], r"skip_to is 512, and the scheme knows 128 positions"),
     ],
 )
 def test_the_table_of_a_scheme_is_not_read_beyond_its_end(changes: list[str], said: str, tmp_path: Path) -> None:

@@ -74,6 +74,9 @@ class Learned(Scheme):
         table: Tensor = self.wpe((positions if weight.is_meta else positions.to(weight.device)).long())
         return inputs + table.to(inputs)
 
+    def end_of_positions(self) -> int:
+        return self.num_positions
+
     def stock_equivalent(self) -> Nothing | PositionTable:
         table = self.wpe.weight.detach()
         return PositionTable(lambda rows: table[:rows], self.num_positions) if bool(table.any()) else Nothing()
