@@ -178,7 +178,7 @@ def test_fire_is_drawn_for_each_query() -> None:
         scheme, n = scheme_of(model, layer), torch.arange(129)
         limit = (scheme.L_multiplier * 16).abs().clamp_min(128)
         ratio = torch.log1p((scheme.c * n).abs()) / (torch.log1p((scheme.c * limit).abs()) + 1e-6)
-        want = scheme.mlp(ratio[:, None]).T[[3, 1]]
+        want = scheme.mlp(ratio[None, None])[0, [3, 1]]
         np.testing.assert_allclose(heights(axes), below_largest(want), atol=1e-5)
         assert list(lines(axes)) == ["3", "1"]
 

@@ -37,3 +37,20 @@ class Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
+
+
+class ChannelLinear(Linear):
+    """A linear layer along the second dimension, of inputs `[B|1, C, N]` whose C add up to its width; in their dtype.
+
+    Logits have heads there: what it returns needs no turning.
+    """
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        weight, total = self.weight.to(inputs[0]), self.bias.to(inputs[0])[:, None]
+        stop = weight.shape[1]
+        # From the last one on: what is the same for all rows of the batch is multiplied once for them.
+        for x in reversed(inputs):
+            start = stop - x.shape[1]
+            total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
+            stop = start
+        return total

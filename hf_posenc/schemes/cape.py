@@ -9,7 +9,7 @@ from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes._linear import ChannelLinear
 from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
@@ -33,20 +33,6 @@ _BASES: dict[str, type[AdditiveBias]] = {
     "t5_clipped": T5Clipped,
     "sandwich": Sandwich,
 }
-
-
-class AcrossHeads(Linear):
-    """A linear layer along the second dimension, of inputs `[B|1, C, N]` whose C add up to its width."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        weight, total = self.weight.to(inputs[0]), self.bias.to(inputs[0])[:, None]
-        stop = weight.shape[1]
-        # From the last one on: a bias of the distance, the same for all rows of the batch, is multiplied once for them.
-        for x in reversed(inputs):
-            start = stop - x.shape[1]
-            total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
-            stop = start
-        return total
 
 
 @register_scheme("cape", paper="2405.14722", family="additive")
@@ -94,18 +80,20 @@ class CAPE(Scheme):
         self.base_bias = self._make_base()
         heads = geometry.heads
         width = 2 * heads if form == "concat_residual" and base != "nope" else heads
-        self.mlp2 = nn.ModuleList([AcrossHeads(width, mlp_width), nn.LeakyReLU(0.01), AcrossHeads(mlp_width, heads)])
+        self.mlp2 = nn.ModuleList(
+            [ChannelLinear(width, mlp_width), nn.LeakyReLU(0.01), ChannelLinear(mlp_width, heads)]
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for layer in self.mlp2:
-            if isinstance(layer, AcrossHeads):
+            if isinstance(layer, ChannelLinear):
                 bound = layer.in_features**-0.5
                 nn.init.uniform_(layer.weight, -bound, bound)
                 nn.init.uniform_(layer.bias, -bound, bound)
         if self.init == "zero":
             last = self.mlp2[-1]
-            assert isinstance(last, AcrossHeads)
+            assert isinstance(last, ChannelLinear)
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
@@ -138,7 +126,7 @@ class CAPE(Scheme):
 
     def stock_equivalent(self) -> Equivalent:
         last = self.mlp2[-1]
-        assert isinstance(last, AcrossHeads)
+        assert isinstance(last, ChannelLinear)
         direct = self.base_bias is not None and self.form != "add" and not self.base_bias.is_zero()
         if direct or bool(last.weight.any()) or bool(last.bias.any()):
             return super().stock_equivalent()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes._linear import ChannelLinear
 from hf_posenc.structures import Added, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
@@ -76,7 +76,7 @@ class FIRE(AdditiveBias):
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
-        self.mlp = nn.Sequential(Linear(1, width), self._activation(), Linear(width, geometry.heads))
+        self.mlp = nn.Sequential(ChannelLinear(1, width), self._activation(), ChannelLinear(width, geometry.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -106,8 +106,8 @@ class FIRE(AdditiveBias):
         with torch.autocast(c.device.type, enabled=False):
             norm = self._psi(c, torch.maximum(last, self._limit().to(c))) + _EPSILON
             ratio = self._psi(c, distance) / norm
-            bias: Tensor = self.mlp(ratio[..., None].to(self._layers()[0].weight.dtype))  # [B|1, q, K, H]
-        return bias.to(dtype).permute(0, 3, 1, 2)
+            bias: Tensor = self.mlp(ratio.flatten(1)[:, None])  # [B|1, H, q * K]
+        return bias.view(len(ratio), -1, *ratio.shape[1:])
 
     def added(self) -> Added | None:
         if not self.geometry.causal:
@@ -149,10 +149,10 @@ class FIRE(AdditiveBias):
     def _slope_of_activation(self, x: Tensor) -> Tensor:
         return torch.where(x > 0, 1.0, getattr(self.mlp[1], "negative_slope", 0.0)).to(x)
 
-    def _layers(self) -> tuple[Linear, Linear]:
+    def _layers(self) -> tuple[ChannelLinear, ChannelLinear]:
         first, second = self.mlp[0], self.mlp[2]
-        assert isinstance(first, Linear)
-        assert isinstance(second, Linear)
+        assert isinstance(first, ChannelLinear)
+        assert isinstance(second, ChannelLinear)
         return first, second
 
     def is_zero(self) -> bool:
