@@ -25,18 +25,20 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Halves(torch.autograd.Function):
-    """`rotate_halves` in one pass over memory, with the same bits; written out, each of its products is a pass."""
+    """`rotate_halves` in one pass over memory; written out, each of its products is a pass, and rounded once more."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.shape = x.shape
         ctx.save_for_backward(x if cos.requires_grad or sin.requires_grad else None, cos, sin)
         turned = torch.empty_like(x, memory_format=torch.contiguous_format)
-        u, w = x.chunk(2, dim=-1)
-        pieces = (torch.split(part, _TOKENS, dim=-2) for part in (u, w, cos, sin, *turned.chunk(2, dim=-1)))
-        for u, w, c, s, first, second in zip(*pieces, strict=True):
-            torch.mul(u, c, out=first).sub_(w * s)
-            torch.mul(w, c, out=second).add_(u * s)
+        both = torch.cat((cos, cos), dim=-1)
+        pieces = (torch.split(part, _TOKENS, dim=-2) for part in (x, both, sin, turned))
+        for piece, c, s, out in zip(*pieces, strict=True):
+            torch.mul(piece, c, out=out)
+            (u, w), (first, second) = piece.chunk(2, dim=-1), out.chunk(2, dim=-1)
+            first.addcmul_(w, s, value=-1)
+            second.addcmul_(u, s)
         return turned
 
     @staticmethod
