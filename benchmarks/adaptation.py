@@ -89,7 +89,10 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
         **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
     },
     # A table of positions could not be handed over from in windows that it has no rows for.
-    "gpt2": {"fire, windows of {longer}": ("fire", ["conversion.native=remove", *LONGER])},
+    "gpt2": {
+        f"fire, windows of {length}": ("fire", ["conversion.native=remove", *windows])
+        for length, windows in (("{longer}", LONGER), ("{longest}", LONGEST))
+    },
     "t5": {},
 }
 STAGED = "new parameters first"

@@ -225,6 +225,8 @@ def _regress(scheme: AdditiveBias, wanted: list[Callable[[Block], Tensor]], leng
         return loss
 
     kept = [p.detach().clone() for p in trained]
+    if len(trained) == len(list(scheme.parameters())):
+        scheme.begin_fit()
     for _ in range(steps):
         optimizer.step(closure)  # type: ignore[no-untyped-call]
     optimizer.zero_grad()

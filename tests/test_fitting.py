@@ -30,9 +30,8 @@ def patched(architecture: str, scheme: str, **options: Any) -> Any:
         # What is left of the wanted bias. A power law and a line are no logarithms, and buckets have steps.
         ("t5_clipped", "kerple", 0.15),
         ("t5", "kerple", 0.15),
-        ("fire", "kerple", 0.05),
-        # One start in twelve falls into a minimum with 0.11 of it, others end below 0.02.
-        ("fire", "alibi", 0.15),
+        ("fire", "kerple", 0.005),
+        ("fire", "alibi", 0.005),
         ("kerple", "alibi", 0.5),
         ("kerple", "kerple", 0.05),
     ],
@@ -49,8 +48,12 @@ def test_the_table_of_t5() -> None:
     assert found.before > 1
     assert found.after < 1e-4
     torch.testing.assert_close(logits(model, "t5", ids), logits(stock("t5"), "t5", ids), **SAME)
-    # Into which minimum a network falls depends on its start and on the machine's rounding: 0.45 to 0.58 were seen.
-    for scheme, options, share in (("fire", {}, 0.7), ("t5_clipped", {"init": "zero"}, 0.5)):
+    # What is the same in both directions, and flat from some distance on, cannot say all of it.
+    for scheme, options, share in (
+        ("fire", {}, 0.45),
+        ("fire", {"gate": True}, 0.45),
+        ("t5_clipped", {"init": "zero"}, 0.5),
+    ):
         found = fit(patched("t5", scheme, **options))
         assert found.after < share * found.spread
 

@@ -37,6 +37,13 @@ class AdditiveBias(Scheme):
         if self.gate_weight is not None:
             nn.init.zeros_(self.gate_weight)
 
+    def begin_fit(self) -> None:
+        """Put parameters where a regression of the bias begins well: the gate open."""
+        if self.gate_weight is not None:
+            nn.init.ones_(self.gate_weight)
+        if self.ahead is not None:
+            self.ahead.begin_fit()
+
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Return the bias `[B|1, H, q, K]` in `dtype`, which is float32 or float64."""
         raise NotImplementedError
