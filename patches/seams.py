@@ -306,7 +306,8 @@ class PosencBody:
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
-        token_cache.check(call.get("past_key_values"))
+        if any(isinstance(module, PosencAttention) for module in self.modules()):  # not of a stack that was left out
+            token_cache.check(call.get("past_key_values"))
         if self.is_causal_stack() and (
             call.get("is_causal") is False or getattr(self.config, "is_causal", True) is False
         ):

@@ -116,6 +116,13 @@ def test_causal_attention_only(architecture: str) -> None:
         model(ids)
 
 
+def test_a_stack_that_was_left_out_has_a_cache_as_before() -> None:
+    model = moved(hf_posenc.patch(models.stock("t5"), "alibi", stacks="encoder"))
+    ids = models.tokens("t5", 2, 7)
+    got, want = (model.generate(ids, max_new_tokens=6, min_new_tokens=6, use_cache=use) for use in (True, False))
+    assert torch.equal(got, want)
+
+
 @decoders
 def test_continuous_batching_is_refused(architecture: str) -> None:
     model = hf_posenc.patch(models.stock(architecture), "alibi")
