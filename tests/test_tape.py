@@ -309,6 +309,14 @@ def test_layers_without_the_scheme_pass_states_on(architecture: str) -> None:
     hf_posenc.verify(model)
 
 
+def test_parameters_of_float32_in_a_model_of_float64() -> None:
+    """As `patch` makes them, and as they are loaded."""
+    for head_mix in (False, True):
+        model, ids = hf_posenc.patch(stock("llama").double(), "tape", head_mix=head_mix), tokens("llama", 2, 9)
+        got = model(ids).logits
+        torch.testing.assert_close(got, model.double()(ids).logits, atol=1e-8, rtol=1e-8)
+
+
 def test_output_hidden_states_are_hidden_states() -> None:
     model = hf_posenc.patch(stock("llama"), "tape")
     with torch.no_grad():

@@ -54,3 +54,10 @@ class ChannelLinear(Linear):
             total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
             stop = start
         return total
+
+
+class AnyDtypeLinear(Linear):
+    """A linear layer with float32 weights that computes in the dtype of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))

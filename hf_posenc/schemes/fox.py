@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, set_start
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.structures import Added, KeyBias
 
 # The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
@@ -19,13 +19,6 @@ _SUMS = "log_forget_sums"
 
 # The context that is assumed of a model that names none.
 _CONTEXT = 2048
-
-
-class AnyDtypeLinear(Linear):
-    """A linear layer with float32 weights that computes in the dtype of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
 
 
 @register_scheme("fox", paper="2503.02130", family="contextual")

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Geometry, Projection, Tokens
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes.fox import AnyDtypeLinear, FoX
+from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.schemes.fox import FoX
 
 # Those of the official code, which differ.
 _QK_EPSILON, _OUTPUT_EPSILON = 1e-5, 1e-6

@@ -10,7 +10,7 @@ from hf_posenc.equivalents import Equivalent
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.schemes._pairs import rotate_halves
 from hf_posenc.schemes._rotary import RotaryScheme
 from hf_posenc.structures import Folded
@@ -68,15 +68,15 @@ class TaPE(RotaryScheme):
         size = 4 * heads if position_size is None else position_size
         require(size >= 1, "tape", "position_size", position_size, "at least 1")
         self.position_size, self.head_mix = size, head_mix
-        self.post_attention_linear: Linear | None = None
+        self.post_attention_linear: AnyDtypeLinear | None = None
         self.pe: nn.ModuleDict | None = None
         if not geometry.last:
-            self.post_attention_linear = Linear(heads, heads, bias=False)
+            self.post_attention_linear = AnyDtypeLinear(heads, heads, bias=False)
             self.pe = nn.ModuleDict(
                 {
-                    "up_proj": Linear(heads, size, bias=False),
-                    "x_proj": Linear(geometry.hidden_size, size, bias=False),
-                    "down_proj": Linear(size, heads, bias=False),
+                    "up_proj": AnyDtypeLinear(heads, size, bias=False),
+                    "x_proj": AnyDtypeLinear(geometry.hidden_size, size, bias=False),
+                    "down_proj": AnyDtypeLinear(size, heads, bias=False),
                 }
             )
         self.reset_parameters()
@@ -86,7 +86,7 @@ class TaPE(RotaryScheme):
         if self.post_attention_linear is not None:
             nn.init.zeros_(self.post_attention_linear.weight)
         for name, layer in ({} if self.pe is None else self.pe).items():
-            assert isinstance(layer, Linear)
+            assert isinstance(layer, AnyDtypeLinear)
             if name == "up_proj":
                 nn.init.zeros_(layer.weight)
             else:
