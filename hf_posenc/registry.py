@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -180,7 +180,8 @@ def _matches(value: Any, hint: Any) -> bool:
         return value is None
     if hint is float:
         # Neither nan nor infinity can be written into a config, or is a sensible option.
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        largest = sys.float_info.max
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and -largest <= value <= largest
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)

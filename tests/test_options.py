@@ -104,7 +104,7 @@ def test_unknown_option_suggests_the_nearest(name: str, got: str, meant: str) ->
 WRONG_TYPES = {
     bool: [1, "yes", None],
     int: [True, 2.0, "2"],
-    float: [True, "2", None, float("nan"), float("inf")],
+    float: [True, "2", None, float("nan"), float("inf"), 10**400],
     str: ["nonsense", 1, True],
 }
 TYPED = [
@@ -154,6 +154,7 @@ def test_an_integer_is_a_number() -> None:
 
 CAUSAL, BOTH_WAYS = geometry(), geometry(causal=False)
 OUT_OF_RANGE = [
+    ("fire", CAUSAL, "init_c", 0, {}, "another number than 0, from which c never learns"),
     ("fire", CAUSAL, "threshold", 0, {}, "a positive number"),
     ("fire", CAUSAL, "threshold", -1.5, {}, "a positive number"),
     ("fire_s", CAUSAL, "threshold", 0.0, {}, "a positive number"),

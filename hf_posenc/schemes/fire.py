@@ -69,6 +69,7 @@ class FIRE(AdditiveBias):
                 gate=gate,
             )
         super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
+        require(init_c != 0, self._name, "init_c", init_c, "another number than 0, from which c never learns")
         require(threshold > 0, self._name, "threshold", threshold, "a positive number")
         require(width >= 1, self._name, "width", width, "at least 1")
         self.init_c, self.threshold, self.width = init_c, threshold, width
