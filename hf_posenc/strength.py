@@ -17,7 +17,8 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
     """Set how strong a kept native encoding and the schemes over it are, in place.
 
     At part of its strength a rotary encoding turns by smaller angles, a table or a bias is multiplied; a scheme does at each
-    seam something between nothing and what it would do. The strengths are part of the model: they are saved and loaded.
+    seam something between nothing and what it would do. Layers without a scheme keep the encoding whole, but for a table that enters
+    before the first layer. The strengths are part of the model: they are saved and loaded.
 
     Args:
         model: A model patched with `native="keep"`.

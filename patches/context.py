@@ -42,6 +42,7 @@ class Context:
         strength: Of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
         native_parameters: The trained tensors that it reads.
+        native_rotation: Cosines and sines of the model's own rotation at part of its strength; `None` where it is whole.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: What the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The present layer's share of it.
@@ -53,6 +54,7 @@ class Context:
     strength: float = 1.0
     native_score: Callable[[Tensor, Block], Tensor] | None = None
     native_parameters: tuple[Tensor, ...] = ()
+    native_rotation: tuple[Tensor, Tensor] | None = None
     passes_native_bias: bool = False
     real: Tensor | None = None
     carried: dict[int, Tensor | None] = field(default_factory=dict)
@@ -65,7 +67,12 @@ class Context:
             return self
         real = None if self.real is None else self.real.to(device, non_blocking=non_blocking)
         coords = None if self.coords is None else self.coords.to(device, non_blocking=non_blocking)
-        return replace(self, positions=self.positions.to(device, non_blocking=non_blocking), coords=coords, real=real)
+        rotation = self.native_rotation
+        if rotation is not None:
+            cos, sin = rotation
+            rotation = cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking)
+        positions = self.positions.to(device, non_blocking=non_blocking)
+        return replace(self, positions=positions, coords=coords, real=real, native_rotation=rotation)
 
 
 def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,16 +17,15 @@ from transformers.models.llama.modeling_llama import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     LlamaModel,
-    LlamaRotaryEmbedding,
 )
 
 from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
-from hf_posenc.record import FULL
 from hf_posenc.scheme import Geometry
 
 
@@ -55,8 +55,9 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
             return stock
 
         def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            assert position_embeddings is not None
-            turned: tuple[Tensor, Tensor] = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            cos_sin = context.native_rotation or position_embeddings
+            assert cos_sin is not None
+            turned: tuple[Tensor, Tensor] = modeling_llama.apply_rotary_pos_emb(q, k, *cos_sin)
             return turned
 
         output, weights = self.attend_with_scheme(
@@ -90,26 +91,21 @@ class PosencLlamaDecoderLayer(PosencLayer, LlamaDecoderLayer):
         return module
 
 
-class PosencLlamaRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotation at part of its strength: by smaller angles."""
-
-    posenc_stock = LlamaRotaryEmbedding
-    posenc_disabled: Any = False
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        native = vars(self).get("posenc_strengths", FULL).native
-        if native == 1 or self.posenc_disabled:
-            whole: tuple[Tensor, Tensor] = super().forward(x, position_ids)
-            return whole
-        cos, sin = super().forward(x, position_ids * native)
-        # Some types of rotation (YaRN) also make queries and keys longer.
-        length = (1 + native * (self.attention_scaling - 1)) / self.attention_scaling
-        return cos * length, sin * length
-
-
 class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
     posenc_stock = LlamaModel
     config_class = PosencLlamaConfig
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        native = self.strengths().native
+        if native != 1:
+            # Not in the place of the whole one, which layers without a scheme get.
+            assert context.positions is not None
+            cos, sin = self.rotary_emb(self.inputs_of(call), context.positions * native)
+            # Some types of rotation (YaRN) also make queries and keys longer.
+            whole = self.rotary_emb.attention_scaling
+            length = (1 + native * (whole - 1)) / whole
+            context = replace(context, native_rotation=(cos * length, sin * length))
+        return super().hand_down(call, context)
 
 
 class PosencLlamaForCausalLM(PosencGenerator, LlamaForCausalLM):
@@ -143,7 +139,6 @@ class Llama(Architecture):
         LlamaConfig: PosencLlamaConfig,
         LlamaAttention: PosencLlamaAttention,
         LlamaDecoderLayer: PosencLlamaDecoderLayer,
-        LlamaRotaryEmbedding: PosencLlamaRotaryEmbedding,
         LlamaModel: PosencLlamaModel,
         LlamaForCausalLM: PosencLlamaForCausalLM,
         LlamaForSequenceClassification: PosencLlamaForSequenceClassification,
@@ -164,10 +159,6 @@ class Llama(Architecture):
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         return {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-
-    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
-        assert isinstance(body, LlamaModel)
-        return [body.rotary_emb]
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         assert isinstance(body, LlamaModel)

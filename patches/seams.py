@@ -330,10 +330,15 @@ class PosencBody:
         reach = int(positions.max()) if positions.numel() else 0
         context = self.context(positions, reach, real_tokens(mask, past, length), coords)
         if self.embedders():
-            if call.get("inputs_embeds") is None:
-                call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
-            call["inputs_embeds"] = self.embedded(call["inputs_embeds"], context)
+            call["inputs_embeds"] = self.embedded(self.inputs_of(call), context)
         return self.hand_down(call, context)
+
+    def inputs_of(self, call: dict[str, Any]) -> Tensor:
+        """Return the embeddings of the tokens, `[B, S, E]`, which take the place of their ids in the arguments."""
+        if call.get("inputs_embeds") is None:
+            call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
+        inputs: Tensor = call["inputs_embeds"]
+        return inputs
 
     def context(self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None) -> Context:
         """Return what the layers get to know of the new tokens, see `Context`."""

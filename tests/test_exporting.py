@@ -159,7 +159,10 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "kept, nothing added": (lambda: hf_posenc.patch(llama(), "fire", native="keep"), {}),
     "kept, turned further": (lambda: trained(llama, "rope", native="keep"), {"max_head_dim": WIDE}),
     "fading": (lambda: strengths(trained(llama, "nope", native="keep"), native=0.5), {}),
-    "fading, some layers": (lambda: strengths(trained(llama, "nope", layers=[0], native="keep"), native=0.5), {}),
+    "fading, some layers": (
+        lambda: strengths(trained(llama, "nope", layers=[0], native="keep"), native=0.5),
+        {"max_head_dim": WIDE},
+    ),
     "scheme faded out": (lambda: strengths(trained(llama, "kerple", native="keep"), scheme=0.0), {}),
     "yarn": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope"), {}),
     "yarn, interleaved": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope", layout="interleaved"), {}),

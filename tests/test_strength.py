@@ -113,6 +113,17 @@ def test_half_way_the_cache_is_right(case: tuple[PreTrainedModel, str, str]) -> 
     assert torch.equal(model.generate(ids, do_sample=False, **call), without)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_without_a_scheme_take_no_part(architecture: str) -> None:
+    """But for a table that enters before the first layer, which is there for all or for none."""
+    model, ids = stock(architecture), tokens(architecture, 2, 21)
+    hf_posenc.patch(model, "kerple", layers=[1], native="keep", gate=False)
+    hf_posenc.set_strength(model, native=0)
+    before = logits(model, architecture, ids)
+    hf_posenc.drop_native(model)
+    torch.testing.assert_close(logits(model, architecture, ids), before, **SAME)
+
+
 def test_patching_again_starts_at_full_strength() -> None:
     model = hf_posenc.patch(stock("llama"), "alibi", native="keep", gate=False)
     hf_posenc.set_strength(model, native=0.5, scheme=0.5)

@@ -67,7 +67,7 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
     attentions = architecture.attentions(body)
     groups = {layer: group for group in record.from_config(model.config) for layer in _layers_of(group, name)}
     strengths = record.strengths_from_config(model.config)
-    # Layers without a scheme get what comes from outside of them as it is there for the others.
+    # Layers without a scheme get a table that enters before them as it is there for the others.
     outside = strengths.native if architecture.swapped(body) else 1.0
     if surgery.native_removed(architecture, body):
         outside = 0.0
