@@ -124,7 +124,7 @@ def one_attention(
             executor=executor,
         )
     inputs = {"q": q, "k": k, "v": v, "hidden": hidden, **dict(scheme.named_parameters())}
-    grads = torch.autograd.grad(output, list(inputs.values()), weight, allow_unused=True)
+    grads = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype), allow_unused=True)
     found = {name: torch.zeros(()) if g is None else g for name, g in zip(inputs, grads, strict=True)}
     return {"output": output.detach() * weight.ne(0), **found}
 
@@ -218,6 +218,17 @@ def test_autocast_makes_no_table_in_half_precision(name: str, layout) -> None:
         for autocast in (True, False)
     )
     compare(got, want, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["shaw", "cope", "stick_breaking"])
+def test_autocast_beside_operands_in_float32(name: str) -> None:
+    """The output is in half precision, as in the reference."""
+    scheme = make(name)
+    got, want = (
+        one_attention(scheme, executor, *plain(301), dtype=torch.float32, autocast=True)
+        for executor in ("nearby", "dense")
+    )
+    compare(got, want, tolerance=0.1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -401,6 +412,8 @@ def test_explain_refuses_what_is_not_patched() -> None:
 
 def test_the_private_kernel_of_this_torch_passes_its_trial() -> None:
     assert kernel._kernel_works()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernel._kernel_works.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["kerple", "fox", "fire", "cope"])

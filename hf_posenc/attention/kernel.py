@@ -156,7 +156,8 @@ def _kernel_works() -> bool:
     q, grad, k, v = draw(2, 4, 5, 3), draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 3)
     bias = draw(4, 16).as_strided((1, 4, 5, 7), (0, 16, 1, 1))  # overlaps itself, as tables of distances do
     try:
-        with torch.no_grad():
+        # Autocast would round the plain products.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for given, causal in ((bias, False), (bias[:, :, :1], True)):
                 got, want = (_run(forward, q, k, v, given, causal) for forward in (_fused, _plain))
                 back = [run(grad, q, k, v, *want, given, 0.7, causal) for run in (_fused_backward, _plain_backward)]

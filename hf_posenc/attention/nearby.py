@@ -282,12 +282,13 @@ def _far_backward(
     own = output[:, :, rows]
     # What is added to all values is no part of any key's own.
     own = own if value is None else own - value.to(own)
+    # Under autocast the output is narrower than operands in float32.
     pieces = kernel.backward(
-        grad[:, :, rows],
+        grad[:, :, rows].to(task.q),
         task.q[:, :, rows],
         task.k[:, :, before],
         task.v[:, :, before],
-        own,
+        own.to(task.q),
         lse[:, :, rows],
         call.hidden_before(first),
         task.scale,
