@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, build, schemes
@@ -218,6 +219,36 @@ def test_autocast_makes_no_table_in_half_precision(name: str, layout) -> None:
         for autocast in (True, False)
     )
     compare(got, want, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    [
+        ("cope", "dense"),
+        ("cope", "blocks"),
+        ("cope", "nearby"),
+        ("stick_breaking", "dense"),
+        ("kerple", "fused"),
+        ("liere", "sdpa"),
+    ],
+)
+def test_gradient_checkpointing_around_any_executor(name: str, executor: str, reentrant: bool) -> None:
+    scheme, (places, _) = make(name), plain(150)
+    inputs = [torch.randn(2, heads, 150, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
+
+    def gradients(output: Tensor) -> tuple[Tensor, ...]:
+        scheme.zero_grad()
+        for x in inputs:
+            x.grad = None
+        output.square().sum().backward()
+        return tuple(x.grad for x in [*inputs, *scheme.parameters()] if x.grad is not None)
+
+    want, got = gradients(call(*inputs)), gradients(checkpoint(call, *inputs, use_reentrant=reentrant))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["shaw", "cope", "stick_breaking"])

@@ -92,8 +92,8 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        count = len(ctx.saved_tensors) - len(call.leaves)
-        operands, needed = ctx.saved_tensors[:count], ctx.needs_input_grad[1:]
+        tensors = ctx.saved_tensors  # gradient checkpointing gives them once
+        operands, needed = tensors[: len(tensors) - len(call.leaves)], ctx.needs_input_grad[1:]
         everything = (*operands, *call.leaves)
         totals = empty_sums(everything, needed)
         leaves = [x for x, wanted in zip(call.leaves, needed[len(operands) :], strict=True) if wanted]
