@@ -1,7 +1,9 @@
 """The executors for long sequences: against the dense reference across many blocks, their choice, their limits."""
 
+import gc
 import importlib
 import itertools
+import weakref
 
 import models
 import pytest
@@ -249,6 +251,27 @@ def test_gradient_checkpointing_around_any_executor(name: str, executor: str, re
 
     want, got = gradients(call(*inputs)), gradients(checkpoint(call, *inputs, use_reentrant=reentrant))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    sorted(
+        {(name, executor) for name, _, executor in FAST}
+        | {(name, "blocks") for name, info in schemes().items() if "causal" in info.directions}
+    ),
+)
+def test_no_executor_keeps_operands_behind_the_back_of_autograd(name: str, executor: str) -> None:
+    """Gradient checkpointing drops what autograd saves; what a call keeps itself would stay."""
+    scheme, (places, _) = make(name), plain(70)
+    inputs = [torch.randn(2, heads, 70, HEAD_DIM, requires_grad=True) * 1 for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    hidden = torch.randn(2, 70, HIDDEN)
+    left = [weakref.ref(x.untyped_storage()) for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+        output = attend(scheme, *inputs, query_positions=places, key_positions=places, hidden=hidden, executor=executor)
+    del inputs
+    gc.collect()
+    assert output.requires_grad
+    assert [ref() for ref in left] == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["shaw", "cope", "stick_breaking"])

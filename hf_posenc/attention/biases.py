@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc.attention import far
 from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Index, Task
+from hf_posenc.attention.task import Index, Task, outlines
 from hf_posenc.scheme import Block, Positions
 from hf_posenc.structures import Added, ContentBias
 
@@ -107,6 +107,11 @@ class BlockBias:
     # Rows of a block that are best made at once; and in the backward pass of a bias that learns.
     rows, learning_rows = 256, 64
     name: str
+
+    def give_inputs(self) -> tuple[Tensor, ...]:
+        """Return the inputs, and keep their shapes only, see `Task.outline`."""
+        inputs, self.inputs = self.inputs, outlines(self.inputs)
+        return inputs
 
     def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
         """Whether keys may be too far away to count, so that `prepare` asks how far."""
@@ -381,15 +386,15 @@ class AnyBias(BlockBias):
     backwards = False
 
     def __init__(self, added: Added, task: Task, mask: Mask, parameters: Sequence[Tensor]) -> None:
-        self.added, self.task = added, task
+        self.added, self.task = added, task.outline()
         self.hidden = Hidden(mask, task.positions, backwards=False)
-        self.content: tuple[Tensor, ...] = ()
+        content: tuple[Tensor, ...] = ()
         if isinstance(added, ContentBias):
             q, k = task.content_q, task.content_k
-            self.content = (task.q if q is None else q, task.k if k is None else k)
+            content = (task.q if q is None else q, task.k if k is None else k)
+        self.content = len(content)
         self.names = [tuple(tensors) for tensors in (task.state, task.own, task.tables)]
-        self.operands = (*self.content, *task.state.values(), *task.own.values(), *task.tables.values())
-        self.inputs = (*self.operands, *parameters)
+        self.inputs = (*content, *task.state.values(), *task.own.values(), *task.tables.values(), *parameters)
         self.like = torch.empty(0, dtype=torch.promote_types(task.q.dtype, torch.float32), device=task.q.device)
 
     def places(self, block: RowBlock) -> tuple[Index, ...]:
@@ -407,7 +412,7 @@ class AnyBias(BlockBias):
     def plain(self, parts: Sequence[Tensor], block: RowBlock) -> Tensor:
         """Return the bias without the mask `[B|1, H, q, K]`, given the block's part of each operand."""
         given = iter(parts)
-        content = [next(given) for _ in self.content]
+        content = [next(given) for _ in range(self.content)]
         state, own, tables = ({name: next(given) for name in names} for names in self.names)
         place = Block(
             positions=self.task.positions.rows(block.start, block.stop, block.keys),

@@ -36,13 +36,13 @@ def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None
     pass. Gradients of gradients are not available; take the dense executor for those.
     """
     batch, heads, _, _ = task.q.shape
-    call = _Call(scheme, task, mask, block_rows or rows_per_block(batch, heads, task.k.shape[2]))
+    call = _Call(scheme, task.outline(), mask, block_rows or rows_per_block(batch, heads, task.k.shape[2]))
     output: Tensor = _Blocks.apply(call, *task.operands(), *call.leaves)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Call:
-    """One call, by blocks of so many rows."""
+    """One call, by blocks of so many rows, without its operands."""
 
     def __init__(self, scheme: Scheme, task: Task, mask: Mask, step: int) -> None:
         self.scheme, self.task, self.mask, self.step = scheme, task, mask, step

@@ -143,7 +143,7 @@ def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Par
 
 def _run(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output `[B, H, Q, D]`; gradients flow into operands and into what the biases were made of."""
-    inputs = [tensor for part in plan.parts for tensor in part.bias.inputs]
+    inputs = [tensor for part in plan.parts for tensor in part.bias.give_inputs()]
     output: Tensor = _Fused.apply(plan, q, k, v, *inputs)  # type: ignore[no-untyped-call]
     return output
 

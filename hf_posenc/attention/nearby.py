@@ -51,7 +51,7 @@ def nearby(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     """Return the output `[B, H, Q, D]`, without any tensor of size Q x K; by blocks where the last keys are not the nearest."""
     if not sees(task, mask):
         return blocks(scheme, task, mask)
-    call = _Call(scheme, task, mask)
+    call = _Call(scheme, task.outline(), mask)
     output: Tensor = _Nearby.apply(call, *task.operands(), *call.leaves)  # type: ignore[no-untyped-call]
     return output
 
@@ -74,7 +74,7 @@ class _Near:
 
 
 class _Call:
-    """One call, and what its forward pass found out."""
+    """One call without its operands, and what its forward pass found out."""
 
     def __init__(self, scheme: Scheme, task: Task, mask: Mask) -> None:
         nearest = scheme.nearest()

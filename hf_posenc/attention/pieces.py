@@ -144,7 +144,7 @@ class _PiecewiseGradient(Gradient):
     def __init__(self, bias: PiecewiseBias, inputs: Sequence[Tensor], pieces: _Pieces) -> None:
         self.bias, self.pieces = bias, pieces
         self.totals = [torch.zeros_like(x) for x in inputs]
-        self.memory = bias.inputs[0].new_empty(0)
+        self.memory = inputs[0].new_empty(0)
 
     def block(self, block: RowBlock) -> list[Piece]:
         self.tables = self.pieces.tables(block)

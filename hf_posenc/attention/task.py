@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from hf_posenc.scheme import Block, Positions
@@ -80,6 +81,13 @@ class Task:
         operands = [x[place] for x, place in zip(self.operands(), self.places(start, stop, keys, first), strict=True)]
         return replace(self.with_operands(operands), positions=self.positions.rows(start, stop, keys, first))
 
+    def outline(self) -> Task:
+        """Return the same task with shapes in place of operands, for what outlives the forward pass.
+
+        What a backward pass needs of them is for autograd to keep, or to drop, as gradient checkpointing has it do.
+        """
+        return self.with_operands(outlines(self.operands()))
+
     def with_operands(self, operands: Sequence[Tensor]) -> Task:
         """Return the same task on other tensors, in the order of `operands`."""
         given = iter(operands)
@@ -98,3 +106,8 @@ class Task:
             own={name: next(given) for name in self.own},
             tables={name: next(given) for name in self.tables},
         )
+
+
+def outlines(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the same shapes and dtypes that take no memory."""
+    return tuple(torch.empty_like(x, device="meta") for x in tensors)
