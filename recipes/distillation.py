@@ -194,6 +194,10 @@ class Distilling:
                 "0 <= until <= 1."
             )
         super().__init__(**kwargs)
+        config = getattr(self.model, "config", None)  # type: ignore[attr-defined]
+        if getattr(config, "is_encoder_decoder", False):
+            # T5 takes the number of tokens in all accumulated batches, and means over one batch alone all the same.
+            self.model_accepts_loss_kwargs = False
         self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
         self._text_losses: list[Tensor] = []
         # To the end, also when the teacher has faded and was let go: who reads the log would take what was logged last.

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
@@ -170,6 +171,17 @@ def test_new_parameters_first(tmp_path: Path) -> None:
     assert moved[6] == {True, False}
     with pytest.raises(OptionError, match="from 0 to 1"):
         NewParametersFirst(2)
+
+
+@pytest.mark.parametrize("share", [0.07, 0.28, 0.55, 0.57])
+def test_new_parameters_first_ends_at_the_step_of_its_share(share: float) -> None:
+    first, model, state = NewParametersFirst(share), torch.nn.Linear(1, 1), TrainerState(max_steps=100)
+    thrown_away = 0
+    for state.global_step in range(100):
+        model.weight.grad = torch.ones(1, 1)
+        first.on_pre_optimizer_step(None, state, None, model=model)
+        thrown_away += model.weight.grad is None
+    assert thrown_away == round(100 * share)
 
 
 def test_gradients_that_are_thrown_away_do_not_count_in_their_clipping(tmp_path: Path) -> None:
@@ -519,10 +531,11 @@ def test_a_teacher_fades(tmp_path: Path) -> None:
         DistillingTrainer(teacher=None, until=1.5)
 
 
-def test_accumulated_batches_teach_as_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_accumulated_batches_teach_as_one_does(architecture: str, tmp_path: Path) -> None:
     weights, logs = [], []
     for accumulation in (1, 2, 4):
-        student = hf_posenc.patch(stock("llama"), "alibi")
+        student = hf_posenc.patch(stock(architecture), "alibi")
         arguments = TrainingArguments(
             str(tmp_path),
             max_steps=1,
@@ -539,7 +552,7 @@ def test_accumulated_batches_teach_as_one_does(tmp_path: Path) -> None:
         run = DistillingTrainer(
             model=student,
             args=arguments,
-            train_dataset=windows("llama", 4),
+            train_dataset=windows(architecture, 4),
             optimizers=(torch.optim.SGD(student.parameters(), lr=1.0), None),
             teacher=Teacher.copy_of(student),
             share=0.5,
@@ -553,9 +566,9 @@ def test_accumulated_batches_teach_as_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(found, weights[0], atol=2e-3, rtol=1e-3)
         assert log["loss"] == pytest.approx(logs[0]["loss"], rel=1e-4)
         assert log["text_loss"] == pytest.approx(logs[0]["text_loss"], rel=1e-4)
-    ids = torch.stack([window["input_ids"] for window in windows("llama", 4)])
+    ids = torch.stack([window["input_ids"] for window in windows(architecture, 4)])
     with torch.no_grad():
-        text = hf_posenc.patch(stock("llama"), "alibi")(input_ids=ids, labels=ids).loss
+        text = hf_posenc.patch(stock(architecture), "alibi")(input_ids=ids, labels=ids).loss
     assert logs[0]["text_loss"] == pytest.approx(float(text), rel=1e-4)
 
 
