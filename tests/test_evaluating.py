@@ -562,7 +562,16 @@ def test_command(tmp_path: Path) -> None:
         (["nowhere/at/all"], "There is no directory nowhere/at/all"),
         ([DIRECTORIES["llama"], "--measures", "perplexty"], "Did you mean 'perplexity'"),
         ([f"{DIRECTORIES['llama']}:alibbi"], "There is no scheme 'alibbi'"),
-        ([DIRECTORIES["llama"], "--contexts", "128,x"], "--contexts '128,x': expected one or more"),
+        ([DIRECTORIES["llama"], "--contexts", "128,x"], "--contexts '128,x': expected one or more whole numbers"),
+        ([DIRECTORIES["llama"], "--text", "nowhere"], "There is no file or folder nowhere"),
+        (
+            [DIRECTORIES["llama"], "--text", "TEXT", "--samples", "2", "--contexts", "64,64"],
+            "contexts=(64, 64): expected one or more, each once",
+        ),
+        (
+            [DIRECTORIES["llama"], "--text", "TEXT", "--contexts", "8", "--measures", "position"],
+            "context=8: expected a multiple of bins=16",
+        ),
         ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
         ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "is an encoder-decoder and the other is not"),
         ([DIRECTORIES["llama"], "WORDS", "--text", "TEXT"], "words makes other tokens of the text than tiny_llama"),
@@ -715,6 +724,16 @@ def test_evaluate_refuses_nothing(ids: Tensor) -> None:
         hf_posenc.evaluate({}, [measure])
     with pytest.raises(OptionError, match="each can be given once"):
         hf_posenc.evaluate({"a": small()}, [measure, measure])
+    for make in (
+        lambda: ContextPerplexity(ids, ()),
+        lambda: NeedleRetrieval(ids, (64, 64)),
+        lambda: NeedleRetrieval(ids, (64,), depths=(0.5, 0.5)),
+        lambda: InductionCopy(torch.arange(30), (8, 8)),
+        lambda: LengthGeneralisation(TOKENIZER, ("copy", "copy")),
+        lambda: LengthGeneralisation(TOKENIZER, ("copy",), lengths=(3, 3)),
+    ):
+        with pytest.raises(OptionError, match="expected one or more, each once"):
+            make()
 
 
 def test_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def evaluate(
     trained: Annotated[int, typer.Option(min=1, help="The longest tasks in training.")] = 20,
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each task.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
     launch: Annotated[
         str | None,
         typer.Option(metavar="CONFIG", help="Run through `accelerate launch`: ddp, which comes along, or a file."),
@@ -125,7 +125,8 @@ def _list(text: str, kind: Callable[[str], Word], option: str) -> tuple[Word, ..
     except ValueError:
         found = ()
     if not found:
-        raise OptionError(f"{option} {text!r}: expected one or more, with commas between them.")
+        what = "one or more whole numbers" if kind is int else "one or more"
+        raise OptionError(f"{option} {text!r}: expected {what}, with commas between them.")
     return found
 
 

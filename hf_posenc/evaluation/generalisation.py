@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError
 from hf_posenc.evaluation.grid import Grid, Point, successes
-from hf_posenc.evaluation.measure import Measure
+from hf_posenc.evaluation.measure import Measure, different
 from hf_posenc.evaluation.predictions import answer_predictions, correct
 from hf_posenc.evaluation.tasks import TASKS, draw, encode
 from hf_posenc.evaluation.workers import Workers
@@ -34,7 +34,7 @@ class LengthGeneralisation(Measure):
         seed: Of the examples.
 
     Raises:
-        OptionError: There is no such task, or it has no examples of a length.
+        OptionError: There is no such task, or it has no examples of a length; there is none, or one is given twice.
     """
 
     name = "tasks"
@@ -51,7 +51,8 @@ class LengthGeneralisation(Measure):
         shots: int = 0,
         seed: int = 0,
     ) -> None:
-        self._tasks, self._lengths, self._samples = tuple(tasks), tuple(sorted(lengths)), samples
+        self._tasks, self._lengths = different("tasks", tasks), tuple(sorted(different("lengths", lengths)))
+        self._samples = samples
         within = [length for length in self._lengths if length <= trained]
         if shots and not within:
             raise OptionError(f"lengths={self._lengths}: none is within trained={trained} to take {shots} shots from.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.evaluation.grid import LOSS, Grid, share
-from hf_posenc.evaluation.measure import Measure, trained_mark
+from hf_posenc.evaluation.measure import Measure, different, trained_mark
 from hf_posenc.evaluation.predictions import correct, losses, predictions
 from hf_posenc.evaluation.workers import Workers
 
@@ -31,6 +31,7 @@ class InductionCopy(Measure):
         trained_length: Tokens per window in the model's training, if it is known; for the picture.
 
     Raises:
+        OptionError: There is no length, or one is given twice.
         ShapeError: A length is odd or shorter than two tokens per copy.
     """
 
@@ -48,7 +49,8 @@ class InductionCopy(Measure):
     ) -> None:
         if any(length % 2 or length < 4 for length in lengths):
             raise ShapeError(f"lengths={tuple(lengths)}: expected even numbers, at least 4: both copies together.")
-        self._lengths, self._samples, self._symbols = tuple(sorted(lengths)), samples, symbols
+        self._lengths = tuple(sorted(different("lengths", lengths)))
+        self._samples, self._symbols = samples, symbols
         generator = torch.Generator().manual_seed(seed)
         self._rows = [
             (symbols[torch.randint(len(symbols), (length // 2,), generator=generator)].repeat(2),)

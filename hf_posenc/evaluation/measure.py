@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from hf_posenc.evaluation.grid import Grid
+from hf_posenc.errors import OptionError
+from hf_posenc.evaluation.grid import Grid, Point
 from hf_posenc.evaluation.workers import Workers
 from hf_posenc.modes import evaluating
+
+Places = TypeVar("Places", bound=Point)
 
 
 class Measure(ABC):
@@ -42,6 +46,17 @@ class Measure(ABC):
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         """Measure a model in evaluation mode, without gradients."""
+
+
+def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
+    """Return the points of an axis as they were given.
+
+    Raises:
+        OptionError: There is none, or one is given twice.
+    """
+    if not places or len(set(places)) < len(places):
+        raise OptionError(f"{name}={tuple(places)}: expected one or more, each once.")
+    return tuple(places)
 
 
 def trained_mark(length: int | None) -> tuple[float, str] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.evaluation.grid import Grid, share, successes
-from hf_posenc.evaluation.measure import Measure
+from hf_posenc.evaluation.measure import Measure, different
 from hf_posenc.evaluation.predictions import answer_predictions, correct
 from hf_posenc.evaluation.text import ordinary_tokens
 from hf_posenc.evaluation.workers import Workers
@@ -87,7 +87,7 @@ class NeedleRetrieval(Measure):
 
     Raises:
         ShapeError: A length leaves no room for text.
-        OptionError: A depth is out of range.
+        OptionError: A depth is out of range; there is no length or depth, or one is given twice.
     """
 
     name = "needle"
@@ -107,7 +107,8 @@ class NeedleRetrieval(Measure):
             raise OptionError(f"depths={tuple(depths)}: expected numbers from 0 (the beginning) to 1 (the end).")
         passkey = passkey or Passkey.from_vocabulary(ordinary_tokens(ids))
         self._symbols = passkey.symbols
-        self._lengths, self._depths, self._samples = tuple(sorted(lengths)), tuple(depths), samples
+        self._lengths = tuple(sorted(different("lengths", lengths)))
+        self._depths, self._samples = different("depths", depths), samples
         generator = torch.Generator().manual_seed(seed)
         self._rows = [
             row for length in self._lengths for row in _rows(ids, length, depths, samples, passkey, generator)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.evaluation.grid import PERPLEXITY, Grid
-from hf_posenc.evaluation.measure import Measure, trained_mark
+from hf_posenc.evaluation.measure import Measure, different, trained_mark
 from hf_posenc.evaluation.predictions import losses, predictions
 from hf_posenc.evaluation.workers import Workers
 from hf_posenc.recipes.evaluation import TARGETS, Corruption, spread_windows
@@ -32,6 +32,7 @@ class ContextPerplexity(Measure):
         trained_length: Tokens per window in the model's training, if it is known; for the picture.
 
     Raises:
+        OptionError: There is no context, or one is given twice.
         ShapeError: A context is shorter than the targets, or the text is too short.
     """
 
@@ -48,9 +49,10 @@ class ContextPerplexity(Measure):
         corrupt: Corruption | None = None,
         trained_length: int | None = None,
     ) -> None:
-        if min(contexts) < targets:
+        self._contexts = tuple(sorted(different("contexts", contexts)))
+        if self._contexts[0] < targets:
             raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
-        self._contexts, self._targets, self._corrupt = tuple(sorted(contexts)), targets, corrupt
+        self._targets, self._corrupt = targets, corrupt
         self._rows = spread_windows(ids, max(contexts) + 1, windows, targets=targets)
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
@@ -114,8 +116,8 @@ class PositionPerplexity(Measure):
         corrupt: Corruption | None = None,
         trained_length: int | None = None,
     ) -> None:
-        if context % bins:
-            raise ShapeError(f"context={context}: expected a multiple of bins={bins}.")
+        if context < bins or context % bins:
+            raise ShapeError(f"context={context}: expected a multiple of bins={bins}, from that on.")
         self._width, self._corrupt = context // bins, corrupt
         self._rows = spread_windows(ids, context + 1, windows, targets=1)
         self._ends = tuple(range(self._width, context + 1, self._width))

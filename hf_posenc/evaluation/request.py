@@ -205,7 +205,8 @@ def _perplexity(inputs: Inputs) -> Measure:
 def _position(inputs: Inputs) -> Measure:
     return PositionPerplexity(
         inputs.ids,
-        max(inputs.contexts) // _BINS * _BINS,
+        # One that has no parts is refused as it was given.
+        max(inputs.contexts) // _BINS * _BINS or max(inputs.contexts),
         windows=inputs.request.samples,
         bins=_BINS,
         corrupt=inputs.corrupt,
@@ -223,7 +224,7 @@ def _needle(inputs: Inputs) -> Measure:
 
 def _induction(inputs: Inputs) -> Measure:
     # Two copies are an even number of tokens.
-    lengths = [context // 2 * 2 for context in inputs.contexts]
+    lengths = [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)]
     asked = inputs.request
     return InductionCopy(
         inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import sources
 from hf_posenc.recipes.data import HELD_OUT_TOKENS, tokenised
 from hf_posenc.recipes.recipe import Data
@@ -26,6 +27,9 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
     """
     if source == sources.BUILTIN:
         return sources.read(Data())[1]
+    if not Path(source).expanduser().exists():
+        # A name that is no path would be looked for on the hub.
+        raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
     # As what is trained on as well, so that nothing else is read.
     return sources.read(Data(source=source, held_out=source, column=column))[1]
 
