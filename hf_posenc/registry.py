@@ -18,6 +18,9 @@ from hf_posenc.scheme import Geometry, Scheme, option_names
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 Direction = Literal["causal", "bidirectional"]
 
+# Of whole numbers among options: sizes and distances, whose products are still numbers of bytes.
+_LARGEST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class SchemeInfo:
@@ -167,7 +170,9 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
         if name not in names:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
-            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_readable(hints[name])}.")
+            # What is a whole number already, and is too large for one.
+            bound = f" of at most {_LARGEST:,}" if type(value) is int and abs(value) > _LARGEST else ""
+            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_readable(hints[name])}{bound}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -183,7 +188,7 @@ def _matches(value: Any, hint: Any) -> bool:
         largest = sys.float_info.max
         return isinstance(value, (int, float)) and not isinstance(value, bool) and -largest <= value <= largest
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
     return isinstance(value, hint)
 
 

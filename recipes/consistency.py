@@ -242,8 +242,8 @@ def _example(name: str, conversion: Conversion) -> Scheme | None:
     from hf_posenc.scheme import Geometry
 
     geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
-    # Reading a recipe draws nothing from the caller's random numbers.
-    with torch.random.fork_rng(devices=[]):
+    # Reading a recipe draws nothing from the caller's random numbers, and takes no memory, whatever the size.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             return registry.build(name, geometry, **conversion.options)
         except PosencError:

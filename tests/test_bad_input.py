@@ -504,6 +504,7 @@ def cases() -> list[Case]:
         patching(llama, "alibi", OptionError, "gate='yes'", "expected bool", gate="yes"),
         patching(llama, "kerple", OptionError, "kernel='cubic'", "expected 'log' or 'power'", kernel="cubic"),
         patching(llama, "fire", OptionError, "width=2.5", "expected int", width=2.5),
+        patching(llama, "fire", OptionError, "width=10000", "int of at most 2,147,483,647", width=10**20),
         patching(llama, "fire", OptionError, "init_c=nan", "expected a finite number", init_c=float("nan")),
         patching(llama, "sinusoidal", OptionError, "scale=inf", "finite number or None", scale=float("inf")),
         patching(llama, "t5", OptionError, "num_buckets='32'", "expected int or None", num_buckets="32"),
