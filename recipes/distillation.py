@@ -244,7 +244,7 @@ class Distilling:
 
         Over accumulated batches the trainer divides the loss that it gets, or has the model divide by all their tokens.
         """
-        by_the_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
+        by_the_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return self.current_gradient_accumulation_steps if by_the_model else 1  # type: ignore[attr-defined]
 
     def _weight(self) -> float:

@@ -25,6 +25,8 @@ from hf_posenc.recipes.display import Facts
 
 # Of the running mean of the loss: it forgets half of what it saw after about seven entries.
 _DECAY = 0.9
+# Seconds; an end that is further away is no date any more.
+_FORESEEABLE = 100 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Progress(TrainerCallback):
     def _times(self) -> list[str]:
         parts = [f"{_duration(time.monotonic() - self._began)} gone"]
         left = self._clock.left(self._steps - self._step)
-        if self._step < self._steps and left is not None:
+        if self._step < self._steps and left is not None and left < _FORESEEABLE:
             end = datetime.now().astimezone() + timedelta(seconds=left)
             day = "" if left < 12 * 3600 else f"{end:%Y-%m-%d} "
             parts.append(f"{_duration(left)} left, ends about {day}{end:%H:%M}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError
@@ -49,7 +50,9 @@ def _files(folder: Path) -> dict[str, Path]:
     if not (folder / _RECIPE).is_file():
         raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
     if not (folder / _MODEL).is_dir():
-        raise RecipeError(f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {folder}")
+        raise RecipeError(
+            f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
+        )
     model = folder / _MODEL
     own = {str(path.relative_to(model).as_posix()): path for path in sorted(model.rglob("*")) if path.is_file()}
     return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()} | own

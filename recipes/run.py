@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -111,7 +112,10 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         if (folder / MODEL).is_dir():
             if console:
                 console.print(
-                    f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}."
+                    f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
                 )
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
         # What would be noticed only when the trainer is made.
@@ -139,7 +143,7 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
     if changes:
         raise RecipeError(
             f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or train the "
-            f"changed recipe in a folder of its own: hf-posenc train {folder / RECIPE} --out FOLDER"
+            f"changed recipe in a folder of its own: hf-posenc train {shlex.quote(str(folder / RECIPE))} --out FOLDER"
         )
     return train(recipe, folder, console=console, command=_record(folder).get("command", ""))
 

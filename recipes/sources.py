@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -102,7 +104,8 @@ def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
     named = [str(file.resolve()) for file in files if _kind(file) == kind]
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")
-    options = {"sample_by": "document"} if kind == "text" else {}
+    # Other builders leave out the mark that some editors put at the beginning of a file by themselves.
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
     # The builder of text files names the column itself.
     column = TEXT if kind == "text" else column
     return _load(str(path), column, path=kind, data_files=named, split="train", streaming=streaming, **options)
@@ -117,8 +120,9 @@ def _from_hub(data: Data) -> Documents:
 def _load(where: str, column: str, **arguments: object) -> Documents:
     """Load a dataset and keep one column of it, as `TEXT`."""
     try:
-        documents = datasets.load_dataset(**arguments)
-        first = next(iter(documents), None)
+        with _without_logging():
+            documents = datasets.load_dataset(**arguments)
+            first = next(iter(documents), None)
     # What `datasets` raises for names, splits, files and a network that are not there, and for files it cannot read.
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
@@ -133,6 +137,17 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")
     documents = documents.select_columns([column])
     return documents if column == TEXT else documents.rename_column(column, TEXT)
+
+
+@contextlib.contextmanager
+def _without_logging() -> Iterator[None]:
+    """Keep `datasets` from logging what it raises as well."""
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(before)
 
 
 def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:

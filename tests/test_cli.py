@@ -386,6 +386,8 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("begun", [True, False])
 def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "my run"
+    tmp_path.mkdir()
     program = (
         "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli import processes\n"
         f"with processes.resumable(pathlib.Path({str(tmp_path)!r}), Console()):\n"
@@ -399,7 +401,7 @@ def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path)
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     expected = (
-        f"stopped; hf-posenc resume {tmp_path} goes on."
+        f"stopped; hf-posenc resume '{tmp_path}' goes on."
         if begun
         else "stopped before there was anything to go on with."
     )
@@ -571,6 +573,8 @@ BAD = {
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push what is no run": ("push {empty} me/mine", ["holds no run"]),
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
+    "verify, of the package": ("verify tiny-llama", ["tiny-llama is not a converted checkpoint"]),
+    "export, of the package": ("export tiny-llama {empty}/out", ["tiny-llama is not a converted checkpoint"]),
     "verify, missing": ("verify {empty}/nowhere", ["There is no directory"]),
 }
 

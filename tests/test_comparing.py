@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -321,6 +322,9 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert "broken failed" in found.output
     assert "adapter.targets has 'nowhere'" in found.output
     assert {path: path.stat().st_mtime_ns for path in done} == done
+
+    record = json.loads((out / "runs" / "alibi" / "run.json").read_text(encoding="utf-8"))
+    assert record["command"] == f"hf-posenc train {out / 'runs' / 'alibi' / 'recipe.yaml'} --out FOLDER"
 
     page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
     page.feed(shown)

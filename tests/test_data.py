@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -136,6 +137,28 @@ def test_a_folder_of_text_files_holds_a_document_each(tmp_path: Path, tokenizer:
     prepared = load_data(Data(source=str(folder), held_out_share=0.25), tokenizer, length=32)
     assert prepared.held_out.tolist() == stream(tokenizer, in_order[15:])
     assert rows(prepared)[0] == stream(tokenizer, in_order)[:32]
+
+
+def test_the_mark_of_some_editors_is_no_text(tmp_path: Path) -> None:
+    for name in ("marked.txt", "marked.jsonl"):
+        text = "A text." if name.endswith("txt") else '{"text": "A text."}'
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert sources.read(Data(source=str(tmp_path / name), held_out=str(tmp_path / name)))[1]["text"] == ["A text."]
+
+
+def test_a_damaged_file_is_said_once(tmp_path: Path) -> None:
+    logged: list[Any] = []
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\nno json\n', encoding="utf-8")
+    handler, logger = logging.Handler(), logging.getLogger("datasets")
+    handler.emit = logged.append  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(RecipeError, match="JSON parse error"):
+            sources.read(Data(source=str(tmp_path / "mine.jsonl")))
+    finally:
+        logger.removeHandler(handler)
+    assert (logged, logger.level) == ([], before)
 
 
 def test_the_builtin_text(tokenizer: Any) -> None:

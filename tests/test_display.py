@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from models import stock, tokens
 from rich.console import Console
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import hf_posenc
 from hf_posenc.recipes.display import Facts, print_header
@@ -225,6 +225,19 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     )
     assert re.fullmatch(pattern, lines[2])
     assert lines[-1].endswith(" gone")
+
+
+def test_an_end_beyond_all_calendars_is_not_shown() -> None:
+    out, control, steps = io.StringIO(), TrainerControl(), 10**22
+    progress = Progress(Console(file=out, width=200), small(), interval=0)
+    state = TrainerState(max_steps=steps)
+    progress.on_train_begin(None, state, control)
+    for state.global_step in (1, 2):
+        progress.on_step_begin(None, state, control)
+        progress.on_step_end(None, state, control)
+    progress.on_log(None, state, control, logs={"loss": 1.0})
+    assert out.getvalue().startswith("step 2/10,000,000")
+    assert " left" not in out.getvalue()
 
 
 def test_few_lines_and_none_without_a_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

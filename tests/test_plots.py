@@ -396,7 +396,7 @@ def test_what_cannot_be_drawn_is_said() -> None:
         draw(model, "bais")
     with pytest.raises(hf_posenc.OptionError, match="no picture 'gates' of kerple"):
         draw(model, "bias", "gates")
-    for query in (0, -3, True, 1.5):
+    for query in (0, -3, True, 1.5, 2**30 + 1):
         with pytest.raises(hf_posenc.OptionError, match="positions of queries"):
             draw(model, "bias", queries=[query])
     for options in ({"layers": [2]}, {"layers": []}, {"heads": [4]}, {"heads": []}, {"heads": [-1]}):

@@ -131,9 +131,10 @@ def verify(
 ) -> None:
     """Load a converted checkpoint and prove that its scheme is active."""
     from hf_posenc import planning, record
+    from hf_posenc.recipes.loading import place
 
     quiet()
-    config = load_config(str(directory))
+    config = load_config(place(str(directory)))
     if not record.from_config(config):
         raise CheckpointError(
             f"{directory} is not a converted checkpoint: its config.json names no scheme. "

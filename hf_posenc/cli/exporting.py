@@ -34,10 +34,11 @@ def export(
     """Write a converted checkpoint as an ordinary one, without any need of hf-posenc, if a stock model computes the same."""
     from hf_posenc import record
     from hf_posenc.export.stock import stock_twin
+    from hf_posenc.recipes.loading import place
 
     quiet()
     with whole_directory(out) as folder:
-        config = load_config(str(directory))
+        config = load_config(place(str(directory)))
         if not record.from_config(config):
             raise CheckpointError(
                 f"{directory} is not a converted checkpoint: its config.json names no scheme. It is a stock one already."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
 
 def _how_to_go_on(folder: Path) -> str:
     if (folder / "recipe.yaml").is_file():
-        return f"stopped; hf-posenc resume {folder} goes on."
+        return f"stopped; hf-posenc resume {shlex.quote(str(folder))} goes on."
     return "stopped before there was anything to go on with."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def copy(
             out.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
         raise OutputError(f"{target} exists. Choose another name, or remove it first.") from None
-    typer.echo(f"wrote {target}\n\nTo run it:\n\n    hf-posenc train {target} --out DIR")
+    typer.echo(f"wrote {target}\n\nTo run it:\n\n    hf-posenc train {shlex.quote(str(target))} --out DIR")
 
 
 @recipes_app.command()
@@ -196,7 +197,7 @@ def _run(
 def _say_what_is_there(outcome: Outcome) -> None:
     if processes.is_main() and not outcome.already:
         typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
-        typer.echo(f"\nTo push it:\n\n    hf-posenc push {outcome.folder} REPO")
+        typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
 
 
 def _plan(recipe: Recipe) -> str:

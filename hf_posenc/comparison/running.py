@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ def _complete(
             console.rule(_heading(each, number, len(entered), left), align="left")
         is_new = not run.is_finished(each.folder)
         try:
-            run.train(each.recipe, each.folder, console=console, command=f"hf-posenc train {each.folder / run.RECIPE}")
+            again = shlex.join(["hf-posenc", "train", str(each.folder / run.RECIPE), "--out", "FOLDER"])
+            run.train(each.recipe, each.folder, console=console, command=again)
             found[each.name] = examiner.examine(each)
         # Whatever goes wrong with one scheme, the others are of interest.
         except Exception as error:

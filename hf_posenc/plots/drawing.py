@@ -43,6 +43,8 @@ OVERVIEW = "overview"
 PROMPT = "Once upon a time there was a cat. The cat sat on a mat. A dog came, and the dog sat on the mat too."
 # An attention map of more tokens takes gigabytes in all heads.
 _LONGEST = 1024
+# Beyond this, distances are no numbers of 32 bits any more.
+_FARTHEST = 2**30
 
 
 def figures(
@@ -157,9 +159,9 @@ def _kinds(what: str | Sequence[str] | None) -> list[str]:
 
 def _check_positions(queries: Sequence[int]) -> None:
     for query in queries:
-        if not isinstance(query, int) or isinstance(query, bool) or query < 1:
+        if not isinstance(query, int) or isinstance(query, bool) or not 1 <= query <= _FARTHEST:
             raise OptionError(
-                f"queries={list(queries)!r}: expected positions of queries, each an integer of at least 1."
+                f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
             )
 
 
