@@ -140,12 +140,16 @@ def _draw_curves(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(trained_length, color=_GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0)
+    # To the left of a line in the right half, which may have no room beside it.
+    low, high = (math.log(end) for end in axes.get_xlim())
+    is_left = 2 * math.log(trained_length) < low + high
     axes.annotate(
         f"trained on {trained_length} tokens",
         (trained_length, 1),
         xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
+        xytext=(4 if is_left else -4, -4),
         textcoords="offset points",
+        horizontalalignment="left" if is_left else "right",
         verticalalignment="top",
         color=_GREY,
         fontsize=9,

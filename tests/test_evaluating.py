@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -43,6 +44,7 @@ from hf_posenc.evaluation import (
     NeedleRetrieval,
     PositionPerplexity,
     intervals,
+    pictures,
     similarity,
     tasks,
 )
@@ -507,6 +509,31 @@ if __name__ == "__main__":
     if child:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+
+
+def test_a_picture_of_many_models_can_be_read() -> None:
+    names = [f"a-model-with-a-long-name-{number}" for number in range(16)]
+    grids = {name: Grid(PERPLEXITY, {"tokens": (64, 128)}, torch.ones(2, 3)) for name in names}
+    figure = pictures._lines("Lines", [grids], (128, "trained on 128 tokens"))
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert axes.texts[0].get_window_extent().x1 <= axes.get_window_extent().x1
+    lines = [one.lines[0] for one in axes.containers]
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
+    assert len(looks) == len(names)
+    # All of a place beside each other, and inside.
+    ends = [line.get_window_extent() for line in lines]
+    assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
+    assert max(end.x1 for end in ends) < axes.get_window_extent().x1
+
+    maps = {name: Grid(share("rank"), {"depth": (0.0, 1.0), "tokens": (64,)}, torch.ones(2, 1, 3)) for name in names}
+    figure = pictures._heat_maps("Maps", [maps])
+    figure.draw_without_rendering()
+    titles = [axes.title.get_window_extent() for axes in figure.axes[:4]]
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(titles))
+    assert figure.get_figwidth() < 12
 
 
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:

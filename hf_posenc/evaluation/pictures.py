@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import cycle, pairwise
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,13 @@ from hf_posenc.evaluation.grid import PERPLEXITY, Grid, Point
 from hf_posenc.evaluation.intervals import Interval
 
 # Okabe and Ito's colours, told apart with any colour vision; markers and dashes repeat the distinction in grey.
-_STYLES = (
-    ("#000000", "o", "-"),
-    ("#0072B2", "s", "--"),
-    ("#D55E00", "^", "-."),
-    ("#009E73", "D", "-"),
-    ("#CC79A7", "v", "--"),
-    ("#E69F00", "P", ":"),
-    ("#56B4E9", "X", "-."),
-)
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", "-", "--", ":", "-.")
 _GREY, _FAINT = "0.35", "0.9"
 # Panels beside each other before another row begins.
 _ACROSS = 4
-# Points between the models in one place.
-_APART = 2.5
+# Points between the models in one place, and between the first and the last of many.
+_APART, _WIDEST = 2.5, 20.0
 _TICKS = 8
 
 
@@ -95,7 +89,8 @@ def _panel(axes: Any, grids: Mapping[str, Grid], before: tuple[Point, ...], mark
     is_named = any(isinstance(point, str) for point in points)
     places = list(range(len(points))) if is_named else list(points)
     found: list[Interval] = []
-    for index, ((name, grid), (colour, marker, dashes)) in enumerate(zip(grids.items(), cycle(_STYLES), strict=False)):
+    apart = min(_APART, _WIDEST / len(grids))
+    for index, ((name, grid), (colour, marker, dashes)) in enumerate(zip(grids.items(), _looks(), strict=False)):
         estimates = [grid.at(*before, point) for point in points]
         found += estimates
         known = [(x, e) for x, e in zip(places, estimates, strict=True) if e.is_known]
@@ -118,7 +113,7 @@ def _panel(axes: Any, grids: Mapping[str, Grid], before: tuple[Point, ...], mark
             label=name,
             # A little beside each other, so that intervals can be told apart.
             transform=offset_copy(
-                axes.transData, axes.figure, x=_APART * (index - (len(grids) - 1) / 2), units="points"
+                axes.transData, axes.figure, x=apart * (index - (len(grids) - 1) / 2), units="points"
             ),
         )
     if first.quantity.guess is not None:
@@ -145,6 +140,13 @@ def _panel(axes: Any, grids: Mapping[str, Grid], before: tuple[Point, ...], mark
     axes.grid(True, axis="y", color=_FAINT)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _looks() -> Iterator[tuple[str, str, str]]:
+    """Return colour, marker and dashes of one model after the other; from the eighth on, a colour comes back with others."""
+    for index in count():
+        again = index + index // len(_COLOURS)
+        yield _COLOURS[index % len(_COLOURS)], _MARKERS[again % len(_MARKERS)], _DASHES[again % len(_DASHES)]
 
 
 def _x_axis(axes: Any, label: str, points: Sequence[Any], is_named: bool) -> None:
@@ -202,12 +204,15 @@ def _mark(axes: Any, mark: tuple[float, str] | None) -> None:
     if not low <= place <= high:
         return
     axes.axvline(place, color=_GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0)
+    # To the left of a line in the right part, which has no room beside it.
+    across, _ = axes.transAxes.inverted().transform(axes.get_xaxis_transform().transform((place, 1)))
     axes.annotate(
         text,
         (place, 1),
         xycoords=("data", "axes fraction"),
-        xytext=(3, -2),
+        xytext=(3 if across < 0.6 else -3, -2),
         textcoords="offset points",
+        ha="left" if across < 0.6 else "right",
         va="top",
         fontsize=8,
         color=_GREY,
@@ -219,14 +224,18 @@ def _mark(axes: Any, mark: tuple[float, str] | None) -> None:
 
 
 def _heat_maps(title: str, quantities: Sequence[Mapping[str, Grid]]) -> Figure:
-    """A row for each quantity, a panel for each model, a cell for each pair of points."""
+    """Rows for each quantity, a panel for each model, a cell for each pair of points."""
     grids = list(quantities[0].values())
     (down, rows), (across, columns) = grids[0].axes.items()
     width = max(2.4, 0.62 * len(columns) + 1)
-    figure = _figure(max(6, width * len(grids) + 1.2), (0.42 * len(rows) + 1.3) * len(quantities) + 0.5, title)
-    panels = figure.subplots(len(quantities), len(grids), squeeze=False, sharex=True, sharey=True)
-    for level, named in zip(panels, quantities, strict=True):
-        for axes, (name, grid) in zip(level, named.items(), strict=True):
+    beside = min(_ACROSS, len(grids))
+    levels = math.ceil(len(grids) / beside) * len(quantities)
+    figure = _figure(max(6, width * beside + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5, title)
+    panels = figure.subplots(levels, beside, squeeze=False, sharex=True, sharey=True)
+    for part, named in zip(panels.reshape(len(quantities), -1, beside), quantities, strict=True):
+        for axes in part.flat[len(grids) :]:
+            axes.set_visible(False)
+        for axes, (name, grid) in zip(part.flat, named.items(), strict=False):
             values = [[grid.at(row, column).mean * 100 for column in columns] for row in rows]
             image = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto")
             for y, line in enumerate(values):
@@ -235,20 +244,28 @@ def _heat_maps(title: str, quantities: Sequence[Mapping[str, Grid]]) -> Figure:
                     axes.text(
                         x, y, text, ha="center", va="center", fontsize=8, color="black" if value > 55 else "white"
                     )
-            axes.set_title(f"{name}: {grid.quantity.name}", fontsize=9)
+            axes.set_title(textwrap.fill(f"{name}: {grid.quantity.name}", round(13 * width)), fontsize=9)
             axes.set_xticks(range(len(columns)), [f"{column:,}" for column in columns], rotation=30, ha="right")
             axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
             axes.tick_params(length=0)
-        level[0].set_ylabel(f"{down} (0 is the beginning)")
-        figure.colorbar(image, ax=list(level), label="%", fraction=0.05, pad=0.02)
-    for axes in panels[-1]:
-        axes.set_xlabel(across)
+        for axes in part[:, 0]:
+            axes.set_ylabel(f"{down} (0 is the beginning)")
+        figure.colorbar(image, ax=list(part.flat), label="%", fraction=0.05, pad=0.02)
+    for column in panels.T:
+        lowest = [axes for axes in column if axes.get_visible()][-1]
+        lowest.set_xlabel(across)
+        lowest.tick_params(labelbottom=True)
     return figure
 
 
 def _legend(figure: Figure, models: int) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(models, 4), frameon=False, fontsize=9)
+    # Some seven hundredths of an inch for each character, and the rest for the line before them.
+    columns = int(figure.get_figwidth() // (0.07 * max(map(len, labels)) + 0.65))
+    columns = max(1, min(models, 4, columns))
+    # The first two rows have their room.
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(models / columns) - 2))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _figure(width: float, height: float, title: str) -> Figure:
