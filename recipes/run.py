@@ -176,9 +176,9 @@ class _Run:
         recipe = self.recipe
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
-        suitability.check_unconverted(recipe, model)
+        suitability.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
-        length, own_length = suitability.lengths(recipe, model)
+        length, own_length = suitability.lengths(recipe, model.config)
         data = load_data(
             recipe.data,
             tokenizer,

@@ -13,17 +13,17 @@ from hf_posenc.recipes.recipe import Recipe
 from hf_posenc.scheme import Scheme
 
 
-def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
+def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
     """Return the tokens per window, and those of the model's own training.
 
     Args:
         recipe: As read.
-        model: A model of transformers.
+        config: Of a model of transformers.
 
     Raises:
         RecipeError: Neither says how long windows are, or the model cannot read what the recipe would do with them.
     """
-    own = trained_length(model.config)
+    own = trained_length(config)
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(
@@ -32,30 +32,30 @@ def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
         )
     for contradiction in consistency.contradictions_of_length(recipe.training, length):
         raise RecipeError(contradiction)
-    if recipe.training.skip_to is not None and model.config.is_encoder_decoder:
+    if recipe.training.skip_to is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"training.skip_to skips positions in texts that go on, which {model.config.model_type} models do not read: their "
+            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: their "
             "decoders have positions of their own. Leave it out."
         )
-    if recipe.distillation.length is not None and model.config.is_encoder_decoder:
+    if recipe.distillation.length is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"distillation.length cuts windows into pieces, and those of {model.config.model_type} models are not cut: their encoders "
+            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their encoders "
             "read them whole. Leave it out."
         )
     return length, own or length
 
 
-def check_unconverted(recipe: Recipe, model: Any) -> None:
+def check_unconverted(recipe: Recipe, config: Any) -> None:
     """Raise if a model that is converted already would be converted again, and lose what its scheme has learned.
 
     Args:
         recipe: As read.
-        model: A model of transformers, as loaded.
+        config: Of a model of transformers, as loaded.
 
     Raises:
         RecipeError: It would.
     """
-    there = ", ".join(group.scheme for group in record.from_config(model.config))
+    there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
         raise RecipeError(
             f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew in its place. To "

@@ -564,6 +564,14 @@ BAD = {
         "train llama-fire model=./no --dry-run --out {empty}/out",
         ["no directory"],
     ),
+    "dry run of what is refused": (
+        "train llama-fire training.skip_to=100 --dry-run --out {empty}/out",
+        ["training.skip_to is 100", "more than training.length = 128"],
+    ),
+    "dry run on a converted model": (
+        "train llama-kerple model={converted} --dry-run --out {empty}/out",
+        ["is converted already"],
+    ),
     "recipe over something else": ("train llama-fire --out {llama}", ["exists, and holds no run"]),
     "copy over a file": ("recipes copy llama-fire {mine}", ["mine.yaml exists"]),
     "copy to nowhere": ("recipes copy llama-fire {empty}/no/mine.yaml", ["There is no directory"]),

@@ -203,9 +203,11 @@ def _say_what_is_there(outcome: Outcome) -> None:
 def _plan(recipe: Recipe) -> str:
     """Return what a run of a recipe would do, from the config of its model alone."""
     from hf_posenc import planning
-    from hf_posenc.recipes import loading
+    from hf_posenc.recipes import loading, suitability
 
     config = load_config(loading.place(recipe.model))
+    suitability.check_unconverted(recipe, config)
+    length, _ = suitability.lengths(recipe, config)
     conversion, training = recipe.conversion, recipe.training
     lines = [f"{'model:':<20} {recipe.model}"]
     if conversion.scheme is not None:
@@ -218,7 +220,6 @@ def _plan(recipe: Recipe) -> str:
             **conversion.options,
         )
         lines.append(str(planned))
-    length = training.length or loading.trained_length(config)
-    tokens = f" of {length:,} tokens, {training.steps * training.batch_size * length:,} in all" if length else ""
-    lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows{tokens}")
+    tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
+    lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
     return "\n".join(lines)
