@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -633,6 +634,14 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
     for word in words:
         assert word in result.stderr
     assert list(places["empty"].iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "sentence"), [("recipes", "FIRE in place"), ("schemes", "A small network of the")])
+def test_tables_keep_their_sentences_in_a_narrow_terminal(command: str, sentence: str) -> None:
+    narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"})
+    assert sentence in narrow.stdout
+    assert "…" not in narrow.stdout
+    assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", narrow.stdout).splitlines())) <= 80
 
 
 def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +44,38 @@ app = typer.Typer(
 def one_line(error: BaseException) -> str:
     """Return what an error says, on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+# Characters of a terminal below which a table of six columns has room for no sentence.
+_WIDE = 120
+
+
+def print_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, whole: Container[str], short: Container[str]
+) -> None:
+    """Print a table.
+
+    Args:
+        headers: Of the columns.
+        rows: Cells, one for each column.
+        whole: Columns that are not wrapped.
+        short: Those that are shown where the terminal is narrow.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    # Nothing is gained by wrapping what goes into a file or another program.
+    width = console.width if console.is_terminal else 200
+    shown = [index for index, header in enumerate(headers) if width >= _WIDE or header in short]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index in shown:
+        table.add_column(headers[index], no_wrap=headers[index] in whole)
+    for row in rows:
+        table.add_row(*(Text(row[index]) for index in shown))
+    Console(width=width).print(table)
 
 
 def quiet() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_posenc.cli.application import app, quiet
+from hf_posenc.cli.application import app, print_table, quiet
 from hf_posenc.cli.checkpoints import copy_processor, copy_tokenizer, how_to_load, load_config, load_model
 from hf_posenc.cli.directories import listing, whole_directory
 from hf_posenc.errors import CheckpointError, LayerSelectionError, OptionError
@@ -38,25 +38,16 @@ Options = Annotated[
 @app.command()
 def schemes() -> None:
     """List the positional schemes."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from hf_posenc import registry
 
-    table = Table("name", "family", "directions", "start", "paper", "what it is", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = column.header in ("name", "family", "paper")
+    rows = []
     for info in registry.schemes().values():
         # The full stop of "et al. 2024" ends no sentence.
         sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", info.summary, maxsplit=1)[0]
         directions = "both" if len(info.directions) == 2 else info.directions[0]
-        row = (info.name, info.family, directions, info.start, info.paper, sentence)
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console()
-    # Nothing is gained by wrapping what goes into a file or another program.
-    Console(width=None if console.is_terminal else 200).print(table)
+        rows.append((info.name, info.family, directions, info.start, info.paper, sentence))
+    headers = ("name", "family", "directions", "start", "paper", "what it is")
+    print_table(headers, rows, whole=("name", "family", "paper"), short=("name", "family", "what it is"))
 
 
 @app.command()

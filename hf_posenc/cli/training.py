@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posenc.cli import processes
-from hf_posenc.cli.application import app, quiet
+from hf_posenc.cli.application import app, print_table, quiet
 from hf_posenc.cli.checkpoints import load_config
 from hf_posenc.cli.directories import OutputError, listing
 
@@ -46,26 +46,17 @@ def recipes(context: typer.Context) -> None:
     """List the recipes that come with the package; look at one, or take one along."""
     if context.invoked_subcommand is not None:
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from hf_posenc.recipes import library
     from hf_posenc.recipes.recipe import Recipe
 
     trains = {"none": "all", "lora": "LoRA, scheme", "scheme": "scheme"}
-    table = Table("name", "model", "scheme", "native", "trains", "summary", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = column.header != "summary"
+    headers, rows = ("name", "model", "scheme", "native", "trains", "summary"), []
     for name in library.names():
         recipe = Recipe.parse(name)
         conversion = recipe.conversion
         row = (name, recipe.model, conversion.scheme or "", conversion.native, trains[recipe.adapter.kind])
-        table.add_row(*(Text(cell) for cell in (*row, recipe.summary)))
-    console = Console()
-    # Nothing is gained by wrapping what goes into a file or another program.
-    Console(width=None if console.is_terminal else 200).print(table)
+        rows.append((*row, recipe.summary))
+    print_table(headers, rows, whole=headers[:-1], short=("name", "summary"))
 
 
 @recipes_app.command()
