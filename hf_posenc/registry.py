@@ -171,7 +171,8 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
             # What is a whole number already, and is too large for one.
-            bound = f" of at most {_LARGEST:,}" if type(value) is int and abs(value) > _LARGEST else ""
+            is_large = type(value) is int and abs(value) > _LARGEST and not _matches(0.5, hints[name])
+            bound = f" of at most {_LARGEST:,}" if is_large else ""
             raise OptionError(f"{info.name}: option {name}={value!r}: expected {_readable(hints[name])}{bound}.")
 
 
