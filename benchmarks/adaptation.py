@@ -79,7 +79,10 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
             "alibi",
             ["conversion.options={learned_slopes: true, shared: false}", "conversion.fit=native"],
         ),
-        "fire, windows of {longer}": ("fire", ["training.skip_to={far}", *LONGER]),
+        **{
+            f"{scheme}, windows of {{longer}}": (scheme, ["training.skip_to={far}", *LONGER])
+            for scheme in ("fire", "fire_s")
+        },
         **{f"{scheme}, windows of {{longer}}": (scheme, LONGER) for scheme in ("sandwich", "sinusoidal", "nope")},
         **{f"{scheme}, windows of {{longest}}": (scheme, LONGEST) for scheme in ("shaw", "sinusoidal", "nope")},
         "cope, windows of {longest}": ("cope", [*COUNTED, *LONGEST]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
@@ -54,20 +55,29 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
         chosen = {index for index in everything if layers(index)}
     else:
         try:
-            indices = list(layers)
+            named = list(layers)
         except TypeError:
             raise LayerSelectionError(f"layers={layers!r}: expected {expected}.") from None
-        for index in indices:
-            if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
+        indices = [_index(name) for name in named]
+        for name, index in zip(named, indices, strict=True):
+            if index is None or not -count <= index < count:
                 raise LayerSelectionError(
-                    f"layers={layers!r}: {index!r} is no layer; the stack has layers 0 to {count - 1}."
+                    f"layers={layers!r}: {name!r} is no layer; the stack has layers 0 to {count - 1}."
                 )
-        chosen = {index % count for index in indices}
+        chosen = {index % count for index in indices if index is not None}
         if len(chosen) < len(indices):
             raise LayerSelectionError(f"layers={layers!r} names a layer twice.")
     if not chosen:
         raise LayerSelectionError(f"layers={layers!r} matches none of the {count} layers.")
     return tuple(sorted(chosen))
+
+
+def _index(value: object) -> int | None:
+    """Return a whole number of any library (numpy, torch) as one of Python's; `None` for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def divide(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> tuple[list[Group], list[Group]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -338,3 +339,11 @@ def test_threads_share_a_model(scheme: str) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("layers", [np.arange(1, 3), torch.tensor([1, -2])], ids=["numpy", "torch"])
+def test_layers_are_whole_numbers_of_any_library(layers: Any, tmp_path: Path) -> None:
+    model = hf_posenc.patch(models.stock("llama"), "kerple", layers=layers)
+    model.save_pretrained(tmp_path)
+    (found,) = record.from_config(models.auto("llama").from_pretrained(tmp_path).config)
+    assert found.stacks["decoder"].layers == (1, 2)
