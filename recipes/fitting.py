@@ -52,6 +52,9 @@ def fit(
 ) -> Fit:
     """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
 
+    A network (FIRE's) begins evenly over what it sees, whatever it held, and gates begin open; with some of its parameters frozen a
+    scheme begins where it is. It is left as it was if the regression ends no better.
+
     Differences are those between keys of one row, since a constant per row changes no softmax, and weigh less the further
     the key is, by `1 / (1 + distance)`. Where a scheme serves all layers, it is fitted to the mean.
 
