@@ -16,10 +16,10 @@ from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme
 
-# A block's logits should stay in cache, with what a scheme makes of them (CAPE has 32 numbers per key beside 8 heads), unless
-# that makes it a few rows only; and never weigh on memory.
+# A block's logits should stay in cache, with what a scheme makes of them, unless that makes it a few rows only; and never weigh on
+# memory.
 _LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
-_FEW_ROWS = 32
+_FEW_ROWS = 64
 
 
 def rows_per_block(batch: int, heads: int, keys: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,22 @@ class ChannelLinear(Linear):
     """
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        weight, total = self.weight.to(inputs[0]), self.bias.to(inputs[0])[:, None]
-        stop = weight.shape[1]
-        # From the last one on: what is the same for all rows of the batch is multiplied once for them.
-        for x in reversed(inputs):
-            start = stop - x.shape[1]
-            total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
-            stop = start
-        return total
+        return channel_linear(self.weight.to(inputs[0]), self.bias.to(inputs[0]), inputs)
+
+
+def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """Return what a `ChannelLinear` does, `[B|1, out, N]`; or write it to `out`, without autograd.
+
+    Inputs of one row for the whole batch come last.
+    """
+    total, stop = bias[:, None], weight.shape[1]
+    # From the last one on: what is the same for all rows of the batch is multiplied once for them.
+    for x in reversed(inputs):
+        start = stop - x.shape[1]
+        into = out if out is not None and len(x) == len(out) else None
+        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x, out=into)
+        stop = start
+    return total
 
 
 class AnyDtypeLinear(Linear):

@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._linear import ChannelLinear
+from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
@@ -18,11 +18,13 @@ from hf_posenc.schemes.sandwich import Sandwich
 from hf_posenc.schemes.t5 import T5Bias
 from hf_posenc.schemes.t5_clipped import T5Clipped
 
+_SLOPE = 0.01
+
 
 class LeakyFIRE(FIRE):
     """FIRE as the official code has it inside of CAPE: with LeakyReLU in its network."""
 
-    _activation = nn.LeakyReLU
+    _negative_slope = _SLOPE
 
 
 _BASES: dict[str, type[AdditiveBias]] = {
@@ -80,22 +82,13 @@ class CAPE(Scheme):
         self.base_bias = self._make_base()
         heads = geometry.heads
         width = 2 * heads if form == "concat_residual" and base != "nope" else heads
-        self.mlp2 = nn.ModuleList(
-            [ChannelLinear(width, mlp_width), nn.LeakyReLU(0.01), ChannelLinear(mlp_width, heads)]
-        )
+        self.mlp2 = PairNetwork(width, mlp_width, heads, negative_slope=_SLOPE)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in self.mlp2:
-            if isinstance(layer, ChannelLinear):
-                bound = layer.in_features**-0.5
-                nn.init.uniform_(layer.weight, -bound, bound)
-                nn.init.uniform_(layer.bias, -bound, bound)
+        self.mlp2.reset_parameters()
         if self.init == "zero":
-            last = self.mlp2[-1]
-            assert isinstance(last, ChannelLinear)
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+            self.mlp2.silence()
 
     def _make_base(self) -> AdditiveBias | None:
         kind = _BASES.get(self.base)
@@ -117,18 +110,15 @@ class CAPE(Scheme):
 
     def _f(self, *inputs: Tensor) -> Tensor:
         """Return f of all inputs `[B|1, H, q, K]`, `[B, H, q, K]`."""
-        first, activation, second = self.mlp2
-        mixed: Tensor = second(activation(first(*(x.flatten(2) for x in inputs))))
+        mixed: Tensor = self.mlp2(*(x.flatten(2) for x in inputs))
         return mixed.view(inputs[0].shape)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         return NoPE(self.geometry).cautions(native_kept=native_kept) if self.base == "nope" else []
 
     def stock_equivalent(self) -> Equivalent:
-        last = self.mlp2[-1]
-        assert isinstance(last, ChannelLinear)
         direct = self.base_bias is not None and self.form != "add" and not self.base_bias.is_zero()
-        if direct or bool(last.weight.any()) or bool(last.bias.any()):
+        if direct or not self.mlp2.is_silent():
             return super().stock_equivalent()
         return Nothing()
 

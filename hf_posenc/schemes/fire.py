@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._linear import ChannelLinear
+from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.structures import Added, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
@@ -42,7 +42,7 @@ class FIRE(AdditiveBias):
     neutral_options = {"init": "zero"}
     init_L: Tensor
     _name = "fire"
-    _activation: type[nn.Module] = nn.ReLU
+    _negative_slope = 0.0
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FIRE(AdditiveBias):
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
-        self.mlp = nn.Sequential(ChannelLinear(1, width), self._activation(), ChannelLinear(width, geometry.heads))
+        self.mlp = PairNetwork(1, width, geometry.heads, negative_slope=self._negative_slope)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,26 +85,20 @@ class FIRE(AdditiveBias):
         nn.init.constant_(self.c, self.init_c)
         nn.init.ones_(self.L_multiplier)
         nn.init.constant_(self.init_L, self.threshold)
-        first, second = self._layers()
-        for layer in (first, second):
-            bound = layer.in_features**-0.5
-            nn.init.uniform_(layer.weight, -bound, bound)
-            nn.init.uniform_(layer.bias, -bound, bound)
+        self.mlp.reset_parameters()
         if self.init == "zero":
-            nn.init.zeros_(second.weight)
-            nn.init.zeros_(second.bias)
+            self.mlp.silence()
 
     def begin_fit(self) -> None:
         """Let units turn on one after the other, evenly over what the network sees: drawn ones do in few places, some nowhere."""
         super().begin_fit()
-        first, second = self._layers()
+        first, _ = self.mlp.layers
         steepness = self.width / 2
         ends = (torch.arange(self.width) - 1) / self.width
         with torch.no_grad():
             first.weight.fill_(steepness)
             first.bias.copy_(-steepness * ends)
-            second.weight.zero_()
-            second.bias.zero_()
+        self.mlp.silence()
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         distance = block.distance()  # [B|1, q, K]
@@ -146,7 +140,7 @@ class FIRE(AdditiveBias):
 
         The network sees numbers from 0 to 1 only.
         """
-        first, second = self._layers()
+        first, second = self.mlp.layers
         factor, shift = first.weight[:, 0].to(dtype), first.bias.to(dtype)
         with torch.no_grad():
             ends = torch.where(factor == 0, 2.0, -shift / factor).clamp(-1.0, 2.0).sort().values
@@ -160,17 +154,10 @@ class FIRE(AdditiveBias):
         return ends, slope, offset
 
     def _slope_of_activation(self, x: Tensor) -> Tensor:
-        return torch.where(x > 0, 1.0, getattr(self.mlp[1], "negative_slope", 0.0)).to(x)
-
-    def _layers(self) -> tuple[ChannelLinear, ChannelLinear]:
-        first, second = self.mlp[0], self.mlp[2]
-        assert isinstance(first, ChannelLinear)
-        assert isinstance(second, ChannelLinear)
-        return first, second
+        return torch.where(x > 0, 1.0, self._negative_slope).to(x)
 
     def is_zero(self) -> bool:
-        last = self._layers()[1]
-        return super().is_zero() or not (bool(last.weight.any()) or bool(last.bias.any()))
+        return super().is_zero() or self.mlp.is_silent()
 
     @staticmethod
     def _psi(c: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""The network of pairs, a few pairs after the other, against all of them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_posenc.schemes import _network
+from hf_posenc.schemes._network import PairNetwork
+
+
+@pytest.fixture(autouse=True)
+def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or the pairs here would be few enough for one go.
+    monkeypatch.setattr(_network, "worth_it", lambda x: True)
+    monkeypatch.setattr(_network, "_IN_CACHE", 40)
+
+
+def operands(
+    batch: int, rows: int, pairs: int, channels: int, width: int, slope: float
+) -> tuple[PairNetwork, list[Tensor]]:
+    """A network with inputs of which the last may have one row for the whole batch."""
+    torch.manual_seed(0)
+    network = PairNetwork(2 * channels, width, 3, negative_slope=slope).double()
+    inputs = [torch.randn(size, channels, pairs, dtype=torch.float64) for size in (batch, rows)]
+    return network, [x.requires_grad_() for x in inputs]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 5),
+    shared=st.booleans(),
+    pairs=st.integers(1, 23),
+    channels=st.integers(1, 3),
+    width=st.integers(1, 50),
+    slope=st.sampled_from([0.0, 0.01]),
+)
+def test_a_few_pairs_after_the_other_give_the_same_output_and_gradients(
+    batch: int, shared: bool, pairs: int, channels: int, width: int, slope: float
+) -> None:
+    network, inputs = operands(batch, 1 if shared else batch, pairs, channels, width, slope)
+    first, second = network.layers
+    weights = [first.weight, first.bias, second.weight, second.bias]
+    want = _network._plain(slope, *weights, *inputs)
+    got = network(*inputs)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    grad = torch.randn_like(want)
+    targets = [*weights, *inputs]
+    for found, wanted in zip(
+        torch.autograd.grad(got, targets, grad), torch.autograd.grad(want, targets, grad), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("learns", range(6))
+def test_gradients_flow_only_where_they_are_asked_for(learns: int) -> None:
+    network, inputs = operands(2, 1, 9, 2, 5, 0.01)
+    first, second = network.layers
+    targets = [first.weight, first.bias, second.weight, second.bias, *inputs]
+    for index, x in enumerate(targets):
+        x.requires_grad_(index == learns)
+    output = network(*inputs)
+    (found,) = torch.autograd.grad(output.square().sum(), targets[learns])
+    again = _network._plain(0.01, first.weight, first.bias, second.weight, second.bias, *inputs)
+    (wanted,) = torch.autograd.grad(again.square().sum(), targets[learns])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_gradients_have_gradients() -> None:
+    network, inputs = operands(2, 1, 5, 1, 3, 0.01)
+    first, second = network.layers
+    weights = [first.weight, first.bias, second.weight, second.bias]
+    tensors = [x.detach().requires_grad_() for x in (*weights, *inputs)]
+    assert torch.autograd.gradgradcheck(lambda *given: _network._InCache.apply(0.01, *given), tensors)
+
+
+def test_a_silent_network_says_nothing() -> None:
+    network, inputs = operands(1, 1, 9, 2, 5, 0.0)
+    assert not network.is_silent()
+    network.silence()
+    assert network.is_silent()
+    assert not network(*inputs).any()
