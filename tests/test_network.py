@@ -20,11 +20,11 @@ def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operands(
-    batch: int, rows: int, pairs: int, channels: int, width: int, slope: float
+    batch: int, rows: int, pairs: int, channels: int, width: int, slope: float, residual: bool = True
 ) -> tuple[PairNetwork, list[Tensor]]:
     """A network with inputs of which the last may have one row for the whole batch."""
     torch.manual_seed(0)
-    network = PairNetwork(2 * channels, width, 3, negative_slope=slope).double()
+    network = PairNetwork(2 * channels, width, channels, negative_slope=slope, residual=residual).double()
     inputs = [torch.randn(size, channels, pairs, dtype=torch.float64) for size in (batch, rows)]
     return network, [x.requires_grad_() for x in inputs]
 
@@ -37,14 +37,15 @@ def operands(
     channels=st.integers(1, 3),
     width=st.integers(1, 50),
     slope=st.sampled_from([0.0, 0.01]),
+    residual=st.booleans(),
 )
 def test_a_few_pairs_after_the_other_give_the_same_output_and_gradients(
-    batch: int, shared: bool, pairs: int, channels: int, width: int, slope: float
+    batch: int, shared: bool, pairs: int, channels: int, width: int, slope: float, residual: bool
 ) -> None:
-    network, inputs = operands(batch, 1 if shared else batch, pairs, channels, width, slope)
+    network, inputs = operands(batch, 1 if shared else batch, pairs, channels, width, slope, residual)
     first, second = network.layers
     weights = [first.weight, first.bias, second.weight, second.bias]
-    want = _network._plain(slope, *weights, *inputs)
+    want = _network._plain(slope, residual, *weights, *inputs)
     got = network(*inputs)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     grad = torch.randn_like(want)
@@ -64,7 +65,7 @@ def test_gradients_flow_only_where_they_are_asked_for(learns: int) -> None:
         x.requires_grad_(index == learns)
     output = network(*inputs)
     (found,) = torch.autograd.grad(output.square().sum(), targets[learns])
-    again = _network._plain(0.01, first.weight, first.bias, second.weight, second.bias, *inputs)
+    again = _network._plain(0.01, True, first.weight, first.bias, second.weight, second.bias, *inputs)
     (wanted,) = torch.autograd.grad(again.square().sum(), targets[learns])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
@@ -74,11 +75,11 @@ def test_gradients_have_gradients() -> None:
     first, second = network.layers
     weights = [first.weight, first.bias, second.weight, second.bias]
     tensors = [x.detach().requires_grad_() for x in (*weights, *inputs)]
-    assert torch.autograd.gradgradcheck(lambda *given: _network._InCache.apply(0.01, *given), tensors)
+    assert torch.autograd.gradgradcheck(lambda *given: _network._InCache.apply(0.01, True, *given), tensors)
 
 
 def test_a_silent_network_says_nothing() -> None:
-    network, inputs = operands(1, 1, 9, 2, 5, 0.0)
+    network, inputs = operands(1, 1, 9, 2, 5, 0.0, residual=False)
     assert not network.is_silent()
     network.silence()
     assert network.is_silent()

@@ -50,17 +50,13 @@ class ChannelLinear(Linear):
         return channel_linear(self.weight.to(inputs[0]), self.bias.to(inputs[0]), inputs)
 
 
-def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    """Return what a `ChannelLinear` does, `[B|1, out, N]`; or write it to `out`, without autograd.
-
-    Inputs of one row for the whole batch come last.
-    """
+def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return what a `ChannelLinear` does, `[B|1, out, N]`. Inputs of one row for the whole batch come last."""
     total, stop = bias[:, None], weight.shape[1]
     # From the last one on: what is the same for all rows of the batch is multiplied once for them.
     for x in reversed(inputs):
         start = stop - x.shape[1]
-        into = out if out is not None and len(x) == len(out) else None
-        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x, out=into)
+        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
         stop = start
     return total
 

@@ -24,12 +24,21 @@ class PairNetwork(nn.ModuleList):
         width: Hidden channels.
         out_channels: Channels of the output.
         negative_slope: For a leaky ReLU.
+        residual: Add all inputs to the output, of which each has as many channels.
     """
 
-    def __init__(self, in_channels: int, width: int, out_channels: int, *, negative_slope: float = 0.0) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        width: int,
+        out_channels: int,
+        *,
+        negative_slope: float = 0.0,
+        residual: bool = False,
+    ) -> None:
         activation = nn.LeakyReLU(negative_slope) if negative_slope else nn.ReLU()
         super().__init__([ChannelLinear(in_channels, width), activation, ChannelLinear(width, out_channels)])
-        self.negative_slope = negative_slope
+        self.negative_slope, self.residual = negative_slope, residual
 
     @property
     def layers(self) -> tuple[ChannelLinear, ChannelLinear]:
@@ -59,29 +68,41 @@ class PairNetwork(nn.ModuleList):
         """Return `[B|1, out_channels, N]`, in the dtype of the inputs."""
         weights = [x.to(inputs[0]) for layer in self.layers for x in (layer.weight, layer.bias)]
         run = _InCache.apply if worth_it(inputs[0]) else _plain
-        output: Tensor = run(self.negative_slope, *weights, *inputs)
+        output: Tensor = run(self.negative_slope, self.residual, *weights, *inputs)
         return output
 
 
 def _plain(
-    slope: float, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor, *inputs: Tensor
+    slope: float,
+    residual: bool,
+    first: Tensor,
+    first_bias: Tensor,
+    second: Tensor,
+    second_bias: Tensor,
+    *inputs: Tensor,
 ) -> Tensor:
     hidden = F.leaky_relu(channel_linear(first, first_bias, inputs), slope)
-    return channel_linear(second, second_bias, [hidden])
+    output = channel_linear(second, second_bias, [hidden])
+    return sum(inputs, output) if residual else output
 
 
 class _InCache(torch.autograd.Function):
-    """`_plain`, a few pairs after the other, of which nothing hidden is kept for the way back."""
+    """`_plain`, a few pairs after the other, of which nothing hidden is kept for the way back.
+
+    Biases are weights of one more channel, which is 1: so every step is one product.
+    """
 
     @staticmethod
-    def forward(ctx: Any, slope: float, *tensors: Tensor) -> Tensor:
-        ctx.slope = slope
+    def forward(ctx: Any, slope: float, residual: bool, *tensors: Tensor) -> Tensor:
+        ctx.slope, ctx.residual = slope, residual
         ctx.save_for_backward(*tensors)
-        first, first_bias, second, second_bias, *inputs = tensors
-        batch, pairs = max(map(len, inputs)), inputs[0].shape[-1]
-        output = second.new_empty(batch, len(second), pairs)
-        for here, hidden in _hidden(slope, first, first_bias, inputs):
-            output[here] = torch.baddbmm(second_bias[:, None], second.expand(len(hidden), -1, -1), hidden)
+        first, second, inputs = _with_biases(tensors)
+        output = second.new_empty(max(map(len, inputs)), len(second), inputs[0].shape[-1])
+        for here, _, hidden in _few_at_once(slope, first, inputs):
+            made = second.expand(len(hidden), -1, -1) @ hidden
+            for x in inputs if residual else ():
+                made += x[_within(here, x)]
+            output[here] = made
         return output
 
     @staticmethod
@@ -90,55 +111,79 @@ class _InCache(torch.autograd.Function):
         if torch.is_grad_enabled():
             # For gradients of gradients, of what they flow into.
             targets = [x for x in tensors if x.requires_grad]
-            found = iter(torch.autograd.grad(_plain(ctx.slope, *tensors), targets, grad, create_graph=True))
-            return None, *(next(found) if x.requires_grad else None for x in tensors)
-        first, first_bias, second, _, *inputs = tensors
-        sums = [
-            torch.zeros_like(x) if wanted else None for x, wanted in zip(tensors, ctx.needs_input_grad[1:], strict=True)
+            found = iter(
+                torch.autograd.grad(_plain(ctx.slope, ctx.residual, *tensors), targets, grad, create_graph=True)
+            )
+            return None, None, *(next(found) if x.requires_grad else None for x in tensors)
+        first, second, inputs = _with_biases(tensors)
+        wanted = ctx.needs_input_grad[2:]
+        of_first, of_second = torch.zeros_like(first), torch.zeros_like(second)
+        # Those with one row for the whole batch are sums over it.
+        of_inputs = [
+            (torch.empty_like if len(x) == len(grad) else torch.zeros_like)(x) if learns else None
+            for x, learns in zip(inputs, wanted[4:], strict=True)
         ]
-        of_first, of_first_bias, of_second, of_second_bias, *of_inputs = sums
-        for here, hidden in _hidden(ctx.slope, first, first_bias, inputs):
-            grad_here = grad[here]
-            back = second.mT.expand(len(hidden), -1, -1) @ grad_here
+        for here, given, hidden in _few_at_once(ctx.slope, first, inputs):
+            theirs = grad[here]
+            back = second.mT.expand(len(hidden), -1, -1) @ theirs
             back = torch.ops.aten.leaky_relu_backward(back, hidden, ctx.slope, True)
-            if of_second is not None:
-                of_second += (grad_here @ hidden.mT).sum(0)
-            if of_second_bias is not None:
-                of_second_bias += grad_here.sum((0, 2))
-            if of_first_bias is not None:
-                of_first_bias += back.sum((0, 2))
-            start = 0
-            for x, of_x in zip(inputs, of_inputs, strict=True):
-                mine = slice(start, start + x.shape[1])
-                start = mine.stop
-                there = _within(here, x)
-                theirs = back if len(x) > 1 or len(back) == 1 else back.sum(0, keepdim=True)
-                if of_first is not None:
-                    of_first[:, mine] += (theirs @ x[there].mT).sum(0)
-                if of_x is not None:
-                    of_x[there] += first[:, mine].mT.expand(len(theirs), -1, -1) @ theirs
-        return None, *sums
+            if any(wanted[:4]):
+                of_second += (theirs @ hidden.mT).sum(0)
+                of_first += (back @ given.mT).sum(0)
+            if any(wanted[4:]):
+                back = first[:, :-1].mT.expand(len(back), -1, -1) @ back
+                for x, part in zip(of_inputs, back.split([x.shape[1] for x in inputs], dim=1), strict=True):
+                    if x is None:
+                        continue
+                    if ctx.residual:
+                        part += theirs
+                    if len(x) == len(grad):
+                        x[here] = part
+                    else:
+                        x[_within(here, x)] += part.sum(0, keepdim=True)
+        of_weights = (of_first[:-1, :-1], of_first[:-1, -1], of_second[:, :-1], of_second[:, -1])
+        return None, None, *(x if learns else None for x, learns in zip(of_weights, wanted, strict=False)), *of_inputs
 
 
 # Rows of the batch, all channels, and pairs.
 _Place = tuple[slice, slice, slice]
 
 
-def _hidden(slope: float, weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[_Place, Tensor]]:
-    """Return the hidden numbers `[b, width, n]` of a few pairs after the other, which are gone with the next."""
-    batch, pairs, width = max(map(len, inputs)), inputs[0].shape[-1], len(weight)
+def _with_biases(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Return the weights of both layers with their biases in one more column, and the inputs.
+
+    The first has one more row, which makes a hidden channel of 1.
+    """
+    first, first_bias, second, second_bias, *inputs = tensors
+    one = first.new_zeros(1, first.shape[1] + 1)
+    one[0, -1] = 1
+    first = torch.cat((torch.cat((first, first_bias[:, None]), dim=1), one))
+    return first, torch.cat((second, second_bias[:, None]), dim=1), inputs
+
+
+def _few_at_once(slope: float, weight: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[_Place, Tensor, Tensor]]:
+    """Return where a few pairs are, their inputs with a channel of 1 and hidden numbers, each `[b, ..., n]`.
+
+    They are gone when the next come.
+    """
+    batch, pairs, (width, channels) = max(map(len, inputs)), inputs[0].shape[-1], weight.shape
     columns = max(1, min(pairs, _IN_CACHE // width))
-    rows = max(1, _IN_CACHE // (width * columns))
-    memory = weight.new_empty(min(rows, batch) * width * columns)
+    rows = max(1, min(batch, _IN_CACHE // (width * columns)))
+    all_given, all_hidden = (weight.new_empty(rows * count * columns) for count in (channels, width))
     for start in range(0, pairs, columns):
         for row in range(0, batch, rows):
             here = (slice(row, min(row + rows, batch)), slice(None), slice(start, min(start + columns, pairs)))
-            size = (here[0].stop - row, width, here[2].stop - start)
-            hidden = memory[: size[0] * size[1] * size[2]].view(size)
-            channel_linear(weight, bias, [x[_within(here, x)] for x in inputs], out=hidden)
-            yield here, F.leaky_relu_(hidden, slope)
+            many, few = here[0].stop - row, here[2].stop - start
+            given = all_given[: many * channels * few].view(many, channels, few)
+            parts = torch.split(given[:, :-1], [x.shape[1] for x in inputs], dim=1)
+            for part, x in zip(parts, inputs, strict=True):
+                part.copy_(x[_within(here, x)])
+            given[:, -1] = 1
+            hidden = all_hidden[: many * width * few].view(many, width, few)
+            torch.bmm(weight.expand(many, -1, -1), given, out=hidden)
+            yield here, given, F.leaky_relu_(hidden, slope)
 
 
 def _within(place: _Place, x: Tensor) -> _Place:
-    """Return the place in an input, which may have one row for the whole batch."""
+    """Return the place in a tensor that may have one row for the whole batch."""
     return (slice(None), *place[1:]) if len(x) == 1 else place

@@ -82,7 +82,7 @@ class CAPE(Scheme):
         self.base_bias = self._make_base()
         heads = geometry.heads
         width = 2 * heads if form == "concat_residual" and base != "nope" else heads
-        self.mlp2 = PairNetwork(width, mlp_width, heads, negative_slope=_SLOPE)
+        self.mlp2 = PairNetwork(width, mlp_width, heads, negative_slope=_SLOPE, residual=form != "add")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -101,15 +101,15 @@ class CAPE(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
             if self.base_bias is None:
-                return logits + self._f(logits)
+                return self._network(logits)
             bias: Tensor = self.base_bias(type(self.base_bias).gated_bias, block, logits)  # [B|1, H, q, K]
             if self.form == "concat_residual":
-                return logits + bias + self._f(logits, bias)
-            biased = logits + bias
-            return self._f(biased) + (logits if self.form == "add" else biased)
+                return self._network(logits, bias)
+            biased = self._network(logits + bias)
+            return logits + biased if self.form == "add" else biased
 
-    def _f(self, *inputs: Tensor) -> Tensor:
-        """Return f of all inputs `[B|1, H, q, K]`, `[B, H, q, K]`."""
+    def _network(self, *inputs: Tensor) -> Tensor:
+        """Return f of all inputs `[B|1, H, q, K]`, and their sum where it is added, `[B, H, q, K]`."""
         mixed: Tensor = self.mlp2(*(x.flatten(2) for x in inputs))
         return mixed.view(inputs[0].shape)
 
