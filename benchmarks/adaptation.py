@@ -69,6 +69,10 @@ KEPT = {
 # As many tokens in a step, in fewer and longer windows.
 LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.micro_batch_size=1"]
 LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "training.micro_batch_size=1"]
+# Texts of eight times the trained length whole, in as many steps as give as many tokens in all.
+WHOLE = ["training.length={far}", "training.batch_size=1", "training.micro_batch_size=1", "training.steps={far_steps}"]
+# Turns the slowest pairs of a small head so slowly that they go less than half round within such texts.
+BASE = 100_000
 # A count that long texts do not exceed at once, and a start by what attention wrote.
 COUNTED = ["conversion.options={npos: 256}", "conversion.fit=attention"]
 SKIPPED = ("rope", "rope2d", "liere", "comrope_ap", "comrope_ld", "fope", "xpos", "tape", "sandwich", "cope")
@@ -88,6 +92,13 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "cope, windows of {longest}": ("cope", [*COUNTED, *LONGEST]),
         "xpos, blockwise": ("xpos", ["conversion.options={anneal: true, block_length: {half}}"]),
         "fope, windows of {longest}": ("fope", ["training.skip_to={far}", *LONGEST]),
+        **{
+            f"{scheme}, base {BASE}, windows of {{far}}": (
+                scheme,
+                [f"conversion.options={{theta: {BASE}}}", "training.skip_to=null", *WHOLE],
+            )
+            for scheme in ("rope", "fope")
+        },
         "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
         **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
     },
@@ -209,6 +220,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         numbers["{longest}"] = 2 * numbers["{longer}"]
         for windows, length in (("{fewer}", "{longer}"), ("{fewest}", "{longest}")):
             numbers[windows] = max(1, arguments.batch * arguments.length // numbers[length])
+        numbers["{far_steps}"] = max(1, arguments.steps * arguments.batch * arguments.length // numbers["{far}"])
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
             rows[scheme] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in changes])
