@@ -16,6 +16,9 @@ from hf_posenc.errors import RecipeError, suggest
 from hf_posenc.patches.surgery import OWN, SHARED, is_patched
 from hf_posenc.recipes.recipe import Adapter
 
+# PEFT's word for all linear layers but the head. A few of them, as it would take by itself, are too few to make up for positions.
+_ALL = "all-linear"
+
 
 def quantization(
     adapter: Adapter, *, precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -89,7 +92,7 @@ def check_targets(model: nn.Module, adapter: Adapter) -> None:
             known = sorted({name.rpartition(".")[2] for name in names})
             raise RecipeError(
                 f"adapter.targets has {target!r}; expected the end of the name of a linear layer or an embedding, or null for "
-                f"what PEFT takes in this architecture. {suggest(target, known)}"
+                f"all linear layers but the head. {suggest(target, known)}"
             )
 
 
@@ -103,7 +106,7 @@ def config(model: Any, adapter: Adapter) -> LoraConfig:
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT says int, and scales by any number
         lora_dropout=adapter.dropout,
-        target_modules=adapter.targets,
+        target_modules=adapter.targets or _ALL,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=task,
     )

@@ -157,7 +157,7 @@ class Adapter:
         rank: Of LoRA.
         alpha: Of LoRA.
         dropout: Of LoRA.
-        targets: Modules that get LoRA, by the end of their name; null is what PEFT knows for the architecture.
+        targets: Modules that get LoRA, by the end of their name; null is all linear layers but the head.
         four_bit: Whether to load the model's own weights in 4 bits, under LoRA or the scheme alone (needs bitsandbytes).
     """
 
