@@ -101,6 +101,10 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
         },
         "fope, clipped": ("fope", ["conversion.options={clip: true, anneal: true}"]),
         **{f"{scheme}, positions skipped": (scheme, ["training.skip_to={far}"]) for scheme in SKIPPED},
+        "fox, native kept, positions skipped": (
+            "fox",
+            ["conversion.native=keep", "conversion.fit=null", *KEPT["fox"], "training.skip_to={far}"],
+        ),
     },
     # A table of positions could not be handed over from in windows that it has no rows for.
     "gpt2": {
