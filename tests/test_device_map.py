@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from models import ARCHITECTURES, DIRECTORIES, auto, logits, stacks_for, stock, tokens
+from test_attend import VARIANTS, identify
 
 import hf_posenc
 
@@ -61,10 +62,24 @@ def test_layers_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, architecture, ids), expected)
 
 
+@pytest.mark.parametrize("length", [15, 100], ids=["short", "long"])
 @pytest.mark.parametrize(("architecture", "scheme"), CASES)
-def test_a_patched_model_is_put_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
-    ids = tokens(architecture, 2, 15)
+def test_a_patched_model_is_put_on_disk(architecture: str, scheme: str, length: int, tmp_path: Path) -> None:
+    """Which is read in other places, where there are so many tokens that attention goes by blocks."""
     model = hf_posenc.patch(stock(architecture), scheme, **stacks_for(architecture, scheme))
+    _check_on_disk(model, architecture, length, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"), [(name, options) for name in VARIANTS for options in VARIANTS[name] if options], ids=identify
+)
+def test_parts_of_schemes_are_put_on_disk(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """With options, some have modules of their own, with weights."""
+    _check_on_disk(hf_posenc.patch(stock("llama"), scheme, **options), "llama", 100, tmp_path)
+
+
+def _check_on_disk(model: Any, architecture: str, length: int, folder: Path) -> None:
+    ids = tokens(architecture, 2, length)
     expected = logits(model, architecture, ids)
-    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    disk_offload(model, str(folder), execution_device=torch.device("cpu"))
     torch.testing.assert_close(logits(model, architecture, ids), expected)

@@ -1,4 +1,4 @@
-"""Linear layers that are read rather than called."""
+"""Linear layers of schemes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Linear(nn.Module):
-    """A linear layer that adapters and quantizers, which look for `nn.Linear`, leave alone.
+class _Weights(nn.Module):
+    """Weight and bias of a linear layer that adapters and quantizers, which look for `nn.Linear`, leave alone.
 
     They would put something else in its place, which a scheme that reads weight and bias cannot use. Same names, same start.
 
@@ -36,22 +36,29 @@ class Linear(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 
+
+class Linear(_Weights):
+    """A linear layer."""
+
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
 
-class ChannelLinear(Linear):
-    """A linear layer along the second dimension, of inputs `[B|1, C, N]` whose C add up to its width; in their dtype.
+class LentLinear(_Weights):
+    """A linear layer that lends its weight `[out, in]` and bias `[out]` to who calls it.
 
-    Logits have heads there: what it returns needs no turning.
+    They are not read from outside, since what puts weights away (accelerate's offloading) brings them back for a call.
     """
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return channel_linear(self.weight.to(inputs[0]), self.bias.to(inputs[0]), inputs)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.bias
 
 
 def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return what a `ChannelLinear` does, `[B|1, out, N]`. Inputs of one row for the whole batch come last."""
+    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` whose C add up to its width.
+
+    Logits have heads there: what it returns needs no turning. Inputs of one row for the whole batch come last.
+    """
     total, stop = bias[:, None], weight.shape[1]
     # From the last one on: what is the same for all rows of the batch is multiplied once for them.
     for x in reversed(inputs):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.hiding import worth_it
-from hf_posenc.schemes._linear import ChannelLinear, channel_linear
+from hf_posenc.schemes._linear import LentLinear, channel_linear
 
 # So many hidden numbers at once: those of a whole block of logits would fit into no cache, and be written to new memory each time.
 _IN_CACHE = 2**18
@@ -37,15 +37,15 @@ class PairNetwork(nn.ModuleList):
         residual: bool = False,
     ) -> None:
         activation = nn.LeakyReLU(negative_slope) if negative_slope else nn.ReLU()
-        super().__init__([ChannelLinear(in_channels, width), activation, ChannelLinear(width, out_channels)])
+        super().__init__([LentLinear(in_channels, width), activation, LentLinear(width, out_channels)])
         self.negative_slope, self.residual = negative_slope, residual
 
     @property
-    def layers(self) -> tuple[ChannelLinear, ChannelLinear]:
+    def layers(self) -> tuple[LentLinear, LentLinear]:
         """The layers with weights."""
         first, _, second = self
-        assert isinstance(first, ChannelLinear)
-        assert isinstance(second, ChannelLinear)
+        assert isinstance(first, LentLinear)
+        assert isinstance(second, LentLinear)
         return first, second
 
     def reset_parameters(self) -> None:
@@ -66,7 +66,7 @@ class PairNetwork(nn.ModuleList):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return `[B|1, out_channels, N]`, in the dtype of the inputs."""
-        weights = [x.to(inputs[0]) for layer in self.layers for x in (layer.weight, layer.bias)]
+        weights = [x.to(inputs[0]) for layer in self.layers for x in layer()]
         run = _InCache.apply if worth_it(inputs[0]) else _plain
         output: Tensor = run(self.negative_slope, self.residual, *weights, *inputs)
         return output

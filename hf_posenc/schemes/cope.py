@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.hiding import fill_hidden_
@@ -10,7 +9,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._counting import between, counts, to_the_end, values_at_counts
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.structures import GateCount, Nearest, Walk
 
 # The name under which the keys of `separate_keys` are cached.
@@ -78,7 +77,7 @@ class CoPE(Scheme):
         self.pos_emb = nn.Parameter(torch.empty(1, geometry.head_dim, npos))
         self.pos_emb_right = None if geometry.causal else nn.Parameter(torch.empty(1, geometry.head_dim, npos))
         width = geometry.kv_heads * geometry.head_dim
-        self.gate_proj = Linear(geometry.hidden_size, width) if separate_keys else None
+        self.gate_proj = AnyDtypeLinear(geometry.hidden_size, width) if separate_keys else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,7 +93,7 @@ class CoPE(Scheme):
         if self.gate_proj is None:
             return Projection(q, k, v)
         hidden = tokens.hidden_states("cope")
-        keys = F.linear(hidden, self.gate_proj.weight.to(hidden), self.gate_proj.bias.to(hidden)).to(k)
+        keys = self.gate_proj(hidden).to(k)
         return Projection(q, k, v, {_GATE_KEYS: keys.view(*keys.shape[:2], self.geometry.kv_heads, -1)})
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:

@@ -141,14 +141,15 @@ class FIRE(AdditiveBias):
         The network sees numbers from 0 to 1 only.
         """
         first, second = self.mlp.layers
-        factor, shift = first.weight[:, 0].to(dtype), first.bias.to(dtype)
+        (weight, bias), (second_weight, second_bias) = first(), second()
+        factor, shift = weight[:, 0].to(dtype), bias.to(dtype)
         with torch.no_grad():
             ends = torch.where(factor == 0, 2.0, -shift / factor).clamp(-1.0, 2.0).sort().values
             edges = torch.cat((ends[:1] - 1, ends, ends[-1:] + 1))
             middle = (edges[1:] + edges[:-1]) / 2
             on = self._slope_of_activation(middle[:, None] * factor + shift)  # [M + 1, width]
-        weight = second.weight.to(dtype)
-        slope, offset = (on * factor) @ weight.T, (on * shift) @ weight.T + second.bias.to(dtype)
+        weight = second_weight.to(dtype)
+        slope, offset = (on * factor) @ weight.T, (on * shift) @ weight.T + second_bias.to(dtype)
         if self.gate_weight is not None:
             slope, offset = slope * self.gate_weight.to(dtype), offset * self.gate_weight.to(dtype)
         return ends, slope, offset
