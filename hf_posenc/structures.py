@@ -35,19 +35,44 @@ class ContentBias(Added):
 
 
 @dataclass(frozen=True, eq=False)
-class ShiftedBias(ContentBias):
-    """One of which a part is the scaled product of keys with one vector per head: added to the queries, it costs nothing.
+class Vectors:
+    """Vectors per head and distance, for the distances from N - 1 - `ahead` down to 0. Those beyond have the first.
 
     Attributes:
-        shift: Returns that vector, `[H, D]`, given the tables.
-        rest: Returns the other parts, as `of` does all of them.
+        of_queries: Which queries are multiplied with, `[H | G, N, D]`.
+        of_keys: Which keys are, likewise.
+        bias: Added to the queries first, `[H, D]`.
+        always: Which keys are multiplied with at every distance, `[H, D]`.
+        ahead: So many are for negative distances, behind the others: they may be any, and spare a copy to make room for them.
     """
 
-    shift: Callable[[Mapping[str, Tensor]], Tensor]
-    rest: Callable[..., Tensor]
+    of_queries: Tensor | None = None
+    of_keys: Tensor | None = None
+    bias: Tensor | None = None
+    always: Tensor | None = None
+    ahead: int = 0
 
-    def scaled(self, factor: float) -> ContentBias:
-        return ContentBias(_scaled(self.of, factor))
+
+@dataclass(frozen=True, eq=False)
+class RelativeProducts(ContentBias):
+    """The scaled products of queries, of keys, or of both, with vectors of the distance; in causal layers.
+
+    Attributes:
+        vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for this call.
+    """
+
+    vectors: Callable[[Mapping[str, Tensor]], Vectors | None]
+
+    def scaled(self, factor: float) -> RelativeProducts:
+        def scaled(tables: Mapping[str, Tensor]) -> Vectors | None:
+            found = self.vectors(tables)
+            if found is None:
+                return None
+            parts = (found.of_queries, found.of_keys, found.always)
+            of_queries, of_keys, always = (None if x is None else x * factor for x in parts)
+            return replace(found, of_queries=of_queries, of_keys=of_keys, always=always)
+
+        return replace(self, of=_scaled(self.of, factor), vectors=scaled)
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,6 +113,10 @@ class BlockBias:
         inputs, self.inputs = self.inputs, outlines(self.inputs)
         return inputs
 
+    def moved(self, q: Tensor) -> Tensor:
+        """Return queries `[B, H, Q, D]` whose products with the keys hold a part of the bias."""
+        return q
+
     def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
         """Whether keys may be too far away to count, so that `prepare` asks how far."""
         return False

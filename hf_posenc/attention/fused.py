@@ -22,9 +22,10 @@ from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.lookups import PiecewiseLookup, TableLookup
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.pieces import PiecewiseBias
+from hf_posenc.attention.products import ProductsBias
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme, grouped_matmul
-from hf_posenc.structures import Added, ContentBias, DistanceTable, KeyBias, PiecewiseLinear, ShiftedBias
+from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
 
 # How many numbers of a matrix should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
@@ -97,13 +98,11 @@ def fused(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
     added = scheme.added()
     assert added is not None
     q = task.q
-    # A native rotation is in these queries and keys, and not in those of the bias.
-    if isinstance(added, ShiftedBias) and task.content_q is None:
-        q = q + added.shift(task.tables)[:, None].to(q.dtype)
-        added = ContentBias(added.rest)
     # Autocast would make tables in half precision.
     with torch.autocast(task.q.device.type, enabled=False):
         plan = Plan(tuple(_parts(scheme, added, task, mask)), mask.rule == "slots", mask.ahead, task.scale)
+        for part in plan.parts:
+            q = part.bias.moved(q)
     return _run(plan, q, task.k, task.v)
 
 
@@ -118,7 +117,10 @@ def form(scheme: Scheme, task: Task, mask: Mask) -> str:
 def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Part]:
     """Cover the rows with the fastest form that holds what is added."""
     queries, causal, dtype = task.q.shape[2], scheme.geometry.causal, torch.promote_types(task.q.dtype, torch.float32)
-    by_distance = isinstance(added, (DistanceTable, PiecewiseLinear))
+    vectors = None
+    if isinstance(added, RelativeProducts) and causal and ProductsBias.pays(task):
+        vectors = added.vectors(task.tables)
+    by_distance = vectors is not None or isinstance(added, (DistanceTable, PiecewiseLinear))
     regular = by_distance and slots_tell_distances(task, mask, causal=causal)
     if isinstance(added, KeyBias):
         yield Part(0, queries, KeysBias(added.at(task.state), added.at(task.own), task, mask))
@@ -133,6 +135,8 @@ def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Par
             yield Part(0, count, TableBias(table, task, mask, causal=True))
         if count < queries:
             yield Part(count, queries, PiecewiseBias(added, task, mask))
+    elif vectors is not None and regular:
+        yield Part(0, queries, ProductsBias(vectors, task, mask))
     elif isinstance(added, DistanceTable) and TableLookup.pays(task):
         yield Part(0, queries, TableLookup(added, task, mask, causal=causal))
     elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(task):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import Linear
-from hf_posenc.structures import Added, ContentBias
+from hf_posenc.structures import Added, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -210,15 +211,24 @@ class Disentangled(Scheme):
         return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
 
     def added(self) -> Added | None:
-        return ContentBias(self._bias) if self.scale == "host" else None
+        return RelativeProducts(self._bias, self._vectors) if self.scale == "host" else None
+
+    def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:
+        rows = self._rows_of(0, self.max_distance)
+        of_queries, of_keys = (_rows(tables[x], rows).flip(1) if x in tables else None for x in (_KEYS, _QUERIES))
+        return Vectors(of_queries, of_keys)
+
+    def _rows_of(self, first: int, last: int) -> Tensor:
+        """Return which rows of the tables that `project` made distances have, from the first up to where they change no more."""
+        rows = self.rows(torch.arange(first, last + 1)) - self._first_row()
+        return rows[: int((rows < rows[-1]).sum()) + 1]
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scaled logits, `[B, H, q, K]`."""
         distance, plain = block.distance().to(like.device), block.consecutive()
         # The distances in reach, of which each has a row of the tables that `project` made.
         first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
-        rows = self.rows(torch.arange(first, min(block.reach, self.max_distance) + 1)) - self._first_row()
-        rows = rows[: int((rows < rows[-1]).sum()) + 1]  # up to the first that has the row of the last
+        rows = self._rows_of(first, min(block.reach, self.max_distance))
         last, scale = first + len(rows) - 1, self.geometry.scale
         assert scale is not None
         terms = []

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import operator
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from hf_posenc.relative import queries_by_distance
 from hf_posenc.scheme import Block, Geometry, Positions, Projection, Scheme, Tokens, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import Linear
-from hf_posenc.structures import Added, ShiftedBias
+from hf_posenc.structures import Added, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
@@ -157,7 +157,13 @@ class TransformerXL(Scheme):
         return logits + self._bias(block, logits, q, k)
 
     def added(self) -> Added:
-        return ShiftedBias(self._bias, operator.itemgetter(_CONTENT_BIAS), self._of_places)
+        return RelativeProducts(self._bias, self._vectors)
+
+    def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors | None:
+        if _FALLING not in tables:
+            return None
+        bias, always = tables[_POSITION_BIAS], tables[_CONTENT_BIAS]
+        return Vectors(tables[_FALLING], bias=bias, always=always, ahead=_HIDDEN_ROWS)
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scaled logits, `[B, H, q, K]`."""
@@ -165,14 +171,8 @@ class TransformerXL(Scheme):
         with torch.autocast(like.device.type, enabled=False):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
             content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
-            return content + self._of_places(block, like, q, k)
-
-    def _of_places(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the part of it that depends on places, likewise."""
-        assert self.geometry.scale is not None
-        with torch.autocast(like.device.type, enabled=False):
             q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * self.geometry.scale
-            return self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block)
+            return content + (self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block))
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
