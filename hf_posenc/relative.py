@@ -36,6 +36,27 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
     return _shifted(_window(values, last - highest, rows + keys - 1), keys)
 
 
+def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *, plain: bool) -> Tensor:
+    """Return for each query and distance the sum of what the keys there have: the transpose of `by_distance`.
+
+    Args:
+        weights: `[B, H, q, K]`.
+        distance: int64 `[B|1, q, K]`.
+        last: See `by_distance`.
+        count: Of distances, from `last` down; what is before and behind counts to the ends.
+        plain: Whether distances are those of consecutive positions.
+
+    Returns:
+        `[B, H, q, count]`.
+    """
+    rows, keys = distance.shape[1:]
+    if not plain:
+        index = (last - distance).clamp(0, count - 1)[:, None].expand(weights.shape)
+        return weights.new_zeros(*weights.shape[:3], count).scatter_add(-1, index, weights)
+    lines: Tensor = _ShiftBack.apply(weights, rows + keys - 1)  # type: ignore[no-untyped-call]
+    return _unwindow(lines, last - int(distance[0, -1, 0]), count)
+
+
 def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
     """Return for each query and key the product of the query with the vector of their distance.
 
@@ -72,7 +93,7 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
     groups, width = k.shape[1], k.shape[3]
     heads = vectors.shape[0]
     # Keys that are so far from all queries that they meet the last vector: whole tiles of them.
-    far = max(0, int(distance[0, 0, 0]) - (first + vectors.shape[1] - 1) + 1) // _TILE * _TILE
+    far = min(keys, max(0, int(distance[0, 0, 0]) - (first + vectors.shape[1] - 1) + 1) // _TILE * _TILE)
     if far:
         last = vectors[:, -1].view(groups, -1, width)
         met = torch.einsum("bgkd,grd->bgrk", k[:, :, :far], last).flatten(1, 2)[:, :, None].expand(-1, -1, rows, -1)
@@ -106,6 +127,19 @@ def _window(values: Tensor, start: int, count: int) -> Tensor:
     if not before and not behind:
         return inside
     return torch.cat((values[..., :1].expand(*shape, before), inside, values[..., -1:].expand(*shape, behind)), dim=-1)
+
+
+def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
+    """Return the transpose of `_window`: `count` places, the first of them at `-start`, to whose ends all outside are added."""
+    places = values.shape[-1]
+    begin, end = (min(max(0, place), places) for place in (-start, count - start))
+    before = min(count, max(0, start))
+    sums = torch.nn.functional.pad(values[..., begin:end], (before, count - before - (end - begin)))
+    if begin:
+        sums[..., 0] += values[..., :begin].sum(-1)
+    if end < places:
+        sums[..., -1] += values[..., end:].sum(-1)
+    return sums
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:

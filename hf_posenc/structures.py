@@ -163,10 +163,12 @@ class Nearest:
         beyond: Returns what keys before them get of position: a bias for each query, `[B, H, q, 1]`, in dtype of the second
             argument, given the queries as `score` gets them; and what is added to their values, `[D]`, or `None`. Where there
             is no such function they get no weight at all.
+        first_try: How many keys before those of the queries may do; twice as many are tried each time that they do not.
     """
 
     enough: Callable[[Tensor, Tensor, Tensor, Block], bool]
     beyond: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+    first_try: int = 64
 
     def scaled(self, factor: float) -> Nearest | None:
         """Return the same at part of its strength; `None` if keys without weight would get some."""

@@ -19,7 +19,7 @@ from hf_posenc.attention import executors, far, kernel
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.relative import by_distance, keys_by_distance
+from hf_posenc.relative import by_distance, keys_by_distance, sums_by_distance
 
 # The package has functions of the modules' names.
 engine = importlib.import_module("hf_posenc.attention")
@@ -654,20 +654,24 @@ def test_whether_slots_tell_distances(places: list, keep: list | None, want: boo
         (7, 3, 5, -4, -2),
         (64, 200, 33, 0, 136),
         (3, 130, 200, 0, 127),
+        (4, 6, 5, 40, 3),
+        (4, 6, 5, -70, 3),
     ],
 )
 def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: int, first: int, offset: int) -> None:
     torch.manual_seed(0)
     distance = (offset + torch.arange(queries)[:, None] - torch.arange(keys))[None]
     index = (distance[0] - first).clamp(0, count - 1)
-    values = torch.randn(2, 4, queries, count, dtype=torch.float64, requires_grad=True)
-    falling = values.flip(-1)
-    want = values.gather(-1, index.expand(2, 4, -1, -1))
+    falling = torch.randn(2, 4, queries, count, dtype=torch.float64, requires_grad=True)
+    want = falling.flip(-1).gather(-1, index.expand(2, 4, -1, -1))
     weight = torch.randn_like(want)
     for plain_layout in (True, False):
         got = by_distance(falling, distance, first + count - 1, plain=plain_layout)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-        torch.testing.assert_close(*(torch.autograd.grad(x, values, weight, retain_graph=True)[0] for x in (got, want)))
+        grads = [torch.autograd.grad(x, falling, weight, retain_graph=True)[0] for x in (got, want)]
+        torch.testing.assert_close(*grads)
+        sums = sums_by_distance(weight, distance, first + count - 1, count, plain=plain_layout)
+        torch.testing.assert_close(sums, grads[1])
 
     k = torch.randn(2, 2, keys, 3, dtype=torch.float64, requires_grad=True)
     vectors = torch.randn(4, count, 3, dtype=torch.float64, requires_grad=True)

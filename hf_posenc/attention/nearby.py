@@ -24,9 +24,7 @@ from hf_posenc.attention.task import Task
 from hf_posenc.hiding import fill_hidden_
 from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
-_ROWS = 64
-# Keys before a block that are tried first; twice as many each time that they do not do.
-_FIRST_TRY = 64
+_ROWS = 96
 
 
 def applies(scheme: Scheme, task: Task) -> bool:
@@ -136,11 +134,11 @@ class _Nearby(torch.autograd.Function):
         ctx.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
         output: Tensor | None = None
         lse = task.q.new_empty(task.q.shape[:3], dtype=call.precise)
-        tried = _FIRST_TRY
+        tried = call.nearest.first_try
         found = []
         for start, stop, keys in call.blocks():
             near = call.nearest_keys(task, start, stop, keys, tried)
-            tried = max(_FIRST_TRY, start + call.mask.ahead - near.first)
+            tried = max(call.nearest.first_try, start + call.mask.ahead - near.first)
             found.append((start, stop, near.first, keys))
             rows = slice(start, stop)
             if call.nearest.beyond is None:

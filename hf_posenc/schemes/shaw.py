@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.registry import register_scheme
-from hf_posenc.relative import by_distance
+from hf_posenc.relative import by_distance, sums_by_distance
 from hf_posenc.scheme import Block, Geometry, Scheme
 from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Nearest
@@ -75,14 +75,13 @@ class Shaw(Scheme):
             return output
         # In half precision a sum of many small weights would stop growing.
         precise = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        sums = precise.new_zeros(*weights.shape[:3], len(self.rel_v)).scatter_add(
-            -1, self._index(block, weights), precise
-        )
+        distance = block.distance().to(weights.device)
+        sums = sums_by_distance(precise, distance, self.max_distance, len(self.rel_v), plain=block.consecutive())
         with torch.autocast(weights.device.type, enabled=False):
             return output + (sums @ self.rel_v.to(sums)).to(output.dtype)
 
     def nearest(self) -> Nearest | None:
-        return Nearest(self._enough, self._beyond) if self.geometry.causal else None
+        return Nearest(self._enough, self._beyond, first_try=self.max_distance) if self.geometry.causal else None
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         return bool((block.distance()[..., 0] >= self.max_distance).all())
@@ -91,11 +90,6 @@ class Shaw(Scheme):
         assert self.geometry.scale is not None
         last = self.rel_k[0].to(like)
         return self.geometry.scale * (q.to(like) @ last)[..., None], None if self.rel_v is None else self.rel_v[0]
-
-    def _index(self, block: Block, like: Tensor) -> Tensor:
-        """Return the row of every query and key in the tables, expanded to `[B, H, q, K]`."""
-        far = self.max_distance
-        return ((-block.distance()).clamp(-far, far) + far)[:, None].to(like.device, torch.int64).expand(like.shape)
 
     def stock_equivalent(self) -> Equivalent:
         filled = [table for table in (self.rel_k, self.rel_v) if table is not None and bool(table.any())]
