@@ -24,7 +24,7 @@ from hf_posenc.attention.task import Task
 from hf_posenc.hiding import fill_hidden_
 from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
-_ROWS = 96
+_ROWS = 80
 
 
 def applies(scheme: Scheme, task: Task) -> bool:
