@@ -24,6 +24,7 @@ from hf_posenc.attention.task import Task
 from hf_posenc.hiding import fill_hidden_
 from hf_posenc.scheme import Block, Scheme, grouped_matmul
 
+# Queries of a block: the more, the fewer calls, and the more keys that are not near to all of them.
 _ROWS = 80
 
 

@@ -19,6 +19,7 @@ from hf_posenc.structures import Vectors
 
 # Keys that meet the vectors of their distances at once.
 _TILE = 64
+# Rows of a block at most, which tables have room for at their ends.
 _ROWS = 128
 # Fewer rows do not pay for the tables.
 _FEWEST_ROWS = 16
