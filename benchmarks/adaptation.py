@@ -71,6 +71,9 @@ LONGER = ["training.length={longer}", "training.batch_size={fewer}", "training.m
 LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "training.micro_batch_size=1"]
 # Texts of eight times the trained length whole, in as many steps as give as many tokens in all.
 WHOLE = ["training.length={far}", "training.batch_size=1", "training.micro_batch_size=1", "training.steps={far_steps}"]
+# A stack of encoder and decoder finds its way in long texts as well as in short ones only where it has seen them.
+FARTHEST = ["training.length={far}", "training.batch_size={few}"]
+CONTROL = ["conversion={scheme: null}", "distillation={}"]
 # Turns the slowest pairs of a small head so slowly that they go less than half round within such texts.
 BASE = 100_000
 # A count that long texts do not exceed at once, and a start by what attention wrote.
@@ -111,7 +114,10 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
         f"fire, windows of {length}": ("fire", ["conversion.native=remove", *windows])
         for length, windows in (("{longer}", LONGER), ("{longest}", LONGEST))
     },
-    "t5": {},
+    "t5": {
+        "native, windows of {far}": ("stick_breaking", [*CONTROL, *FARTHEST]),
+        **{f"{scheme}, windows of {{far}}": (scheme, FARTHEST) for scheme in ("kerple", "fire")},
+    },
 }
 STAGED = "new parameters first"
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
@@ -213,16 +219,12 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         f"evaluation.contexts={sorted({max(64, trained_length(arguments) // 4), trained_length(arguments)})}",
         *arguments.changes,
     ]
-    control = [
-        "conversion={scheme: null}",
-        "distillation={}",
-    ]
-    rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", control)}
+    rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", CONTROL)}
     if arguments.what == "schemes":
         trained = trained_length(arguments)
         numbers = {"{half}": trained // 2, "{trained}": trained, "{longer}": 2 * trained, "{far}": 8 * trained}
         numbers["{longest}"] = 2 * numbers["{longer}"]
-        for windows, length in (("{fewer}", "{longer}"), ("{fewest}", "{longest}")):
+        for windows, length in (("{fewer}", "{longer}"), ("{fewest}", "{longest}"), ("{few}", "{far}")):
             numbers[windows] = max(1, arguments.batch * arguments.length // numbers[length])
         numbers["{far_steps}"] = max(1, arguments.steps * arguments.batch * arguments.length // numbers["{far}"])
         for scheme in RECIPES[architecture]:

@@ -125,11 +125,7 @@ def context_curve(
         OptionError: An encoder-decoder comes without `corrupt`, or a causal model with it.
         PositionError: The model has no encoding for positions that far.
     """
-    if model.config.is_encoder_decoder and corrupt is None:
-        raise OptionError(
-            f"context_curve(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder writes; "
-            "pass what it is trained on, for instance hf_posenc.recipes.denoising.Denoising(tokenizer).corrupt."
-        )
+    check_corruption("context_curve", model, corrupt)
     if corrupt is not None and not model.config.is_encoder_decoder:
         raise OptionError(
             f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; leave it out."
@@ -141,6 +137,19 @@ def context_curve(
     with evaluating(model):
         losses = [_losses(model, read[:, -context:], rows[:, -context:], targets, batch_size) for context in contexts]
     return ContextCurve(tuple(contexts), torch.stack(losses))
+
+
+def check_corruption(measure: str, model: Any, corrupt: object) -> None:
+    """Raise if a model has an encoder, and nothing says what it reads where the decoder writes the text.
+
+    Raises:
+        OptionError: So it is.
+    """
+    if model.config.is_encoder_decoder and corrupt is None:
+        raise OptionError(
+            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
+            "writes; pass hf_posenc.recipes.denoising.Denoising(tokenizer).corrupt."
+        )
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:

@@ -16,6 +16,7 @@ from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patching import disabled
+from hf_posenc.recipes.distillation import without_jumps
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.scheme import Scheme
 
@@ -44,6 +45,7 @@ def match(
     model: PreTrainedModel,
     ids: Tensor,
     *,
+    position_ids: Tensor | None = None,
     corrupt: Callable[[Tensor], Tensor] | None = None,
     steps: int = 150,
     batch_size: int = 8,
@@ -62,6 +64,7 @@ def match(
     Args:
         model: A converted model whose own encoding was removed, and was one of attention (not a table added to the inputs).
         ids: Windows of text, int64 `[N, S]`; those longer than the trained length are cut.
+        position_ids: Of the windows, `[N, S]`, where they hold packed documents, which begin anew and do not see each other.
         corrupt: What the encoder of an encoder-decoder reads in place of a text.
         steps: Steps of Adam, whose rate goes down to 0 along a cosine.
         batch_size: Windows per step.
@@ -75,9 +78,9 @@ def match(
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: The schemes have no weights in attention, the model's own encoding is none of attention, or a number is
-            out of range.
-        ShapeError: There is no window of at least two tokens.
+        OptionError: The schemes have no weights in attention, the model's own encoding is none of attention, a number is
+            out of range, or the model takes no positions and some are given.
+        ShapeError: There is no window of at least two tokens, or there are not as many positions.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -94,22 +97,32 @@ def match(
             "match: the schemes of this model have no weights to train: none with these options, or all are frozen. Unfreeze "
             "them, or patch with options that have some."
         )
-    ids = _windows(ids, trained_length(model.config.get_text_config())).to(model.device)
+    if position_ids is not None and model.config.is_encoder_decoder:
+        raise OptionError(
+            f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot be told apart. "
+            "Give windows of one document each."
+        )
+    longest = trained_length(model.config.get_text_config())
+    places = None if position_ids is None else _positions(position_ids, ids, longest, model.device)
+    ids = _windows(ids, longest).to(model.device)
     order = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(weights, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def parts(chosen: Tensor) -> list[Part]:
-        batches = [_inputs(model, part, corrupt) for part in torch.split(chosen, micro_batch_size or batch_size)]
+        batches = [
+            _inputs(model, ids[part], None if places is None else places[part], corrupt)
+            for part in torch.split(chosen, micro_batch_size or batch_size)
+        ]
         return [(inputs, _stock_traffic(model, attentions, inputs)) for inputs in batches]
 
     with _training_only(model, weights) as put_back:
-        some = parts(ids[:batch_size])
+        some = parts(torch.arange(min(batch_size, len(ids)), device=ids.device))
         before = _distances(model, some)
         for step in range(steps):
             optimizer.zero_grad()
             chosen = torch.randint(len(ids), (batch_size,), generator=order).to(ids.device)
-            _distances(model, parts(ids[chosen]), learn=True)
+            _distances(model, parts(chosen), learn=True)
             if all(weight.grad is None for weight in weights):
                 raise OptionError(
                     "match: the weights of these schemes act on the inputs of the model, not in its attention, so attention "
@@ -155,9 +168,20 @@ def _windows(ids: Tensor, length: int | None) -> Tensor:
     return ids[:, : ids.shape[1] // length * length].reshape(-1, length)
 
 
-def _inputs(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
+def _positions(positions: Tensor, ids: Tensor, length: int | None, device: torch.device) -> Tensor | None:
+    """Return the positions of the windows `[N, S]` that are read; a document that a window begins within begins there."""
+    if positions.shape != ids.shape:
+        raise ShapeError(
+            f"match: position_ids has the shape {list(positions.shape)}; expected that of ids, {list(ids.shape)}."
+        )
+    return without_jumps(_windows(positions, length).to(device))
+
+
+def _inputs(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None
+) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
-        return {"input_ids": ids}
+        return {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
     first = torch.full_like(ids[:, :1], model.config.decoder_start_token_id)
     return {
         "input_ids": ids if corrupt is None else corrupt(ids),

@@ -263,10 +263,10 @@ class _Run:
         if like is None or self.checkpoint is not None:
             return
         if like != "attention":
-            fit(model, like, ids=_first_windows(data, _FITTED).to(model.device))
+            fit(model, like, ids=_first_windows(data, _FITTED)["input_ids"].to(model.device))
             return
         training = self.recipe.training
-        ids = _first_windows(data, _MATCHING * training.batch_size)
+        windows = _first_windows(data, _MATCHING * training.batch_size)
         # The trainer places the model, each of its ways in its own; until then it is where it was loaded.
         home, device = model.device, self.processes.device
         if home.type != device.type:
@@ -274,7 +274,8 @@ class _Run:
         with counting(self.console, "fitting attention", _MATCHING) as advance:
             match(
                 model,
-                ids,
+                windows["input_ids"],
+                position_ids=windows.get("position_ids"),
                 corrupt=data.corrupt,
                 steps=_MATCHING,
                 batch_size=training.batch_size,
@@ -425,8 +426,9 @@ def _plan(model: Any, conversion: Conversion) -> Plan | None:
     return None if conversion.scheme is None else plan(model, conversion.scheme, **_selection(conversion))
 
 
-def _first_windows(data: Prepared, count: int) -> Tensor:
-    return torch.stack([example["input_ids"] for example in itertools.islice(iter(data.train), count)])
+def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
+    examples = list(itertools.islice(iter(data.train), count))
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def _reading(data: Prepared) -> dict[str, Any]:

@@ -47,6 +47,10 @@ def read(data: Data) -> tuple[Documents, Documents]:
         )
     held_out = _held_out(data)
     documents = _source(data)
+    if data.column != TEXT and not any(map(_has_columns, (data.source, data.held_out))):
+        raise RecipeError(
+            f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it out."
+        )
     if data.limit is not None:
         documents = documents.take(data.limit)
     return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
@@ -91,8 +95,15 @@ def _kind(path: Path) -> str | None:
     return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
 
 
-def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
-    path = path.expanduser()
+def _has_columns(name: str | None) -> bool:
+    """Whether text that can be read is in rows of columns."""
+    if name is None or name == BUILTIN:
+        return False
+    return not _is_local(name) or _files(Path(name).expanduser())[0] != "text"
+
+
+def _files(path: Path) -> tuple[str, list[str]]:
+    """Return the kind of the files at a path, and their names."""
     if not path.exists():
         raise RecipeError(f"There is no file or folder {path}.")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -101,7 +112,12 @@ def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
         got = f"files of {len(kinds)} kinds, {' and '.join(sorted(kinds))}" if kinds else "no file of a known kind"
         raise RecipeError(f"{path}: got {got}; expected one of {', '.join(_BUILDERS)} (or these with .gz).")
     kind = kinds.pop()
-    named = [str(file.resolve()) for file in files if _kind(file) == kind]
+    return kind, [str(file.resolve()) for file in files if _kind(file) == kind]
+
+
+def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
+    path = path.expanduser()
+    kind, named = _files(path)
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")
     # Other builders leave out the mark that some editors put at the beginning of a file by themselves.

@@ -248,6 +248,8 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "a.jsonl", "held_out_share": 0.01}, "held-out text has .* expected more than a window, 64"),
         ({"source": "a.jsonl", "held_out_share": 0.99}, "too few tokens for one window"),
         ({"source": "words.txt"}, "held-out text has"),
+        ({"column": "body"}, "built-in text and .txt files have none"),
+        ({"source": "words.txt", "held_out": "words.txt", "column": "body"}, "built-in text and .txt files have none"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:

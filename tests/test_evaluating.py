@@ -745,6 +745,27 @@ def test_ordinary_tokens_are_ranked_and_none_is_special() -> None:
     assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
 
 
+def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(ids: Tensor) -> None:
+    class Counted(ContextPerplexity):
+        taken = 0
+
+        def _measure(self, *args: Any) -> Any:
+            Counted.taken += 1
+            return super()._measure(*args)
+
+    first = Counted(ids, (64,), windows=2, corrupt=lambda rows: rows)
+    for other, said in (
+        (InductionCopy(torch.arange(30), (8,), samples=1), "InductionCopy is not defined for T5"),
+        (PositionPerplexity(ids, 64, windows=2, bins=4), "PositionPerplexity\\(corrupt=None\\)"),
+        (AttentionSimilarity(stock("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            hf_posenc.evaluate({"a": stock("t5")}, [first, other])
+    with pytest.raises(OptionError, match="ContextPerplexity\\(corrupt=None\\)"):
+        ContextPerplexity(ids, (64,), windows=2)(stock("t5"))
+    assert not Counted.taken
+
+
 def test_evaluate_refuses_nothing(ids: Tensor) -> None:
     measure = InductionCopy(torch.arange(30), (8,), samples=1)
     with pytest.raises(OptionError, match="at least one model"):

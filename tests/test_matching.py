@@ -12,7 +12,7 @@ from models import DIRECTORIES, stacks_for, stock, tokens
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
-from hf_posenc.recipes import run
+from hf_posenc.recipes import matching, run
 from hf_posenc.recipes.matching import match
 from hf_posenc.recipes.recipe import Recipe
 from hf_posenc.scheme import Scheme
@@ -154,6 +154,35 @@ def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was(error: type[BaseExc
     assert all(module.training and not module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["shaw", "fire"])
+def test_packed_documents_do_not_see_each_other(name: str) -> None:
+    model = patched("llama", name)
+    documents = tokens("llama", 2, 20)
+    lengths = torch.tensor([20, 20])
+    packed, positions = documents.reshape(1, 40), torch.cat([torch.arange(n) for n in lengths])[None]
+
+    def distance(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.tensor(match(copy.deepcopy(model), ids, steps=1, batch_size=2, **options).before)
+
+    apart = distance(documents)
+    torch.testing.assert_close(distance(packed, position_ids=positions), apart)
+    assert not torch.allclose(distance(packed), apart)
+
+
+def test_a_packed_document_that_is_cut_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched("llama", "fire")
+    ids, positions = tokens("llama", 1, 48), torch.cat([torch.arange(30), torch.arange(18)])[None]
+    monkeypatch.setattr(matching, "trained_length", lambda config: 24)
+
+    def distance(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor(match(copy.deepcopy(model), ids, position_ids=positions, steps=1).before)
+
+    cut = torch.cat([torch.arange(24), torch.arange(6), torch.arange(18)]).view(2, 24)
+    torch.testing.assert_close(distance(ids, positions), distance(ids.view(2, 24), cut))
+    # Where no document begins within a window, the windows are as they are without positions.
+    torch.testing.assert_close(distance(ids, torch.arange(48)[None]), distance(ids, None))
+
+
 def test_it_learns_where_the_caller_wants_no_gradients() -> None:
     one = patched("llama", "kerple")
     other = copy.deepcopy(one)
@@ -191,9 +220,15 @@ def test_bad_input() -> None:
     for number in ({"steps": 0}, {"batch_size": 0}, {"micro_batch_size": -1}, {"learning_rate": 0.0}):
         with pytest.raises(OptionError, match="expected steps and windows of at least 1"):
             match(patched("llama", "fire"), ids, **number)
+    with pytest.raises(ShapeError, match="expected that of ids, \\[4, 17\\]"):
+        match(patched("llama", "fire"), ids, position_ids=torch.arange(17)[None])
+    with pytest.raises(OptionError, match="takes no positions"):
+        match(patched("t5", "fire"), ids, position_ids=torch.arange(17).expand(4, 17))
 
 
-def test_a_recipe_fits_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fitted_with(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what a run gives to `match`, and go no further."""
+
     class Stop(Exception):
         pass
 
@@ -204,6 +239,20 @@ def test_a_recipe_fits_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise Stop
 
     monkeypatch.setattr(run, "match", caught)
+    with pytest.raises(Stop):
+        run.train(recipe, folder)
+    return given
+
+
+def test_a_recipe_fits_to_packed_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [f"model={DIRECTORIES['llama']}", "data.packing=documents", "training.length=64"]
+    recipe = Recipe.read("llama-shaw", [*changes, "conversion.fit=attention"])
+    given = fitted_with(recipe, tmp_path / "out", monkeypatch)
+    assert given["position_ids"].shape == given["ids"].shape
+    assert (given["position_ids"].diff(dim=1) < 0).any()
+
+
+def test_a_recipe_fits_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = {"batch_size": 4, "micro_batch_size": 2, "seed": 3}
     changes = [
         f"model={DIRECTORIES['t5']}",
@@ -212,9 +261,9 @@ def test_a_recipe_fits_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "training.length=64",
     ]
     changes += [f"training.{name}={number}" for name, number in numbers.items()]
-    with pytest.raises(Stop):
-        run.train(Recipe.read("t5-disentangled", changes), tmp_path / "out")
+    given = fitted_with(Recipe.read("t5-disentangled", changes), tmp_path / "out", monkeypatch)
     assert {name: given[name] for name in numbers} == numbers
+    assert given["position_ids"] is None
     assert given["steps"] == run._MATCHING
     ids = given["ids"]
     assert ids.shape[1] == 64

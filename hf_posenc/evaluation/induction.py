@@ -64,12 +64,13 @@ class InductionCopy(Measure):
             "both copies. Scored is the second copy without its first token."
         )
 
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+    def check(self, model: Any) -> None:
         if model.config.is_encoder_decoder:
             raise OptionError(
                 f"InductionCopy is not defined for {type(model).__name__}: its encoder would read both copies. Leave it out."
             )
 
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         def score(rows: Tensor) -> Tensor:
             second = rows[:, rows.shape[1] // 2 + 1 :]
             logits = predictions(model, rows[:, :-1], second)

@@ -40,8 +40,12 @@ class Measure(ABC):
             model: A language model of transformers, on any device; its mode is left as it was.
             workers: The processes that measure together; `None` is this one, or those that accelerate started.
         """
+        self.check(model)
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
+
+    def check(self, model: Any) -> None:  # noqa: B027 - most are defined for all models
+        """Raise an `HfPosencError` if it is not defined for a model; costs nothing, so that no work is done for it in vain."""
 
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

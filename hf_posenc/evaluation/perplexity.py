@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.errors import ShapeError
 from hf_posenc.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.evaluation.measure import Measure, different, trained_mark
 from hf_posenc.evaluation.predictions import losses, predictions
 from hf_posenc.evaluation.workers import Workers
-from hf_posenc.recipes.evaluation import TARGETS, Corruption, spread_windows
+from hf_posenc.recipes.evaluation import TARGETS, Corruption, check_corruption, spread_windows
 from hf_posenc.recipes.measurements import readable_curve
 
 
@@ -60,6 +60,9 @@ class ContextPerplexity(Measure):
             f"Of the same {targets} tokens in each of {windows} windows of text, after reading as many tokens as the column "
             "says, the scored ones among them."
         )
+
+    def check(self, model: Any) -> None:
+        check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         corrupt = self._corrupt if model.config.is_encoder_decoder else None
@@ -125,6 +128,9 @@ class PositionPerplexity(Measure):
         self.mark = trained_mark(trained_length)
         self.note = f"Of the {self._width} tokens up to the position that the column says, in {windows} windows of {context} tokens."
 
+    def check(self, model: Any) -> None:
+        check_corruption(type(self).__name__, model, self._corrupt)
+
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         def by_bin(rows: Tensor) -> Tensor:
             labels = rows[:, 1:]
@@ -137,9 +143,5 @@ class PositionPerplexity(Measure):
     def _read(self, model: Any, rows: Tensor) -> Tensor:
         if not model.config.is_encoder_decoder:
             return rows[:, :-1]
-        if self._corrupt is None:
-            raise OptionError(
-                f"PositionPerplexity(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
-                "writes; pass hf_posenc.recipes.denoising.Denoising(tokenizer).corrupt."
-            )
+        assert self._corrupt is not None
         return self._corrupt(rows[:, 1:])

@@ -59,6 +59,8 @@ def evaluate(
             # A module is a function, too, of something else.
             loaded = model if isinstance(model, nn.Module) else model()
             for measure in measures:
+                measure.check(loaded)
+            for measure in measures:
                 bar.begin(f"{name}: {measure.name}")
                 found[measure.name][name] = measure(loaded, workers)
                 bar.end(measure.tokens)

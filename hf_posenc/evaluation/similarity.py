@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.errors import ShapeError
 from hf_posenc.evaluation import intervals
 from hf_posenc.evaluation.grid import Grid, Quantity
 from hf_posenc.evaluation.measure import Measure
 from hf_posenc.evaluation.workers import Workers
-from hf_posenc.recipes.evaluation import Corruption, spread_windows
+from hf_posenc.recipes.evaluation import Corruption, check_corruption, spread_windows
 
 
 class AttentionSimilarity(Measure):
@@ -59,13 +59,17 @@ class AttentionSimilarity(Measure):
             f"{windows} windows of {length} tokens."
         )
 
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+    def check(self, model: Any) -> None:
+        check_corruption(type(self).__name__, model, self._corrupt)
         layers = _layers(model)
         if layers != _layers(self._reference):
             raise ShapeError(
                 f"Got models of {len(layers)} and {len(_layers(self._reference))} layers; attention is compared layer by "
                 "layer. Leave out the measure `attention`, or models of another shape."
             )
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        layers = _layers(model)
 
         def distances(rows: Tensor) -> Tensor:
             ours, theirs = (_patterns(one, rows, self._corrupt) for one in (model, self._reference))
@@ -91,11 +95,7 @@ def _patterns(model: Any, rows: Tensor, corrupt: Corruption | None) -> Sequence[
         if not model.config.is_encoder_decoder:
             found: Sequence[Tensor] = model(input_ids=rows, output_attentions=True, use_cache=False).attentions
             return found
-        if corrupt is None:
-            raise OptionError(
-                f"AttentionSimilarity(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
-                "writes; pass hf_posenc.recipes.denoising.Denoising(tokenizer).corrupt."
-            )
+        assert corrupt is not None
         written = model.prepare_decoder_input_ids_from_labels(rows)
         call = {"input_ids": corrupt(rows), "decoder_input_ids": written}
         out = model(**call, output_attentions=True, use_cache=False)

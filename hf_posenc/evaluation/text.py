@@ -23,10 +23,10 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
         column: Of the text, in files that have columns.
 
     Raises:
-        RecipeError: There is no such file, or it holds no text.
+        RecipeError: There is no such file, it holds no text, or it has no columns and one is named.
     """
     if source == sources.BUILTIN:
-        return sources.read(Data())[1]
+        return sources.read(Data(column=column))[1]
     if not Path(source).expanduser().exists():
         # A name that is no path would be looked for on the hub.
         raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")

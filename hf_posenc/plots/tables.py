@@ -9,7 +9,6 @@ from torch import Tensor
 from hf_posenc.plots import style
 from hf_posenc.plots.kind import Kind
 from hf_posenc.plots.reading import Part
-from hf_posenc.schemes.learned import Learned
 
 # A heat map has no more rows than this that could be seen.
 _MOST = 1024
@@ -28,7 +27,7 @@ def table(part: Part) -> Tensor:
 
 
 def _length(part: Part) -> int:
-    rows = part.scheme.num_positions if isinstance(part.scheme, Learned) else part.length
+    rows = part.scheme.end_of_positions() or part.length
     return min(rows, max(part.queries, default=rows - 1) + 1, _MOST)
 
 
