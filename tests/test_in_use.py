@@ -347,3 +347,20 @@ def test_layers_are_whole_numbers_of_any_library(layers: Any, tmp_path: Path) ->
     model.save_pretrained(tmp_path)
     (found,) = record.from_config(models.auto("llama").from_pretrained(tmp_path).config)
     assert found.stacks["decoder"].layers == (1, 2)
+
+
+@pytest.mark.parametrize("scheme", ["t5", "fire"])
+def test_tables_learn_from_keys_ahead_that_a_mask_shows(scheme: str) -> None:
+    """A prefix that sees all of itself: keys ahead are at distance 0, and so is their gradient."""
+    model = moved(hf_posenc.patch(models.stock("llama"), scheme))
+    ids = models.tokens("llama", 2, 48)
+    seen = torch.ones(48, 48, dtype=torch.bool).tril()
+    seen[:20, :20] = True
+    found = []
+    for backend in ("eager", "sdpa"):
+        model.set_attn_implementation(backend)
+        model.zero_grad()
+        logits = model(ids, attention_mask=seen.expand(2, 1, -1, -1)).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        found.append({name: p.grad for name, p in models.new_parameters(model).items()})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)

@@ -290,8 +290,13 @@ class _TableGradient(Gradient):
     def result(self) -> list[Tensor | None]:
         assert self.strip is not None
         heads, rows, width = self.strip.shape
-        lines = self.strip.as_strided((heads, rows, self.size), (rows * width, width - 1, 1))
-        return [lines.sum(1).flip(1).to(self.dtype)]
+        # Behind distance 0 those of keys ahead of the query, where a mask shows some.
+        count = max(self.size, self.bias.queries + self.bias.keys - 1)
+        sums = self.strip.as_strided((heads, rows, count), (rows * width, width - 1, 1)).sum(1)
+        falling = sums[:, : self.size]
+        if self.bias.causal:
+            falling[:, -1] += sums[:, self.size :].sum(1)
+        return [falling.flip(1).to(self.dtype)]
 
 
 # -- biases of keys -------------------------------------------------------------------------------------------------
