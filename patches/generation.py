@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_posenc.coordinates import Generated, Rule, after_the_largest
 from hf_posenc.errors import CacheError, PositionError
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.context import check_coords
+from hf_posenc.patches.context import check_coords, real_tokens, resolve_positions
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, PosencBody, tokens_in
+from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, REAL, PosencBody, tokens_in
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class PosencGenerator(PosencModel):
         decoder_continuation: Continuation | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of the next forward, as `GenerationMixin` does, with the coordinates of its tokens."""
+        """Return the arguments of the next forward, as `GenerationMixin` does, with what else the schemes read of its tokens."""
         call: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,
             *args,
@@ -137,15 +137,23 @@ class PosencGenerator(PosencModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        if decoder_continuation is None:
-            return call
         sequence_to_sequence = self.config.is_encoder_decoder
-        prompt = decoder_position_coords if sequence_to_sequence else position_coords
         mask = kwargs.get("decoder_attention_mask") if sequence_to_sequence else attention_mask
-        assert prompt is not None
         name = "decoder_" if sequence_to_sequence else ""
         inputs = call.get("inputs_embeds") if call.get(f"{name}input_ids") is None else call[f"{name}input_ids"]
         assert inputs is not None
+        if mask is not None and mask.ndim == 2 and call.get(f"{name}attention_mask") is not mask:
+            # For a static cache it is 4-D by now, which does not tell what is padding.
+            (batch, length), past = inputs.shape[:2], tokens_in(past_key_values)
+            real = real_tokens(mask, past, length)
+            if real is not None:
+                call[REAL] = real
+            if call.get(f"{name}position_ids") is None:
+                call[f"{name}position_ids"] = resolve_positions(None, mask, past, batch, length, inputs.device)
+        if decoder_continuation is None:
+            return call
+        prompt = decoder_position_coords if sequence_to_sequence else position_coords
+        assert prompt is not None
         call[f"{name}position_coords"] = decoder_continuation.fresh(
             prompt, input_ids, mask, inputs.shape[1], tokens_in(past_key_values)
         )

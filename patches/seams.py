@@ -44,6 +44,8 @@ CONTENT = "content"
 
 # The keyword under which the context travels from a body to its attention layers.
 CONTEXT = "posenc"
+# The keyword under which a step of generation says which of its tokens are no padding, where the mask does not.
+REAL = "posenc_real"
 
 
 def check_backend(name: str | None) -> None:
@@ -293,6 +295,7 @@ class PosencBody:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         coords = self.given_coords(call)
         if self.posenc_disabled:
+            call.pop(REAL, None)
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
         return self.run(self.prepare(call, coords))
@@ -328,7 +331,10 @@ class PosencBody:
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
         reach = int(positions.max()) if positions.numel() else 0
-        context = self.context(positions, reach, real_tokens(mask, past, length), coords)
+        real = call.pop(REAL, None)
+        if real is None:
+            real = real_tokens(mask, past, length)
+        context = self.context(positions, reach, real, coords)
         if self.embedders():
             call["inputs_embeds"] = self.embedded(self.inputs_of(call), context)
         return self.hand_down(call, context)

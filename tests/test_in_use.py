@@ -364,3 +364,21 @@ def test_tables_learn_from_keys_ahead_that_a_mask_shows(scheme: str) -> None:
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         found.append({name: p.grad for name, p in models.new_parameters(model).items()})
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), [("llama", "fox"), ("llama", "fox_pro"), ("t5", "alibi"), ("t5", "fox")]
+)
+def test_a_static_cache_knows_of_padding_inside_of_a_prompt(architecture: str, scheme: str) -> None:
+    model = moved(hf_posenc.patch(models.stock(architecture), scheme))
+    ids = models.tokens(architecture, 2, 15)
+    mask = torch.ones_like(ids)
+    mask[0, 4:9] = 0
+    prompt = {"attention_mask": mask}
+    if architecture == "t5":
+        ids[:, 0] = 0  # the start token
+        prompt = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    without = model.generate(ids, **prompt, **settings, use_cache=False)
+    static = model.generate(ids, **prompt, **settings, cache_implementation="static")
+    torch.testing.assert_close(torch.stack(static.logits), torch.stack(without.logits), **models.SAME)
