@@ -148,10 +148,12 @@ class Folded:
             the output has as many channels as `mix` makes. Only the products that the causal rule leaves visible need be right; others must be
             finite.
         span: How far apart the positions of queries may be.
+        ahead: Whether products with keys at later positions than the query's are right, too.
     """
 
     of: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]]
     span: float = math.inf
+    ahead: bool = True
 
 
 @dataclass(frozen=True, eq=False)

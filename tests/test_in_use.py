@@ -366,6 +366,26 @@ def test_tables_learn_from_keys_ahead_that_a_mask_shows(scheme: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["restarted beside a mask", "falling", "prefix"])
+def test_keys_ahead_that_are_seen_are_the_same_to_xpos_in_every_form(case: str) -> None:
+    """Products of scaled queries and keys would grow with the distance there, and not fade."""
+    model = hf_posenc.patch(models.stock("llama"), "xpos")
+    ids, places = models.tokens("llama", 2, 48), torch.arange(48)[None]
+    seen = torch.ones(48, 48, dtype=torch.bool).tril()
+    seen[:20, :20] = True
+    call = {
+        "restarted beside a mask": {"position_ids": places % 24, "attention_mask": torch.ones_like(ids)},
+        "falling": {"position_ids": places.flip(1), "attention_mask": torch.ones_like(ids)},
+        "prefix": {"attention_mask": seen.expand(2, 1, -1, -1)},
+    }[case]
+    found = []
+    for backend in ("eager", "sdpa"):
+        model.set_attn_implementation(backend)
+        with torch.no_grad():
+            found.append(model(ids, **call).logits)
+    torch.testing.assert_close(found[1], found[0], **models.SAME)
+
+
 @pytest.mark.parametrize(
     ("architecture", "scheme"), [("llama", "fox"), ("llama", "fox_pro"), ("t5", "alibi"), ("t5", "fox")]
 )

@@ -106,7 +106,7 @@ def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Exe
         return "dense"
     batch, heads, length, _ = task.q.shape
     # For few queries, to make all keys and values anew takes longer than what is gained.
-    if applies(scheme, task) and (length >= _FUSED_QUERIES or scheme.folded() is None):
+    if (length >= _FUSED_QUERIES or scheme.folded() is None) and applies(scheme, task, mask):
         return "sdpa"
     # What is fused depends on numbers in tensors, which a graph that is being compiled does not have.
     if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
@@ -145,10 +145,10 @@ def run(
     Returns:
         The output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` or `None`.
     """
-    if executor == "sdpa" and not applies(scheme, task):
+    if executor == "sdpa" and not applies(scheme, task, mask):
         raise OptionError(
-            f"Executor 'sdpa' cannot run this call of {type(scheme).__name__}: the model's own encoding is in the logits, or queries are "
-            "too far apart. Leave the executor out, or take 'blocks'."
+            f"Executor 'sdpa' cannot run this call of {type(scheme).__name__}: the model's own encoding is in the logits, queries are "
+            "too far apart, or keys ahead of them are seen. Leave the executor out, or take 'blocks'."
         )
     executor = executor or choose(scheme, task, mask, need_weights=need_weights)
     record = _RECORD.get()

@@ -46,6 +46,24 @@ def is_plain(query: Tensor, key: Tensor) -> bool:
     return bool((key.diff(dim=-1) == 1).all()) and bool((query == key[:, key.shape[1] - count :]).all())
 
 
+def shows_ahead(task: Task, mask: Mask) -> bool:
+    """Whether a query may see a key at a later position than its own, as beside a mask of one's own, or with positions that fall."""
+    if mask.rule == "positions":
+        return False
+    query, key = (place.to(task.q.device) for place in (task.positions.query, task.positions.key))
+    length, count = task.q.shape[2], task.k.shape[2]
+    rising = mask.rule == "slots" and bool((key.diff(dim=-1) >= 0).all())
+    if rising and bool((query == key[:, count - length :]).all()):
+        return False
+    for start in range(0, length, _ROWS):
+        stop = min(start + _ROWS, length)
+        keep, _ = mask.rows(start, stop, count, task.positions)
+        ahead = (key[:, None, :] > query[:, start:stop, None])[:, None]
+        if bool((ahead if keep is None else ahead & keep).any()):
+            return True
+    return False
+
+
 def _shifts(task: Task) -> tuple[Tensor, Tensor]:
     """Return how far positions are ahead of slots, of queries `[B|1, Q]` and of keys `[B|1, K]`."""
     length, count = task.q.shape[2], task.k.shape[2]

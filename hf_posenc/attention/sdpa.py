@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_posenc.attention.layout import shows_ahead
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Block, Scheme
@@ -13,9 +14,9 @@ from hf_posenc.scheme import Block, Scheme
 _TOUCHES_THE_MATRIX = ("score", "weigh", "mix")
 
 
-def applies(scheme: Scheme, task: Task) -> bool:
+def applies(scheme: Scheme, task: Task, mask: Mask) -> bool:
     """Whether the fused kernel computes this scheme."""
-    return task.native_score is None and (not touches_the_matrix(scheme) or _folds(scheme, task))
+    return task.native_score is None and (not touches_the_matrix(scheme) or _folds(scheme, task, mask))
 
 
 def touches_the_matrix(scheme: Scheme) -> bool:
@@ -23,16 +24,21 @@ def touches_the_matrix(scheme: Scheme) -> bool:
     return any(scheme.overrides(seam) for seam in _TOUCHES_THE_MATRIX)
 
 
-def _folds(scheme: Scheme, task: Task) -> bool:
+def _folds(scheme: Scheme, task: Task, mask: Mask) -> bool:
     """Whether plain attention over what the scheme makes of these operands is all it does."""
     folded = scheme.folded()
     if folded is None or task.content_q is not None:
         return False
     query = task.positions.query
-    if query.shape[1] == 1 or task.reach <= folded.span:
+    near = query.shape[1] == 1 or task.reach <= folded.span
+    if near and folded.ahead:
         return True
     # A graph that is being compiled has no numbers.
-    return not torch.compiler.is_compiling() and int((query.amax(1) - query.amin(1)).max()) <= folded.span
+    if torch.compiler.is_compiling():
+        return False
+    if not near and int((query.amax(1) - query.amin(1)).max()) > folded.span:
+        return False
+    return folded.ahead or not shows_ahead(task, mask)
 
 
 def sdpa(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
