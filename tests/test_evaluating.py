@@ -52,7 +52,7 @@ from hf_posenc.evaluation.grid import PERPLEXITY, share, successes
 from hf_posenc.evaluation.needle import Passkey
 from hf_posenc.evaluation.predictions import answer_predictions
 from hf_posenc.evaluation.report import Report, Section, is_report
-from hf_posenc.evaluation.request import Request
+from hf_posenc.evaluation.request import MEASURES, Request
 from hf_posenc.evaluation.subjects import subjects
 from hf_posenc.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.denoising import Denoising
@@ -618,6 +618,28 @@ def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "measures"), [(["--tasks", "copy"], None), (["--shots", "4"], "perplexity"), (["--cue", "Key"], "tasks")]
+)
+def test_an_option_of_a_measure_that_is_not_taken_is_refused(
+    option: list[str], measures: str | None, tmp_path: Path
+) -> None:
+    named = [] if measures is None else ["--measures", measures]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(cli.app, ["eval", str(DIRECTORIES["llama"]), *option, *named, "--out", str(out)])
+    assert result.exit_code == 2
+    assert f"{option[0]} does nothing without the measure" in " ".join(result.output.replace("│", "").split())
+    assert not out.exists()
+
+
+def test_help_names_all_measures_and_tasks_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    shown = CliRunner().invoke(cli.app, ["eval", "--help"]).output
+    assert "…" not in shown
+    assert all(name in shown for name in (*MEASURES, *tasks.TASKS))
 
 
 def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path) -> None:

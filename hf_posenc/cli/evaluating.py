@@ -20,6 +20,9 @@ from hf_posenc.errors import OptionError
 
 Word = TypeVar("Word")
 
+# Options of the command that one measure alone reads.
+_OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
+
 
 @app.command("eval")
 def evaluate(
@@ -37,7 +40,9 @@ def evaluate(
     measures: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Some of perplexity,position,needle,induction,tasks,attention; else the first four."
+            # With spaces: what cannot be broken over lines is cut off in a narrow terminal.
+            metavar="NAMES",
+            help="Some of perplexity, position, needle, induction, tasks, attention; else the first four.",
         ),
     ] = None,
     text: Annotated[
@@ -56,8 +61,8 @@ def evaluate(
     ] = None,
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help="For the measure tasks.")
-    ] = "copy,reverse,addition,polynomial,sort,summation,parity,lego",
-    lengths: Annotated[str, typer.Option(metavar="NUMBERS", help="Of tasks.")] = "5,10,15,20,25,30,35,40",
+    ] = "copy, reverse, addition, polynomial, sort, summation, parity, lego",
+    lengths: Annotated[str, typer.Option(metavar="NUMBERS", help="Of tasks.")] = "5, 10, 15, 20, 25, 30, 35, 40",
     trained: Annotated[int, typer.Option(min=1, help="The longest tasks in training.")] = 20,
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each task.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
@@ -81,6 +86,9 @@ def evaluate(
     if num_processes is not None:
         raise typer.BadParameter("--num-processes does nothing without --launch, for instance --launch ddp.")
 
+    named = None if measures is None else _list(measures, str, "--measures")
+    _check_used(context, named)
+
     from rich.console import Console
 
     from hf_posenc.evaluation.report import is_report
@@ -89,7 +97,7 @@ def evaluate(
 
     request = Request(
         models=tuple(models),
-        measures=None if measures is None else _list(measures, str, "--measures"),
+        measures=named,
         text=text,
         column=column,
         contexts=None if contexts is None else _list(contexts, int, "--contexts"),
@@ -116,6 +124,16 @@ def evaluate(
         # What it is about; the rest is long, and to be looked at.
         typer.echo("\n".join(report.sections[0].markdown()))
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
+
+
+def _check_used(context: typer.Context, measures: Sequence[str] | None) -> None:
+    """Refuse an option of a measure that is not taken: it would do nothing."""
+    for option, measure in _OPTIONS_OF.items():
+        given = context.get_parameter_source(option)
+        # The needle is left out by itself for an encoder-decoder alone.
+        taken = measure == "needle" if measures is None else measure in measures
+        if given is not None and given.name == "COMMANDLINE" and not taken:
+            raise typer.BadParameter(f"--{option} does nothing without the measure {measure}. Name it in --measures.")
 
 
 def _list(text: str, kind: Callable[[str], Word], option: str) -> tuple[Word, ...]:
