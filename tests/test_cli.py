@@ -584,6 +584,10 @@ BAD = {
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
     "verify, of the package": ("verify tiny-llama", ["tiny-llama is not a converted checkpoint"]),
     "export, of the package": ("export tiny-llama {empty}/out", ["tiny-llama is not a converted checkpoint"]),
+    "verify, a run": ("verify {finished}", ["no config.json", "The model is in", "finished/model: give that."]),
+    "export, a run": ("export {finished} {empty}/out", ["finished/model: give that."]),
+    "eval, a run that was stopped": ("eval {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
+    "plot, a run that was stopped": ("plot {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
     "verify, missing": ("verify {empty}/nowhere", ["There is no directory"]),
 }
 
@@ -595,7 +599,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
     config = json.loads((TINY_LLAMA / "config.json").read_text(encoding="utf-8"))
 
     def make(name: str, text: str) -> Path:
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(text, encoding="utf-8")
         return folder / name
 
@@ -611,6 +615,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         path.write_text(Recipe.parse("llama-fire").text(), encoding="utf-8")
     return {
         "started": folder / "started",
+        "finished": make("finished/model", json.dumps(config)).parent,
         "mine": folder / "mine.yaml",
         "llama": checkpoints["llama"],
         "converted": converted,

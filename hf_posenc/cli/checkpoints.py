@@ -28,10 +28,21 @@ def load_config(model: str) -> PreTrainedConfig:
             f"There is no directory {model}. Give a directory with a checkpoint, or a name on the hub."
         )
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
-        raise CheckpointError(f"There is no config.json in {model}. Give the directory of a checkpoint.")
+        raise CheckpointError(f"There is no config.json in {model}. {_instead_of(Path(model))}")
     with _reading(model, "config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
     return config
+
+
+def _instead_of(folder: Path) -> str:
+    """Say what to do about a folder without a config; that of a run is the one that is mistaken for a checkpoint."""
+    from hf_posenc.recipes.run import MODEL, RECIPE
+
+    if (folder / MODEL / "config.json").is_file():
+        return f"The model is in {folder / MODEL}: give that."
+    if (folder / RECIPE).is_file():
+        return f"It holds a run that is not finished. Go on with it first: hf-posenc resume {folder}"
+    return "Give the directory of a checkpoint."
 
 
 def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
