@@ -147,7 +147,8 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
     if column not in first:
         raise RecipeError(
-            f"{where} has no column {column!r}; name the text in data.column. It has: {', '.join(first)}."
+            f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of hf-posenc "
+            f"eval. It has: {', '.join(first)}."
         )
     if not isinstance(first[column], str):
         raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")

@@ -227,7 +227,10 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
         ({"source": "spaces.jsonl"}, "all documents are empty"),
         ({"source": "nulls.jsonl"}, "holds NoneType"),
-        ({"source": "other.jsonl"}, "has no column 'text'; name the text in data.column. It has: body."),
+        (
+            {"source": "other.jsonl"},
+            "has no column 'text'; name that of the text, as data.column in a recipe and --column of hf-posenc eval. It has: body.",
+        ),
         ({"source": "numbers.parquet"}, "column 'text' holds int; expected text"),
         ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),
         ({"source": "list.jsonl"}, r"A row of the text holds the list \['a'\]; expected text"),
