@@ -111,7 +111,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plots", "schemes"):
+    if name in ("coordinates", "plots", "schemes"):
         return importlib.import_module(f"hf_posenc.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

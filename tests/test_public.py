@@ -302,3 +302,11 @@ def test_an_encoder_without_encoding_is_warned_of() -> None:
     assert [warning for warning in warned if "bag of words" in warning] == [
         "encoder: Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
     ]
+
+
+def test_modules_that_the_pages_name_are_there_after_one_import() -> None:
+    for name in ("coordinates", "plots"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import hf_posenc; hf_posenc.{name}"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
