@@ -23,6 +23,8 @@ from hf_posenc.patches import auto
 from hf_posenc.recipes.text import builtin_text
 
 ROOT = Path(__file__).parent.parent
+# How families of schemes are called in the tables of docs/concepts.md.
+FAMILIES = {"the rotary schemes": "rotary", "all biases": "additive"}
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 # Said behind the language of a block, as in "python { .slow }", that is not run: it takes minutes, the hub, or an extra.
 NOT_RUN = {"slow", "network", "extra"}
@@ -172,3 +174,43 @@ def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         loaded = auto.modeling_auto.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert torch.equal(loaded(ids).logits, model(ids).logits)
         assert torch.equal(hf_posenc.unpatch(model)(ids).logits, before)
+
+
+def _named(text: str) -> set[str]:
+    """Return the schemes that a sentence names, alone or as a family, less those behind a `but`."""
+    found = set(re.findall(r"`(\w+)`", text)) - set(re.findall(r"but `(\w+)`", text))
+    found |= {
+        name
+        for name, info in hf_posenc.schemes().items()
+        for said, kind in FAMILIES.items()
+        if said in text and info.family == kind
+    }
+    return found - set(re.findall(r"but `(\w+)`", text))
+
+
+def test_concepts_name_the_schemes_that_override_each_seam() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs/concepts.md").read_text(encoding="utf-8"), flags=re.M
+    )
+    told = {seam: _named(names) for seam, names in rows}
+    assert told == {
+        seam: {
+            name
+            for name in hf_posenc.schemes()
+            if getattr(registry.get(name).cls, seam) is not getattr(hf_posenc.Scheme, seam)
+        }
+        for seam in told
+    }
+    assert len(told) == 9
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
+def test_pages_name_the_schemes_that_start_exact(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    said = re.search(r"(the rotary schemes but[^|]*?) on Llama, ([^|]*?) on GPT-2, ([^|]*?) on T5", text)
+    assert said is not None
+    for kind, names in zip(("llama", "gpt2", "t5"), said.groups(), strict=True):
+        model = stock(kind)
+        stacks = {"stacks": "decoder"} if kind == "t5" else {}
+        exact = {name for name in hf_posenc.schemes() if hf_posenc.plan(model, name, **stacks).start == "exact"}
+        assert _named(names) == exact

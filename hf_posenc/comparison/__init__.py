@@ -4,7 +4,7 @@
     print(*found.verdict.sentences, sep="\n")
 
 One file is one thing: `contestants` says who takes part, `examining` what is measured of each (with `cost` and `decay`),
-`verdict` what follows from the figures, `report` (with `tables`, `pictures` and `page`) how it is written, `running` does it all.
+`verdict` what follows from the figures, `report` (with `pictures` and `page`) how it is written, `running` does it all.
 """
 
 from __future__ import annotations
