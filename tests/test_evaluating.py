@@ -429,6 +429,11 @@ def test_intervals() -> None:
     assert (half.low, half.high) == pytest.approx((0.2800, 0.7200), abs=1e-4)
     assert math.isnan(intervals.of_mean(values[:1]).low)
     assert intervals.of_exponential(torch.tensor([1e9])).mean < math.inf
+    # No share lies beyond 0 and 1.
+    few = intervals.of_mean_share(torch.tensor([0.4, 0.6], dtype=torch.float64))
+    assert (few.mean, few.low, few.high) == pytest.approx((0.5, 0.0, 1.0))
+    assert math.isnan(intervals.of_mean_share(values[:1]).low)
+    assert all(quantity.interval is intervals.of_mean_share for quantity in (share("right tokens"), share("rank")))
 
 
 def test_numbers_are_written_as_precisely_as_they_are_known() -> None:

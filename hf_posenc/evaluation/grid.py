@@ -69,7 +69,7 @@ def successes(name: str, guess: float | None = None) -> Quantity:
 
 def share(name: str, guess: float | None = None) -> Quantity:
     """Return the quantity of samples that are shares of many things, from 0 to 1."""
-    return Quantity(name, intervals.of_mean, "%", 100, guess)
+    return Quantity(name, intervals.of_mean_share, "%", 100, guess)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,14 @@ def of_mean(values: Tensor) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def of_mean_share(values: Tensor) -> Interval:
+    """Return Student's interval for the mean of samples `[n]`, each from 0 to 1, cut off there: no share lies beyond."""
+    found = of_mean(values)
+    # NaN, of a single sample, stays: min and max would lose it.
+    low, high = (end if math.isnan(end) else min(max(end, 0.0), 1.0) for end in (found.low, found.high))
+    return Interval(found.mean, low, high)
+
+
 def of_exponential(values: Tensor) -> Interval:
     """Return the interval of `exp` of the mean of samples `[n]`: of a perplexity, given losses in nats."""
     loss = of_mean(values)

@@ -76,7 +76,7 @@ class AttentionSimilarity(Measure):
             return torch.stack([_distance(*pair) for pair in zip(ours, theirs, strict=True)], dim=1)
 
         found = workers.map(distances, [(row,) for row in self._rows], len(layers))
-        return (Grid(Quantity("divergence", intervals.of_mean, "bits"), {"layer": layers}, found.T),)
+        return (Grid(Quantity("divergence", intervals.of_mean_share, "bits"), {"layer": layers}, found.T),)
 
 
 def _layers(model: Any) -> tuple[int, ...] | tuple[str, ...]:
