@@ -72,7 +72,7 @@ LONGEST = ["training.length={longest}", "training.batch_size={fewest}", "trainin
 # Texts of eight times the trained length whole, in as many steps as give as many tokens in all.
 WHOLE = ["training.length={far}", "training.batch_size=1", "training.micro_batch_size=1", "training.steps={far_steps}"]
 # A stack of encoder and decoder finds its way in long texts as well as in short ones only where it has seen them.
-FARTHEST = ["training.length={far}", "training.batch_size={few}"]
+FARTHEST = ["training.length={far}", "training.batch_size={few}", "training.micro_batch_size={few}"]
 CONTROL = ["conversion={scheme: null}", "distillation={}"]
 # Turns the slowest pairs of a small head so slowly that they go less than half round within such texts.
 BASE = 100_000

@@ -116,6 +116,10 @@ PARAMETERS = [
     pytest.param(case, marks=[pytest.mark.variant] * (case[1] not in _FIRSTS), id=f"{case[0]}-{_id(case[1])}")
     for case in CASES
 ]
+# What generation does to a cache besides to fill it, it does whatever the options of a scheme.
+by_scheme = pytest.mark.parametrize(
+    "case", [p for p in PARAMETERS if p.values[0][1] in hf_posenc.schemes()], indirect=True
+)
 
 
 @pytest.fixture(params=PARAMETERS)
@@ -190,6 +194,7 @@ def test_cache_equals_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
     assert torch.equal(_decoded(model, ids, cache_implementation="static"), without)
 
 
+@by_scheme
 def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 11)
@@ -197,6 +202,7 @@ def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     assert torch.equal(_decoded(model, ids, 12, num_beams=4), without)
 
 
+@by_scheme
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
