@@ -453,7 +453,7 @@ def table_of(budget: str, record: Record, trained: int) -> list[str]:
 
     header = ["", *map(str, closer), *(f"{context} / {trained}" for context in further), "seeds"]
     lines = [f"### {budget} tokens", "", "| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    order = [UNTRAINED, NATIVE, *RECIPES["llama"]]
+    order = [UNTRAINED, NATIVE, "native", *RECIPES["llama"]]
     for row in sorted(near, key=lambda row: (order.index(row.split(", ")[0] if row not in order else row), row)):
         seeds = "" if row == UNTRAINED else str(len(near[row]))
         cells = [*(to_the_control(row, str(c)) for c in closer), *(to_itself(row, str(c)) for c in further)]

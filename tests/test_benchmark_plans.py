@@ -42,6 +42,12 @@ def test_every_run_has_a_recipe_that_reads(adaptation: ModuleType, what: str, ar
         assert (recipe.conversion.scheme is None) == run.row.startswith("native")
         assert architecture in run.recipe
     assert len({run.folder for run in runs}) == len(runs)
+    # And a table of all of them can be written.
+    record = adaptation.Record(None)
+    record.near["budget"] = {run.row: {"0": {"64": 1.0}} for run in runs}
+    record.far["budget"] = {}
+    written = adaptation.table_of("budget", record, 64)
+    assert all(any(line.startswith(f"| {run.row} |") for line in written) for run in runs)
     if what == "levers":
         # One that no recipe has any more changes nothing, and is no lever.
         planned = {run.row.split(", ", 1)[1] for run in runs if run.row != adaptation.NATIVE}
