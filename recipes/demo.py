@@ -50,8 +50,13 @@ CONTEXTS = (64, 128, 256, 512, 1024)
 SEED = 0
 
 # FIRE normalises distances by the position of the query, or by a threshold where that is larger. Its default suits
-# models trained on thousands of tokens; in windows of 128 the network would see only the beginning of its range.
-_OPTIONS: dict[str, dict[str, Any]] = {"fire": {"threshold": 64.0}, "fire_s": {"threshold": 64.0}}
+# models trained on thousands of tokens; in windows of 128 the network would see only the beginning of its range. A learned table
+# has as many rows as the model was trained on; with more it can be seen what it has not learned.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "fire": {"threshold": 64.0},
+    "fire_s": {"threshold": 64.0},
+    "learned": {"num_positions": max(CONTEXTS)},
+}
 
 # Longer than the window of training, so that the continuation takes positions never seen.
 _PROMPT, _CONTINUATION = 256, 48

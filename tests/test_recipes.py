@@ -219,6 +219,13 @@ def test_divergence_is_zero_for_equals_and_never_negative(ids: Tensor) -> None:
 # -- demo --------------------------------------------------------------------------------------------------------------
 
 
+def test_the_demo_measures_every_scheme_at_every_length() -> None:
+    for name in hf_posenc.schemes():
+        model = hf_posenc.patch(small(), name, **demo._OPTIONS.get(name, {}))
+        ends = [module.end_of_positions() for module in model.modules() if isinstance(module, hf_posenc.Scheme)]
+        assert all(end is None or end >= max(demo.CONTEXTS) for end in ends), name
+
+
 def test_demo(tmp_path: Path) -> None:
     screen = io.StringIO()
     outcome = demo.run(tmp_path, Console(file=screen, width=120), scheme="fire", steps=4, contexts=(64, 128), windows=4)

@@ -50,11 +50,12 @@ def shows_ahead(task: Task, mask: Mask) -> bool:
     """Whether a query may see a key at a later position than its own, as beside a mask of one's own, or with positions that fall."""
     if mask.rule == "positions":
         return False
-    query, key = (place.to(task.q.device) for place in (task.positions.query, task.positions.key))
+    query, key = task.positions.query, task.positions.key
     length, count = task.q.shape[2], task.k.shape[2]
     rising = mask.rule == "slots" and bool((key.diff(dim=-1) >= 0).all())
     if rising and bool((query == key[:, count - length :]).all()):
         return False
+    query, key = query.to(task.q.device), key.to(task.q.device)
     for start in range(0, length, _ROWS):
         stop = min(start + _ROWS, length)
         keep, _ = mask.rows(start, stop, count, task.positions)
