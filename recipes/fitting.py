@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import record, registry
-from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
 from hf_posenc.modes import evaluating
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
@@ -53,7 +54,7 @@ def fit(
     """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
 
     A network (FIRE's) begins evenly over what it sees, whatever it held, and gates begin open; with some of its parameters frozen a
-    scheme begins where it is. It is left as it was if the regression ends no better.
+    scheme begins where it is. It is left as it was if the regression ends no better, and all are where something raises.
 
     Differences are those between keys of one row, since a constant per row changes no softmax, and weigh less the further
     the key is, by `1 / (1 + distance)`. Where a scheme serves all layers, it is fitted to the mean.
@@ -74,22 +75,35 @@ def fit(
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: A scheme adds no bias of the distance or has no parameters, or there is nothing to fit it to.
+        OptionError: A scheme adds no bias of the distance or has no parameters, there is nothing to fit it to, a number is out
+            of range, or there are options without a scheme `like`.
+        ShapeError: `ids` are no windows of tokens.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    if steps < 1 or (length is not None and length < 2):
+        raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
+    if like == "native" and options:
+        raise OptionError(
+            f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the scheme to fit to, "
+            "and the native encoding has none. Leave them out, or name a scheme: fit(model, 'kerple')."
+        )
+    if ids is not None and (ids.dim() != 2 or not ids.numel()):
+        raise ShapeError(
+            f"fit: ids has the shape {list(ids.shape)}; expected [windows, tokens], at least 1 of at least 1."
+        )
     architecture = of_model(model)
     # Nothing else needs the means, and a model with a table of positions may be unable to read the text.
     rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
     means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
-    sums = torch.zeros(3, dtype=torch.float64)
+    # All are looked at before the first is changed.
+    wanted: dict[int, list[Callable[[Block], Tensor]]] = {}
+    found: dict[int, AdditiveBias] = {}
     for group in record.from_config(model.config):
         for name, body in architecture.stacks(model).items():
             if name not in group.stacks:
                 continue
             attentions = architecture.attentions(body)
-            wanted: dict[int, list[Callable[[Block], Tensor]]] = {}
-            found: dict[int, AdditiveBias] = {}
             for layer in group.stacks[name].layers:
                 geometry = architecture.geometry(body, layer)
                 if geometry.axes > 1:
@@ -104,15 +118,21 @@ def fit(
                         f"fit: {group.scheme} adds no bias of the distance alone. Fit one of {', '.join(additive())}."
                     )
                 if not any(p.requires_grad for p in scheme.parameters()):
+                    if any(True for _ in scheme.parameters()):
+                        raise OptionError(
+                            f"fit: all parameters of {group.scheme} on layer {layer} of the {name} are frozen. Unfreeze them."
+                        )
                     raise OptionError(
                         f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
                     )
                 found[id(scheme)] = scheme
                 target = _target(like, geometry, options, means.get(id(attentions[layer])))
                 wanted.setdefault(id(scheme), []).append(target)
-            for key, scheme in found.items():
-                far = min(length or scheme.geometry.max_positions or 1024, 1024) if length is None else length
-                sums += _regress(scheme, wanted[key], far, steps)
+    sums = torch.zeros(3, dtype=torch.float64)
+    with _all_or_nothing(list(found.values())):
+        for key, scheme in found.items():
+            far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
+            sums += _regress(scheme, wanted[key], far, steps)
     count = sum(len(schemes_of(architecture, model, group)) for group in record.from_config(model.config))
     before, after, spread = (sums / max(1, count)).sqrt().tolist()
     return Fit(before, after, spread)
@@ -121,6 +141,20 @@ def fit(
 def additive() -> list[str]:
     """Return the names of the schemes that add a bias of the distance."""
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
+
+
+@contextlib.contextmanager
+def _all_or_nothing(schemes: list[AdditiveBias]) -> Iterator[None]:
+    """Put the parameters of schemes back, without gradients, if something raises."""
+    kept = [(p, p.detach().clone()) for scheme in schemes for p in scheme.parameters()]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+                parameter.grad = None
+        raise
 
 
 def _shared(body: nn.Module, group: int) -> Any:

@@ -10,7 +10,7 @@ from models import SAME, logits, stock, tokens
 from transformers import ViTConfig, ViTModel
 
 import hf_posenc
-from hf_posenc import Geometry, NotPatchedError, OptionError
+from hf_posenc import Geometry, NotPatchedError, OptionError, ShapeError
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.fitting import additive, fit
 from hf_posenc.recipes.loading import load_tiny_llama
@@ -160,3 +160,52 @@ def test_what_cannot_be_fitted() -> None:
     with pytest.raises(OptionError, match="expected 'native' or one of"):
         fit(patched("gpt2", "fire"), "cope")
     assert {"alibi", "fire", "fire_s", "kerple", "sandwich", "t5", "t5_clipped"} == set(additive())
+
+
+def test_frozen_schemes_are_named() -> None:
+    model = patched("llama", "fire")
+    for parameter in model.model.layers[1].self_attn.hf_posenc.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(OptionError, match="all parameters of fire on layer 1 of the decoder are frozen"):
+        fit(model, "kerple")
+
+
+def test_numbers_and_options_that_mean_nothing() -> None:
+    model, ids = patched("llama", "kerple"), tokens("llama", 2, 32)
+    for given in ({"length": 1}, {"length": -3}, {"steps": 0}):
+        with pytest.raises(OptionError, match="at least 2 tokens to look at, and at least 1 step"):
+            fit(model, ids=ids, **given)
+    with pytest.raises(OptionError, match=r"fit\(step=50\): options are those of the scheme"):
+        fit(model, ids=ids, step=50)
+    for wrong in (ids[0], ids[:, :0]):
+        with pytest.raises(ShapeError, match="fit: ids has the shape"):
+            fit(model, ids=wrong)
+
+
+def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is the second call of `patch` whose scheme cannot be fitted, or it is interrupted."""
+    model = hf_posenc.patch(patched("llama", "kerple", layers=[0, 1]), "alibi", layers=[2])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def unchanged() -> bool:
+        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    with pytest.raises(OptionError, match="alibi has no parameters"):
+        fit(model, "kerple")
+    assert unchanged()
+
+    model = patched("llama", "kerple", shared=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calls, step = [], torch.optim.LBFGS.step
+
+    def interrupted(optimizer: Any, closure: Any) -> Any:
+        calls.append(step(optimizer, closure))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(torch.optim.LBFGS, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, "kerple", steps=2)
+    assert unchanged()
+    assert all(parameter.grad is None for parameter in model.parameters())
