@@ -302,6 +302,24 @@ def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, 
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["alibi", "cope", "rope"])
+def test_a_mask_that_is_added_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_DENSE_LOGITS", 0)
+    scheme, (places, _) = make(name), plain(70)
+    q, k, v = (torch.randn(2, heads, 70, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    added = torch.randn(1, HEADS, 70, 70).masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -1e9)
+
+    def gradient(executor: str | None) -> Tensor:
+        mask = added.clone().requires_grad_()
+        output = attend(scheme, q, k, v, query_positions=places, key_positions=places, mask=mask, executor=executor)
+        (found,) = torch.autograd.grad(output.square().sum(), mask)
+        return found
+
+    torch.testing.assert_close(gradient(None), gradient("dense"), atol=1e-4, rtol=1e-4)
+    with pytest.raises(OptionError, match="'blocks' has no gradient for a mask"):
+        gradient("blocks")
+
+
 @pytest.mark.parametrize("executor", ["blocks", "nearby"])
 def test_parameters_that_change_before_the_backward_pass_are_noticed(executor: str) -> None:
     scheme, (places, _) = make("cope"), plain(150)
