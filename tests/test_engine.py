@@ -274,6 +274,63 @@ def test_no_executor_keeps_operands_behind_the_back_of_autograd(name: str, execu
     assert [ref() for ref in left] == [None] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "causal", "executor"),
+    [
+        ("cope", True, "blocks"),
+        ("cope", True, "nearby"),
+        ("stick_breaking", True, "nearby"),
+        ("kerple", True, "fused"),
+        ("fire", False, "fused"),
+    ],
+)
+def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, causal: bool, executor: str) -> None:
+    """`functional_call` gives a module its own parameters back before the backward pass, which makes blocks anew."""
+    scheme, (places, _) = make(name, causal=causal), plain(150)
+    lent = {name: (x.detach() + 0.3).requires_grad_() for name, x in scheme.named_parameters()}
+    inputs = [torch.randn(2, heads, 150, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def call(scheme: Scheme, executor: str) -> Tensor:
+        return attend(scheme, *inputs, query_positions=places, key_positions=places, executor=executor)
+
+    got, want = (
+        torch.autograd.grad(
+            torch.func.functional_call(scheme, lent, (call, executor)).square().sum(), [*inputs, *lent.values()]
+        )
+        for executor in (executor, "dense")
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["alibi", "cope", "rope"])
+def test_a_mask_that_is_added_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_DENSE_LOGITS", 0)
+    scheme, (places, _) = make(name), plain(70)
+    q, k, v = (torch.randn(2, heads, 70, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    added = torch.randn(1, HEADS, 70, 70).masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -1e9)
+
+    def gradient(executor: str | None) -> Tensor:
+        mask = added.clone().requires_grad_()
+        output = attend(scheme, q, k, v, query_positions=places, key_positions=places, mask=mask, executor=executor)
+        (found,) = torch.autograd.grad(output.square().sum(), mask)
+        return found
+
+    torch.testing.assert_close(gradient(None), gradient("dense"), atol=1e-4, rtol=1e-4)
+    with pytest.raises(OptionError, match="'blocks' has no gradient for a mask"):
+        gradient("blocks")
+
+
+@pytest.mark.parametrize("executor", ["blocks", "nearby"])
+def test_parameters_that_change_before_the_backward_pass_are_noticed(executor: str) -> None:
+    scheme, (places, _) = make("cope"), plain(150)
+    q, k, v = (torch.randn(2, heads, 150, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    output = attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
+    with torch.no_grad():
+        scheme.pos_emb.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["shaw", "cope", "stick_breaking"])
 def test_autocast_beside_operands_in_float32(name: str) -> None:
     """The output is in half precision, as in the reference."""

@@ -108,6 +108,8 @@ def choose(scheme: Scheme, task: Task, mask: Mask, *, need_weights: bool) -> Exe
     # For few queries, to make all keys and values anew takes longer than what is gained.
     if (length >= _FUSED_QUERIES or scheme.folded() is None) and applies(scheme, task, mask):
         return "sdpa"
+    if mask.learns:
+        return "dense"  # The others have no gradient for a mask, which is as large as the matrix anyway.
     # What is fused depends on numbers in tensors, which a graph that is being compiled does not have.
     if length >= _FUSED_QUERIES and not torch.compiler.is_compiling():
         if gpu.applies(scheme, task, mask) and trial.passed("triton", gpu.kernels, scheme, task, mask):
@@ -149,6 +151,10 @@ def run(
         raise OptionError(
             f"Executor 'sdpa' cannot run this call of {type(scheme).__name__}: the model's own encoding is in the logits, queries are "
             "too far apart, or keys ahead of them are seen. Leave the executor out, or take 'blocks'."
+        )
+    if mask.learns and executor not in (None, "dense", "sdpa"):
+        raise OptionError(
+            f"Executor {executor!r} has no gradient for a mask that requires one. Leave the executor out, or take 'dense'."
         )
     executor = executor or choose(scheme, task, mask, need_weights=need_weights)
     record = _RECORD.get()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hf_posenc.attention import far
 from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.reading import reading
 from hf_posenc.attention.task import Index, Task, outlines
-from hf_posenc.scheme import Block, Positions
+from hf_posenc.scheme import Block, Positions, Scheme
 from hf_posenc.structures import Added, ContentBias
 
 
@@ -386,7 +387,7 @@ class AnyBias(BlockBias):
         added: The bias.
         task: The operands, of which state and tables are read; queries and keys too, where the bias depends on them.
         mask: What is hidden.
-        parameters: That the bias reads.
+        scheme: Of whose parameters the bias reads some.
     """
 
     name = "bias by blocks"
@@ -394,8 +395,9 @@ class AnyBias(BlockBias):
     rows, learning_rows = 128, 128
     backwards = False
 
-    def __init__(self, added: Added, task: Task, mask: Mask, parameters: Sequence[Tensor]) -> None:
-        self.added, self.task = added, task.outline()
+    def __init__(self, added: Added, task: Task, mask: Mask, scheme: Scheme) -> None:
+        self.added, self.task, self.scheme = added, task.outline(), scheme
+        self.parameters = tuple(scheme.parameters())
         self.hidden = Hidden(mask, task.positions, backwards=False)
         content: tuple[Tensor, ...] = ()
         if isinstance(added, ContentBias):
@@ -403,7 +405,7 @@ class AnyBias(BlockBias):
             content = (task.q if q is None else q, task.k if k is None else k)
         self.content = len(content)
         self.names = [tuple(tensors) for tensors in (task.state, task.own, task.tables)]
-        self.inputs = (*content, *task.state.values(), *task.own.values(), *task.tables.values(), *parameters)
+        self.inputs = (*content, *task.state.values(), *task.own.values(), *task.tables.values(), *self.parameters)
         self.like = torch.empty(0, dtype=torch.promote_types(task.q.dtype, torch.float32), device=task.q.device)
 
     def places(self, block: RowBlock) -> tuple[Index, ...]:
@@ -456,7 +458,7 @@ class _AnyGradient(Gradient):
         leaves = (*parts, *self.inputs[len(parts) :])
         self.targets = {index: x for index, x in enumerate(leaves) if self.wanted[index]}
         with torch.enable_grad():
-            self.made = self.bias.plain(parts, block)
+            self.made = reading(self.bias.scheme, self.bias.parameters, lambda: self.bias.plain(parts, block))
         self.grad = torch.empty_like(self.made, memory_format=torch.contiguous_format)
         return self.bias.hidden.split(self.made.detach(), block, by_kernel=False)
 

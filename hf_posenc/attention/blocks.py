@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.dense import rows
 from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.reading import reading
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme
 
@@ -46,7 +47,8 @@ class _Call:
 
     def __init__(self, scheme: Scheme, task: Task, mask: Mask, step: int) -> None:
         self.scheme, self.task, self.mask, self.step = scheme, task, mask, step
-        self.leaves = (*scheme.parameters(), *task.parameters)
+        self.parameters = tuple(scheme.parameters())
+        self.leaves = (*self.parameters, *task.parameters)
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Return the first row of each block, the row after its last, and the keys that it needs."""
@@ -91,6 +93,11 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        return reading(call.scheme, call.parameters, lambda: _Blocks.gradients(ctx, grad))
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         tensors = ctx.saved_tensors  # gradient checkpointing gives them once
         operands, needed = tensors[: len(tensors) - len(call.leaves)], ctx.needs_input_grad[1:]

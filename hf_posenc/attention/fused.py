@@ -142,7 +142,7 @@ def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Par
     elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(task):
         yield Part(0, queries, PiecewiseLookup(added, task, mask))
     else:
-        yield Part(0, queries, AnyBias(added, task, mask, tuple(scheme.parameters())))
+        yield Part(0, queries, AnyBias(added, task, mask, scheme))
 
 
 def _run(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

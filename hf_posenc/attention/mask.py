@@ -37,6 +37,11 @@ class Mask:
         """Whether nothing is hidden but what is ahead of a query by slots, so that each sees its own key."""
         return self.rule == "slots" and self.keep is None and self.bias is None
 
+    @property
+    def learns(self) -> bool:
+        """Whether gradients are to flow into what is added to the logits."""
+        return self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
+
     def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
         """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
         keep, bias = self.given_rows(start, stop, keys)

@@ -20,6 +20,7 @@ from hf_posenc.attention.blocks import blocks, empty_sums, finished_sums
 from hf_posenc.attention.dense import block_of, from_logits, logits_of
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.reading import reading
 from hf_posenc.attention.task import Task
 from hf_posenc.hiding import fill_hidden_
 from hf_posenc.scheme import Block, Scheme, grouped_matmul
@@ -151,14 +152,21 @@ class _Nearby(torch.autograd.Function):
             output[:, :, rows] = made
         assert output is not None
         call.found = found
-        ctx.save_for_backward(output, lse, *operands)
+        # The parameters too: torch then notices if one was changed in between.
+        ctx.save_for_backward(output, lse, *tensors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        output, lse, *operands = ctx.saved_tensors
+        return reading(call.scheme, call.leaves, lambda: _Nearby.gradients(ctx, grad))
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        output, lse, *tensors = ctx.saved_tensors
+        operands = tensors[: len(tensors) - len(call.leaves)]
         needed = ctx.needs_input_grad[1:]
         everything = (*operands, *call.leaves)
         totals = empty_sums(everything, needed)
