@@ -118,6 +118,14 @@ def scheme_of(model: Any, layer: int = 0) -> Any:
     return model.layers[layer].self_attn.hf_posenc
 
 
+def test_titles_of_a_single_head_are_not_cut_off() -> None:
+    for made in draw(llama("cope", layers=1), "overview", "positions", heads=[1]).values():
+        made.draw_without_rendering()
+        titled = [part for part in (made, *made.subfigs) if part._suptitle is not None]
+        assert titled
+        assert all(part._suptitle.get_window_extent().x1 <= made.bbox.width for part in titled)
+
+
 # -- every scheme ------------------------------------------------------------------------------------------------------
 
 

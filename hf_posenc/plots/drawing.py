@@ -126,8 +126,9 @@ def _draw(
                 continue
             some = part.narrowed(kind.layers, kind.heads) if free else part
             for drawn in some.one_by_one() if kind.per_layer else [some]:
-                made = style.figure(*kind.size(drawn), f"{drawn.title}: {kind.title(drawn)}")
-                kind.draw(made, drawn)
+                width, height = kind.size(drawn)
+                made = style.figure(width, height, f"{drawn.title}: {kind.title(drawn)}")
+                kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
                 yield _name(kind, drawn, parts), made
 
 

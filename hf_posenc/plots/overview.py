@@ -23,6 +23,10 @@ class _Row:
     part: Part
     size: tuple[float, float]
 
+    @property
+    def title(self) -> str:
+        return f"{self.part.title}: {self.kind.title(self.part)}"
+
 
 def overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) -> Figure:
     """Draw one page: a row for each picture of each part, of a few layers and heads."""
@@ -32,18 +36,14 @@ def overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) -> 
             if kind.fits(part):
                 few = part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS)
                 rows.append(_Row(kind, few, kind.size(few)))
-    width = max(row.size[0] for row in rows)
-    heights = [row.size[1] + _MARGIN for row in rows]
     head = _header(subject, parts)
+    width = max(style.width_of(head), *(max(row.size[0], style.width_of(row.title)) for row in rows))
+    heights = [row.size[1] + _MARGIN for row in rows]
     made = style.figure(width, sum(heights) + 0.2 * (1 + head.count("\n")), head)
     lines = made.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     for line, row in zip(lines, rows, strict=True):
-        # Narrow pictures keep their size: at the left of their row.
-        canvas = line
-        if row.size[0] < width - 0.5:
-            canvas, _ = line.subfigures(1, 2, width_ratios=(row.size[0], width - row.size[0]))
-        row.kind.draw(canvas, row.part)
-        style.entitle(canvas, f"{row.part.title}: {row.kind.title(row.part)}")
+        row.kind.draw(style.at_the_left(line, row.size[0], width), row.part)
+        style.entitle(line, row.title)
     return made
 
 

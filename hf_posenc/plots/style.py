@@ -25,21 +25,36 @@ STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#000000", ":"))
 FLOOR = -16.0
 # More labels than this along an axis would touch each other.
 _LABELS, _LEGEND = 64, 12
+# Of a letter of a title, on average and with some room.
+_INCHES = 0.085
 _MISSING = "\N{WHITE SQUARE}"
 
 
 def figure(width: float, height: float, title: str, *, dpi: float = 110) -> Figure:
-    """Return an empty figure, in inches, with a title at the left."""
+    """Return an empty figure, in inches, with a title at the left, as wide as that at least."""
     # Not through pyplot, which would keep the figure and choose a backend for the whole process.
-    made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    made = Figure(figsize=(max(width, width_of(title)), height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(made)
     entitle(made, title)
     return made
 
 
+def width_of(title: str) -> float:
+    """Return how many inches the lines of a title take at most."""
+    return _INCHES * max(map(len, title.splitlines()), default=0)
+
+
 def entitle(canvas: FigureBase, title: str) -> None:
     """Write a title at the left."""
     canvas.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+
+
+def at_the_left(canvas: FigureBase, width: float, whole: float) -> FigureBase:
+    """Return where a picture keeps its width, in inches, on a canvas whose width is that of the whole."""
+    if width > whole - 0.5:
+        return canvas
+    part: FigureBase = canvas.subfigures(1, 2, squeeze=False, width_ratios=(width, whole - width))[0, 0]
+    return part
 
 
 def caption(axes: Axes, text: str) -> None:
