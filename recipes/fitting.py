@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import schemes_of
 from hf_posenc.patching import disabled
+from hf_posenc.recipes.keeping import kept
 from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
 from hf_posenc.schemes._additive import AdditiveBias
 from hf_posenc.schemes._buckets import Buckets
@@ -129,7 +129,8 @@ def fit(
                 target = _target(like, geometry, options, means.get(id(attentions[layer])))
                 wanted.setdefault(id(scheme), []).append(target)
     sums = torch.zeros(3, dtype=torch.float64)
-    with _all_or_nothing(list(found.values())):
+    # All or none, also where it is a later one that fails.
+    with kept([parameter for scheme in found.values() for parameter in scheme.parameters()]):
         for key, scheme in found.items():
             far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
             sums += _regress(scheme, wanted[key], far, steps)
@@ -141,20 +142,6 @@ def fit(
 def additive() -> list[str]:
     """Return the names of the schemes that add a bias of the distance."""
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
-
-
-@contextlib.contextmanager
-def _all_or_nothing(schemes: list[AdditiveBias]) -> Iterator[None]:
-    """Put the parameters of schemes back, without gradients, if something raises."""
-    kept = [(p, p.detach().clone()) for scheme in schemes for p in scheme.parameters()]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
-                parameter.grad = None
-        raise
 
 
 def _shared(body: nn.Module, group: int) -> Any:
@@ -261,15 +248,13 @@ def _regress(scheme: AdditiveBias, wanted: list[Callable[[Block], Tensor]], leng
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    kept = [p.detach().clone() for p in trained]
-    if len(trained) == len(list(scheme.parameters())):
-        scheme.begin_fit()
-    for _ in range(steps):
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-    optimizer.zero_grad()
-    with torch.no_grad():
-        if not error() <= before:
-            for parameter, value in zip(trained, kept, strict=True):
-                parameter.copy_(value)
+    with kept(trained) as put_back:
+        if len(trained) == len(list(scheme.parameters())):
+            scheme.begin_fit()
+        for _ in range(steps):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if not error() <= before:
+                put_back()
     with torch.no_grad():
         return torch.stack([before, error(), square(target)]).double()

@@ -17,6 +17,7 @@ from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patching import disabled
 from hf_posenc.recipes.distillation import without_jumps
+from hf_posenc.recipes.keeping import kept
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.scheme import Scheme
 
@@ -194,26 +195,14 @@ def _training_only(model: nn.Module, weights: list[nn.Parameter]) -> Iterator[Ca
     """Leave gradients to these weights, and dropout out; gives what puts the weights back, as is done when something raises."""
     own = {id(weight) for weight in weights}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-    kept = [weight.detach().clone() for weight in weights]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for weight, old in zip(weights, kept, strict=True):
-                weight.copy_(old)
-
     for parameter in others:
         parameter.requires_grad_(False)
     try:
-        with evaluating(model):
+        with kept(weights) as put_back, evaluating(model):
             yield put_back
-    except BaseException:
-        put_back()
-        raise
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
-        for weight in weights:
-            weight.grad = None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,29 @@
+"""Weights as they were: for fits that lead nowhere, or are broken off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def kept(weights: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Give what puts weights back as they are now, as is done when something raises; leave no gradients on them."""
+    values = [weight.detach().clone() for weight in weights]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for weight, value in zip(weights, values, strict=True):
+                weight.copy_(value)
+
+    try:
+        yield put_back
+    except BaseException:
+        put_back()
+        raise
+    finally:
+        for weight in weights:
+            weight.grad = None
