@@ -83,6 +83,16 @@ def test_equals_the_reference_behind_a_cache(
     compare(got, want, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("max_distance", [1, 2, 3])
+def test_ends_next_to_a_query(max_distance: int) -> None:
+    """What is near begins at a tile of keys, which must not be the one after the first query's own key."""
+    scheme = make("disentangled", max_distance=max_distance).double()
+    for before in (62, 63, 64, 127, 191):
+        places = torch.arange(before + 16)[None]
+        got, want = (one_attention(scheme, executor, places, None, queries=16) for executor in ("fused", "dense"))
+        compare(got, want, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("numbers", [1, 2**15], ids=["pairs of heads", "rows of the batch"])
 @every_case
 def test_how_much_is_in_cache_at_once_makes_no_difference(

@@ -40,7 +40,8 @@ class Piece:
 
     Attributes:
         keys: Which.
-        bias: With what is hidden in it, `[B|1, H, q|1, keys]`, float32 or float64.
+        bias: With what is hidden in it, `[B|1, H, q|1, keys]`, float32 or float64. Where a block has several pieces, no row of
+            one is -inf throughout, since the kernel has 0 for the logarithm of its sum.
         causal: Whether row i sees the first i + 1 of these keys only, and the bias does not say so.
     """
 

@@ -66,7 +66,8 @@ class ProductsBias(BlockBias):
         self.distances = next(x.shape[1] for x in (of_queries, of_keys) if x is not None) - vectors.ahead
         self.end, self.beyond = self.keys, 0
         if self.distances < self.keys:
-            self.end, self.beyond = self.distances - 1, _ROWS + _TILE
+            # That of distance 0 is near in any case: no row's keys may all be hidden in a piece, see `Piece`.
+            self.end, self.beyond = max(1, self.distances - 1), _ROWS + _TILE
             if of_keys is not None:
                 always = of_keys[:, 0] if always is None else always + of_keys[:, 0]
                 of_keys = of_keys - of_keys[:, :1]
