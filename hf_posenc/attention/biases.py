@@ -204,6 +204,19 @@ class Hidden:
 # -- tables of distances ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Falling:
+    """A table of distances as `TableBias.block` looks at it.
+
+    Attributes:
+        table: From the largest distance down, with what is ahead of a query behind that, `[H, M]`.
+        first: Where the first key is that gets a weight, int64 `[H]`; `None` if all do.
+    """
+
+    table: Tensor
+    first: Tensor | None
+
+
 class TableBias(BlockBias):
     """A table of distances, where the distance of two tokens is the difference of their slots.
 
@@ -232,38 +245,34 @@ class TableBias(BlockBias):
     def leaves_out(self, inputs: Sequence[Tensor]) -> bool:
         return self.causal and self.hidden.mask.only_ahead and spread_of(inputs[0]) > far.NATS
 
-    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> Tensor:
-        """Return the table from the largest distance down, with what is ahead of a query behind that, `[H, M]`.
-
-        Distances at which keys get no weight are hidden.
-        """
+    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> _Falling:
+        """Return the table from the largest distance down; distances at which keys get no weight are hidden."""
         (table,) = inputs
         if slack is not None:
             table = table.masked_fill(table <= table[:, :1] - slack[:, None], -math.inf)
         # `block` looks at it as if its rows lay one after the other.
         falling = table.flip(1).contiguous()
-        if not self.causal and not self.hides:
-            return falling
-        falling = falling[:, : self.keys]
-        ahead = falling.new_full((), -math.inf) if self.hides else falling[:, -1:]
-        return torch.cat((falling, ahead.expand(len(falling), self.keys - 1)), dim=1)
+        first = None if slack is None else _first(falling != -math.inf)
+        if self.causal or self.hides:
+            falling = falling[:, : self.keys]
+            ahead = falling.new_full((), -math.inf) if self.hides else falling[:, -1:]
+            falling = torch.cat((falling, ahead.expand(len(falling), self.keys - 1)), dim=1)
+        return _Falling(falling, first)
 
     def spread(self, prepared: object) -> float:
-        assert isinstance(prepared, Tensor)
-        return spread_of(prepared)
+        assert isinstance(prepared, _Falling)
+        return spread_of(prepared.table)
 
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
-        assert isinstance(prepared, Tensor)
-        stride, first = prepared.stride(0), self.queries - block.stop
-        shape = (1, len(prepared), block.rows, block.keys)
-        return self.hidden.put(prepared.as_strided(shape, (0, stride, 1, 1), first), block)
+        assert isinstance(prepared, _Falling)
+        table, first = prepared.table, self.queries - block.stop
+        shape = (1, len(table), block.rows, block.keys)
+        return self.hidden.put(table.as_strided(shape, (0, table.stride(0), 1, 1), first), block)
 
     def first_keys(self, prepared: object, block: RowBlock) -> Tensor | None:
-        assert isinstance(prepared, Tensor)
-        if not self.causal or not self.hidden.mask.only_ahead:
-            return None
+        assert isinstance(prepared, _Falling)
         # The first row of the block is the nearest to the first key.
-        return (_first(prepared != -math.inf) + block.start - self.queries + 1).clamp_min_(0)
+        return None if prepared.first is None else (prepared.first + block.start - self.queries + 1).clamp_min_(0)
 
     def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
         return _TableGradient(self, inputs[0], prepared)
@@ -273,7 +282,7 @@ class _TableGradient(Gradient):
     """Sums blocks into one strip in which a distance lies on a line of its own, and at the end along these lines."""
 
     def __init__(self, bias: TableBias, table: Tensor, prepared: object) -> None:
-        assert isinstance(prepared, Tensor)
+        assert isinstance(prepared, _Falling)
         self.bias, self.prepared, self.size = bias, prepared, table.shape[1]
         self.strip: Tensor | None = None
         self.dtype = table.dtype
@@ -285,7 +294,7 @@ class _TableGradient(Gradient):
         if self.strip is None:
             # Behind the last column as many zeros as there are rows, since lines that leave a row go on in the next.
             width = max(self.size, self.bias.queries + self.bias.keys) + block.rows
-            self.strip = d_logits.new_zeros(len(self.prepared), block.rows, width)
+            self.strip = d_logits.new_zeros(len(self.prepared.table), block.rows, width)
         start = self.bias.queries - block.stop
         self.strip[heads, : block.rows, start + first : start + block.keys] += over_batch(d_logits)
 

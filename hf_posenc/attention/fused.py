@@ -219,9 +219,9 @@ def _from(pieces: list[Piece], heads: slice, first: int) -> list[Piece]:
 
 def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return output and logarithm of the sum of exponentials over the keys of two calls."""
-    lse = torch.logaddexp(first[1], second[1])
-    share = [(part - lse).exp_()[..., None] for part in (first[1], second[1])]
-    return (first[0] * share[0]).add_(second[0] * share[1]).to(first[0].dtype), lse
+    (output, lse), (other, other_lse) = first, second
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    return torch.lerp(output.to(share), other.to(share), share).to(output.dtype), torch.logaddexp(lse, other_lse)
 
 
 def _with_inputs(plan: Plan, inputs: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[Part, tuple[Tensor, ...]]]:
