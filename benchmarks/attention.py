@@ -6,7 +6,9 @@
     python benchmarks/attention.py op --device cuda
 
 `op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1; beside the
-schemes stand the same with a float mask S x S, what a user writes today for a custom bias, and the textbook form ("eager").
+schemes stand the same with a float mask S x S, what a user writes today for a custom bias, the textbook form ("eager"), and three
+yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own rotation; and the kernel under torch's
+attention with a bias that costs nothing to make and learns nothing, a view of a table.
 `model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model.
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a round. One thread is
@@ -22,7 +24,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_posenc
 import hf_posenc.attention
+from hf_posenc.attention import kernel
 
 HEADS, HEAD_DIM = 8, 64
 HIDDEN = HEADS * HEAD_DIM
 PLAIN, MASKED, LEARNED_MASK, EAGER = "plain", "with a mask", "with a learned mask", "eager"
+# What no form of a scheme can be faster than, and what a stock Llama does.
+COPIES, ROTATED, VIEW = "q and k copied", "rotated as in transformers", "bias at hand, by blocks"
+FREQUENCIES = (10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)).float()
 # The materialised forms keep several tensors S x S x heads.
 LONGEST_MATERIALISED = 2048
 MODEL = {
@@ -126,11 +133,52 @@ def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str,
         cases[LEARNED_MASK] = case(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]), [bias])
         scale = HEAD_DIM**-0.5
         cases[EAGER] = case(lambda: (q @ k.mT * scale + mask).softmax(-1) @ v, [])
+    cases[COPIES] = case(lambda: F.scaled_dot_product_attention(q.clone(), k.clone(), v, is_causal=True), [])
+    angles = places[0, :, None] * FREQUENCIES.repeat(2)
+    cos, sin = (x[None].to(dtype) for x in (angles.cos(), angles.sin()))
+    cases[ROTATED] = case(
+        lambda: F.scaled_dot_product_attention(*apply_rotary_pos_emb(q, k, cos, sin), v, is_causal=True), []
+    )
+    if q.device.type == "cpu":
+        cases[VIEW] = with_a_view(*(x.detach() for x in (q, k, v)), grad)
     for name in schemes:
         module = scheme(name, length)
         call = attending(module, q, k, v, places, hidden)
         cases[name] = case(call, list(module.parameters()))
     return cases
+
+
+def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
+    """Return attention by blocks of rows, with a bias of each that is a view of one table."""
+    length, rows, scale = q.shape[2], 256, HEAD_DIM**-0.5
+    table = torch.randn(HEADS, 2 * length)
+    table[:, length:] = -math.inf
+
+    def blocks() -> Iterator[tuple[slice, slice, Tensor]]:
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            shape, strides = (1, HEADS, stop - start, stop), (0, 2 * length, 1, 1)
+            yield slice(start, stop), slice(stop), table.as_strided(shape, strides, length - stop)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for here, keys, bias in blocks():
+            found = kernel.forward(q[:, :, here].flip(2), k[:, :, keys], v[:, :, keys], bias, scale)
+            output[:, :, here], lse[:, :, here] = (x.flip(2) for x in found)
+        return output, lse
+
+    def both() -> tuple[Tensor, ...]:
+        of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        output, lse = forward()
+        for here, keys, bias in blocks():
+            of_rows, q_rows, out_rows, lse_rows = (x[:, :, here].flip(2) for x in (grad, q, output, lse))
+            found = kernel.backward(of_rows, q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows, bias, scale)
+            of_q[:, :, here] = found[0].flip(2)
+            of_k[:, :, keys] += found[1]
+            of_v[:, :, keys] += found[2]
+        return of_q, of_k, of_v
+
+    return lambda: {"forward": seconds(forward), "forward + backward": seconds(both)}
 
 
 def attending(
@@ -146,13 +194,12 @@ def attending(
 
 def scheme(name: str, length: int) -> hf_posenc.Scheme:
     """Build a scheme as on a Llama of this length, with its parameters away from where they start."""
-    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
     geometry = hf_posenc.Geometry(
         heads=HEADS,
         kv_heads=HEADS,
         head_dim=HEAD_DIM,
         hidden_size=HIDDEN,
-        inv_freq=frequencies.float(),
+        inv_freq=FREQUENCIES,
         max_positions=length,
         last=False,
     )
