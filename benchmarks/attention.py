@@ -3,13 +3,15 @@
     python benchmarks/attention.py op --output benchmarks/results/attention_op
     python benchmarks/attention.py model --output benchmarks/results/attention_model
     python benchmarks/attention.py decode --output benchmarks/results/attention_decode
+    python benchmarks/attention.py peers --output benchmarks/results/attention_peers
     python benchmarks/attention.py op --device cuda
 
 `op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1; beside the
 schemes stand the same with a float mask S x S, what a user writes today for a custom bias, the textbook form ("eager"), and three
 yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own rotation; and the kernel under torch's
 attention with a bias that costs nothing to make and learns nothing, a view of a table.
-`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model.
+`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model. `peers` is
+`op` for schemes that other packages have, and what these take (x-transformers where it is installed).
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a round. One thread is
 timed by its own CPU time, several by the clock, a GPU by its own events: there the default is bfloat16, lengths up to 16,384, and the
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from memory import causal_schemes, machine
+from peers import Operands, peers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
@@ -65,24 +68,29 @@ Case = Callable[[], dict[str, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["op", "model", "decode"])
+    parser.add_argument("what", choices=["op", "model", "decode", "peers"])
     parser.add_argument("--schemes", nargs="+", help="default all; on a GPU those with kernels")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--lengths", nargs="+", type=int, help="default 1024 2048 4096 (GPU: 1024 4096 16384); model 1024; decode 4096"
+        "--lengths",
+        nargs="+",
+        type=int,
+        help="default 1024 2048 4096 (GPU: 1024 4096 16384); model 1024; decode 4096; peers 1024 2048",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32; bfloat16 on a GPU")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    makers = {"op": operations, "model": training_steps, "decode": decoding_steps}
+    makers = {"op": operations, "model": training_steps, "decode": decoding_steps, "peers": beside_peers}
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         # Elsewhere this would send every call of torch through Python, which schemes of many calls pay for.
         torch.set_default_device(arguments.device)
     usual = [1024, 4096, 16384] if on_gpu else [1024, 2048, 4096]
-    lengths = arguments.lengths or {"op": usual, "model": [1024], "decode": [4096]}[arguments.what]
+    lengths = (
+        arguments.lengths or {"op": usual, "model": [1024], "decode": [4096], "peers": [1024, 2048]}[arguments.what]
+    )
     precision = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     dtype, where = getattr(torch, precision), f"{torch.cuda.get_device_name()}, {machine()}" if on_gpu else machine()
     schemes = arguments.schemes or [name for name in causal_schemes() if not on_gpu or has_kernels(name)]
@@ -110,19 +118,12 @@ def main() -> None:
 
 def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
     """Return the attention of one layer, with nothing, with a mask, and with each scheme."""
-    q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM, dtype=dtype, requires_grad=True) for _ in range(3))
-    grad, hidden = torch.randn_like(q), torch.randn(1, length, HIDDEN, dtype=dtype)
+    of, grad = operands(length, dtype)
+    q, k, v = of.q, of.k, of.v
     places = torch.arange(length)[None]
 
     def case(function: Callable[[], Tensor], parameters: list[Tensor]) -> Case:
-        def run() -> dict[str, float]:
-            with torch.no_grad():
-                forward = seconds(function)
-            targets = [q, k, v, *parameters]
-            both = seconds(lambda: torch.autograd.grad(function(), targets, grad, allow_unused=True))
-            return {"forward": forward, "forward + backward": both}
-
-        return run
+        return both_ways(function, [q, k, v, *parameters], grad)
 
     cases = {PLAIN: case(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [])}
     if length <= LONGEST_MATERIALISED:
@@ -143,9 +144,41 @@ def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str,
         cases[VIEW] = with_a_view(*(x.detach() for x in (q, k, v)), grad)
     for name in schemes:
         module = scheme(name, length)
-        call = attending(module, q, k, v, places, hidden)
-        cases[name] = case(call, list(module.parameters()))
+        cases[name] = case(attending(module, of), list(module.parameters()))
     return cases
+
+
+def beside_peers(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return the attention of one layer, with each of the schemes that another package has, and as that package does it."""
+    of, grad = operands(length, dtype)
+    qkv = [of.q, of.k, of.v]
+    plain = both_ways(lambda: F.scaled_dot_product_attention(*qkv, is_causal=True), qkv, grad)
+    cases = {PLAIN: plain}
+    for peer in sorted(peers(of), key=lambda peer: peer.scheme):
+        if peer.scheme in schemes:
+            with_options = "".join(f", {name}={value!r}" for name, value in peer.options.items())
+            module = scheme(peer.scheme, length, **peer.options)
+            cases[peer.scheme + with_options] = both_ways(attending(module, of), [*qkv, *module.parameters()], grad)
+            cases[f"{peer.scheme}, {peer.package}"] = both_ways(peer.run, [*qkv, *peer.parameters], grad)
+    return cases
+
+
+def operands(length: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """Return those of one layer, and a gradient of its output."""
+    q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM, dtype=dtype, requires_grad=True) for _ in range(3))
+    return Operands(q, k, v, torch.randn(1, length, HIDDEN, dtype=dtype)), torch.randn_like(q)
+
+
+def both_ways(function: Callable[[], Tensor], targets: list[Tensor], grad: Tensor) -> Case:
+    """Return the case of a function, and of it with the gradients of these tensors."""
+
+    def run() -> dict[str, float]:
+        with torch.no_grad():
+            forward = seconds(function)
+        both = seconds(lambda: torch.autograd.grad(function(), targets, grad, allow_unused=True))
+        return {"forward": forward, "forward + backward": both}
+
+    return run
 
 
 def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
@@ -181,18 +214,20 @@ def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
     return lambda: {"forward": seconds(forward), "forward + backward": seconds(both)}
 
 
-def attending(
-    module: hf_posenc.Scheme, q: Tensor, k: Tensor, v: Tensor, places: Tensor, hidden: Tensor
-) -> Callable[[], Tensor]:
+def attending(module: hf_posenc.Scheme, of: Operands) -> Callable[[], Tensor]:
+    places = torch.arange(of.length)[None]
+
     def call() -> Tensor:
-        output = hf_posenc.attend(module, q, k, v, query_positions=places, key_positions=places, hidden=hidden)
+        output = hf_posenc.attend(
+            module, of.q, of.k, of.v, query_positions=places, key_positions=places, hidden=of.hidden
+        )
         assert isinstance(output, Tensor)
         return output
 
     return call
 
 
-def scheme(name: str, length: int) -> hf_posenc.Scheme:
+def scheme(name: str, length: int, **options: Any) -> hf_posenc.Scheme:
     """Build a scheme as on a Llama of this length, with its parameters away from where they start."""
     geometry = hf_posenc.Geometry(
         heads=HEADS,
@@ -203,7 +238,7 @@ def scheme(name: str, length: int) -> hf_posenc.Scheme:
         max_positions=length,
         last=False,
     )
-    module = hf_posenc.build(name, geometry)
+    module = hf_posenc.build(name, geometry, **options)
     disturb(module)
     return module
 
@@ -315,6 +350,7 @@ def table(what: str, results: dict[str, Any], setting: str, command: str) -> str
     first = next(iter(results.values()))
     kinds = list(first[PLAIN])
     subject = {
+        "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's own without positions.",
         "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions.",
         "model": "A training step of a Llama with 4 layers (hidden 512, 8 heads on 4 kv heads); 1 is the stock model.",
         "decode": "One more token of that Llama after S cached ones; 1 is the stock model.",
