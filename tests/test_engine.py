@@ -440,6 +440,23 @@ def test_positions_with_gaps_are_looked_up(name: str, form: str) -> None:
     assert chosen(make(name), places) == "fused (bias by blocks)"
 
 
+@pytest.mark.parametrize(("gap", "form"), [(900, "distance table by index"), (10**6, "bias by blocks")])
+def test_a_bias_may_hide_all_keys_before_a_block(gap: int, form: str) -> None:
+    places = torch.cat((torch.arange(100), gap + torch.arange(80)))[None]
+    ids = models.tokens("llama", 1, places.shape[1])
+    found = []
+    for backend in ("sdpa", "eager"):
+        model = models.stock("llama", attn_implementation=backend)
+        hf_posenc.patch(model, "t5", max_distance=40, init="zero")
+        with torch.no_grad():
+            for table in models.new_parameters(model).values():
+                table[-1] = -torch.inf
+            with engine.recorded() as choices:
+                found.append(model(ids, position_ids=places, use_cache=False).logits)
+        assert {str(choice) for choice in choices} == {f"fused ({form})" if backend == "sdpa" else "dense"}
+    torch.testing.assert_close(*found, **models.SAME)
+
+
 @pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["kerple", "fire"])
 def test_queries_may_have_one_row_of_positions_where_keys_have_several(name: str, layout) -> None:

@@ -91,6 +91,11 @@ def spread_of(table: Tensor) -> float:
     return float((table.amax(dim=-1) - lowest).max())
 
 
+def finite(bias: Tensor) -> Tensor:
+    """Return a bias with the smallest number in place of -inf, which may be all that a row has in one of several `Piece`s."""
+    return bias.clamp_min(torch.finfo(bias.dtype).min)
+
+
 def _first(those: Tensor) -> Tensor:
     """Return where a bool tensor `[..., K]` is true the first time, int64 `[...]`; 0 if nowhere."""
     return those.to(torch.uint8).argmax(-1)
@@ -428,7 +433,7 @@ class AnyBias(BlockBias):
     def block(self, prepared: object, block: RowBlock) -> list[Piece]:
         assert isinstance(prepared, (tuple, list))
         parts = [x[place] for x, place in zip(prepared, self.places(block), strict=False)]
-        return self.hidden.split(self.plain(parts, block), block, by_kernel=True)
+        return self.hidden.split(finite(self.plain(parts, block)), block, by_kernel=True)
 
     def plain(self, parts: Sequence[Tensor], block: RowBlock) -> Tensor:
         """Return the bias without the mask `[B|1, H, q, K]`, given the block's part of each operand."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock, over_batch, spread_of
+from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock, finite, over_batch, spread_of
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
 from hf_posenc.structures import DistanceTable, PiecewiseLinear
@@ -60,7 +60,7 @@ class TableLookup(_Lookup):
 
     def __init__(self, added: DistanceTable, task: Task, mask: Mask, *, causal: bool) -> None:
         super().__init__(task, mask, causal=causal)
-        self.inputs = (added.at(self.distances, self.dtype),)
+        self.inputs = (finite(added.at(self.distances, self.dtype)),)
 
     def spread(self, prepared: object) -> float:
         assert isinstance(prepared, (tuple, list))
