@@ -641,6 +641,26 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
     assert list(places["empty"].iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "command", ["plan gfire fire", "eval tiny-llama gfire --out {out}", "train llama-fire model=runs/gfire --out {out}"]
+)
+def test_a_mistyped_directory_is_refused_at_once_without_a_network(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(url: str) -> None:
+        raise ConnectionError(f"no way to {url}.")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    # Whoever else asked would ask for half a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run(*shlex.split(command.format(out=tmp_path / "out")))
+    assert result.exit_code == 1
+    assert "hf-posenc: There is no directory " in result.stderr
+    assert "gfire, and the hub" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("command", "sentence"), [("recipes", "FIRE in place"), ("schemes", "A small network of the")])
 def test_tables_keep_their_sentences_in_a_narrow_terminal(command: str, sentence: str) -> None:
     narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"})
