@@ -4,8 +4,8 @@
 2. The leaders at a length are the one of the lowest perplexity and all that do not differ from it.
 3. Of leaders, the native model is recommended if it is one: what is there already costs nothing. Otherwise the one of the
    shortest training step; of those whose intervals of that overlap, the one that keeps the least memory.
-4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length, or does
-   not differ from that.
+4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length. It loses on
+   them if it is more than that, and more beyond chance than at the trained length; otherwise the windows are too few to tell.
 5. One recommendation for both uses is given if the native model is recommended at the trained length and the leader beyond
    costs at most `ACCEPTABLE` there.
 """
@@ -170,11 +170,12 @@ def _far_reasons(
         text += f" Of these, {far} has the cheapest training step."
     yield text
     growth = found[far].growth(farthest, trained)
-    holds = (
-        "so it reads longer texts"
-        if growth.mean <= HOLDS or growth.low <= 1
-        else "so even this one loses on longer texts"
-    )
+    if growth.mean <= HOLDS:
+        holds = "so it reads longer texts"
+    elif growth.low > 1:
+        holds = "so even this one loses on longer texts"
+    else:
+        holds = f"so whether it loses on longer texts cannot be told from {len(native.losses[0])} windows"
     yield f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}, {holds}."
     if far != NATIVE:
         ratio = found[far].ratio(trained, native)
