@@ -311,6 +311,19 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_recipe_for_another_architecture_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "The recipe gpt2-fire was made for gpt2 models, and tiny-llama is a llama"
+    typed = ["train", "gpt2-fire", "model=tiny-llama", "training.steps=1", "evaluation.contexts=[64]", "--out", "run"]
+    monkeypatch.chdir(tmp_path)
+    planned = run(*typed, "--dry-run").stdout
+    assert said in planned
+    assert "llama-fire is the recipe for this one." in planned
+    done = run(*typed)
+    assert done.exit_code == 0, done.stderr
+    assert said in " ".join(done.stdout.split())
+    assert "was made for" not in run("train", "context-extension", "--out", "other", "--dry-run").stdout
+
+
 def test_launch_starts_the_same_command_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The launcher is replaced by what it would start.
     program = f"import os, sys; print(sys.argv[1:], os.environ['HF_POSENC_COMMAND'], file=open({str(tmp_path / 'seen')!r}, 'w'))"
