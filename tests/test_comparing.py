@@ -213,6 +213,14 @@ def test_of_leaders_the_cheapest_is_taken() -> None:
     assert found.overall == "c"
     assert "b and c cannot be told from it. Of these, c has the cheapest" in found.reasons[0]
     assert "cheapest to train is d" in found.reasons[-1]
+    assert "the dearest is a" in found.reasons[-1]
+
+
+def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
+    found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
+    assert found.reasons[-1] == (
+        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; in time a cannot be told from it."
+    )
 
 
 def test_what_cannot_read_so_far_does_not_lead_there() -> None:

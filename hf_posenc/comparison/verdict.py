@@ -99,15 +99,18 @@ def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
 
 def cheapest(costs: Mapping[str, Cost]) -> str:
     """Return the model of the shortest step; of those whose intervals overlap, the one that keeps the least memory."""
+    alike = as_fast(costs)
+    return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
+
+
+def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
+    """Return the model of the shortest step and those whose intervals overlap with its."""
     first = min(costs.values(), key=lambda each: each.time.mean).time
     # The interval of a single pair is not known.
     end = first.mean if math.isnan(first.high) else first.high
-    alike = {
-        name: each
-        for name, each in costs.items()
-        if (each.time.mean if math.isnan(each.time.low) else each.time.low) <= end
-    }
-    return min(alike, key=lambda name: (alike[name].memory_ratio, alike[name].parameters, name))
+    return tuple(
+        name for name, each in costs.items() if (each.time.mean if math.isnan(each.time.low) else each.time.low) <= end
+    )
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
@@ -196,10 +199,14 @@ def _cost_reasons(found: Mapping[str, Findings]) -> Iterator[str]:
     costs = {name: each.cost for name, each in found.items() if name != NATIVE}
     if not costs:
         return
-    least = cheapest(costs)
+    least, alike = cheapest(costs), as_fast(costs)
     most = max(costs, key=lambda name: costs[name].time.mean)
     text = f"The cheapest to train is {least}: {_times(costs[least])}"
-    if most != least:
+    others = [name for name in alike if name != least]
+    # Its mean may well be longer than theirs.
+    if others:
+        text += f"; in time {_list(others)} cannot be told from it"
+    if most not in alike:
         text += f"; the dearest is {most}: {_times(costs[most])}"
     yield text + "."
 
