@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_posenc import __version__, record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.planning import Plan
+from hf_posenc.recipes import suitability
 from hf_posenc.recipes.recipe import Adapter, Conversion, Distillation, Recipe
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
@@ -143,7 +144,7 @@ class Facts:
             fate=_fate(recipe.conversion, came_with),
             came_with=came_with,
             start=_start(recipe.conversion, plan),
-            cautions=() if plan is None else plan.warnings,
+            cautions=(*suitability.cautions(recipe, inner.config), *(() if plan is None else plan.warnings)),
             steps=training.steps,
             batch_size=training.batch_size,
             length=training.length or trained_length,

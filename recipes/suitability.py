@@ -6,7 +6,8 @@ from typing import Any
 
 from hf_posenc import record
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes import consistency
+from hf_posenc.patches.architecture import of_config
+from hf_posenc.recipes import consistency, library
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.measurements import table_end
 from hf_posenc.recipes.recipe import Recipe
@@ -43,6 +44,28 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
             "read them whole. Leave it out."
         )
     return length, own or length
+
+
+def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
+    """Say if a recipe of the package, which its summary tells, was made and measured for models of another architecture.
+
+    Args:
+        recipe: As read.
+        config: Of a model of transformers.
+    """
+    name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
+    if name is None:
+        return ()
+    made_for = next((prefix for prefix in ("gpt2", "t5") if name.startswith(f"{prefix}-")), "llama")
+    architecture = of_config(config).name
+    if architecture == made_for:
+        return ()
+    own = f"{architecture}-{recipe.conversion.scheme}"
+    instead = f" {own} is the recipe for this one." if own in library.names() else ""
+    return (
+        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how it begins, were "
+        f"not tried on such.{instead}",
+    )
 
 
 def check_unconverted(recipe: Recipe, config: Any) -> None:

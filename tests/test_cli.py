@@ -311,6 +311,19 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_recipe_for_another_architecture_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "The recipe gpt2-fire was made for gpt2 models, and tiny-llama is a llama"
+    typed = ["train", "gpt2-fire", "model=tiny-llama", "training.steps=1", "evaluation.contexts=[64]", "--out", "run"]
+    monkeypatch.chdir(tmp_path)
+    planned = run(*typed, "--dry-run").stdout
+    assert said in planned
+    assert "llama-fire is the recipe for this one." in planned
+    done = run(*typed)
+    assert done.exit_code == 0, done.stderr
+    assert said in " ".join(done.stdout.split())
+    assert "was made for" not in run("train", "context-extension", "--out", "other", "--dry-run").stdout
+
+
 def test_launch_starts_the_same_command_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The launcher is replaced by what it would start.
     program = f"import os, sys; print(sys.argv[1:], os.environ['HF_POSENC_COMMAND'], file=open({str(tmp_path / 'seen')!r}, 'w'))"
@@ -639,6 +652,26 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
     for word in words:
         assert word in result.stderr
     assert list(places["empty"].iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", ["plan gfire fire", "eval tiny-llama gfire --out {out}", "train llama-fire model=runs/gfire --out {out}"]
+)
+def test_a_mistyped_directory_is_refused_at_once_without_a_network(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(url: str) -> None:
+        raise ConnectionError(f"no way to {url}.")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    # Whoever else asked would ask for half a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run(*shlex.split(command.format(out=tmp_path / "out")))
+    assert result.exit_code == 1
+    assert "hf-posenc: There is no directory " in result.stderr
+    assert "gfire, and the hub" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("command", "sentence"), [("recipes", "FIRE in place"), ("schemes", "A small network of the")])

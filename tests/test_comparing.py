@@ -191,6 +191,12 @@ def test_there_are_two_recommendations_where_length_costs_much() -> None:
     assert "22.3" in said
 
 
+def test_whether_a_scheme_reads_longer_texts_is_left_open_where_chance_explains_what_it_loses() -> None:
+    said = " ".join(judged(findings("a", 2.1, 2.8, noise=2.0)).reasons)
+    assert "so whether it loses on longer texts cannot be told from" in said
+    assert "reads longer texts" not in said
+
+
 def test_a_loss_that_could_be_chance_is_still_a_loss() -> None:
     found = judged(findings("a", 2.1, 2.1, noise=1.0))
     assert found.overall is None
@@ -207,6 +213,14 @@ def test_of_leaders_the_cheapest_is_taken() -> None:
     assert found.overall == "c"
     assert "b and c cannot be told from it. Of these, c has the cheapest" in found.reasons[0]
     assert "cheapest to train is d" in found.reasons[-1]
+    assert "the dearest is a" in found.reasons[-1]
+
+
+def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
+    found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
+    assert found.reasons[-1] == (
+        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; in time a cannot be told from it."
+    )
 
 
 def test_what_cannot_read_so_far_does_not_lead_there() -> None:
@@ -355,6 +369,15 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert alibi.start_ratio > 2
     assert alibi.cost.cache_bytes == hf_posenc.plan(CONFIG, "alibi").cache_bytes_per_token
     assert alibi.cost.own_cache_bytes == 4 * 2 * 2 * 24 * 4
+
+    # In another order it is the same comparison.
+    (once, again) = (
+        Path(path).stat().st_mtime_ns for path in (out / "comparison.json", out / "runs" / "alibi" / "run.json")
+    )
+    reordered = CliRunner().invoke(cli.app, [*typed[:2], *reversed(changes), *typed[4:]])
+    assert "another comparison" not in reordered.output
+    assert (out / "comparison.json").stat().st_mtime_ns == once
+    assert (out / "runs" / "alibi" / "run.json").stat().st_mtime_ns == again
 
     other = CliRunner().invoke(cli.app, [*typed[:-1], str(tmp_path)])
     assert other.exit_code == 1

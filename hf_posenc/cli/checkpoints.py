@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,9 @@ def load_config(model: str) -> PreTrainedConfig:
     """Return the config of a checkpoint."""
     from transformers import AutoConfig
 
-    # A hub name has at most one slash. Anything else that is not there would be answered by a puzzling line on the hub.
-    if not Path(model).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
-        raise CheckpointError(
-            f"There is no directory {model}. Give a directory with a checkpoint, or a name on the hub."
-        )
+    from hf_posenc.recipes.loading import check_place
+
+    check_place(model)
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise CheckpointError(f"There is no config.json in {model}. {_instead_of(Path(model))}")
     with _reading(model, "config"):

@@ -212,5 +212,6 @@ def _plan(recipe: Recipe) -> str:
         )
         lines.append(str(planned))
     tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
+    lines += [f"{'warning:':<20} {caution}" for caution in suitability.cautions(recipe, config)]
     lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
     return "\n".join(lines)

@@ -92,7 +92,8 @@ def compare(
     asked = {
         "model": model,
         "budget": budget,
-        "overrides": [*overrides],
+        # Each key is given once, so their order says nothing.
+        "overrides": sorted(overrides),
         "measures": None if measures is None else [*measures],
         "samples": samples,
     }
@@ -147,7 +148,9 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     if path.is_file():
         try:
             there = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            # Of earlier versions they are in the order that they were typed in.
+            there["overrides"] = sorted(there["overrides"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
                 f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). Restore it, or "
                 "choose another folder."

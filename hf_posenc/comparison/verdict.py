@@ -4,8 +4,8 @@
 2. The leaders at a length are the one of the lowest perplexity and all that do not differ from it.
 3. Of leaders, the native model is recommended if it is one: what is there already costs nothing. Otherwise the one of the
    shortest training step; of those whose intervals of that overlap, the one that keeps the least memory.
-4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length, or does
-   not differ from that.
+4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length. It loses on
+   them if it is more than that, and more beyond chance than at the trained length; otherwise the windows are too few to tell.
 5. One recommendation for both uses is given if the native model is recommended at the trained length and the leader beyond
    costs at most `ACCEPTABLE` there.
 """
@@ -99,15 +99,18 @@ def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
 
 def cheapest(costs: Mapping[str, Cost]) -> str:
     """Return the model of the shortest step; of those whose intervals overlap, the one that keeps the least memory."""
+    alike = as_fast(costs)
+    return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
+
+
+def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
+    """Return the model of the shortest step and those whose intervals overlap with its."""
     first = min(costs.values(), key=lambda each: each.time.mean).time
     # The interval of a single pair is not known.
     end = first.mean if math.isnan(first.high) else first.high
-    alike = {
-        name: each
-        for name, each in costs.items()
-        if (each.time.mean if math.isnan(each.time.low) else each.time.low) <= end
-    }
-    return min(alike, key=lambda name: (alike[name].memory_ratio, alike[name].parameters, name))
+    return tuple(
+        name for name, each in costs.items() if (each.time.mean if math.isnan(each.time.low) else each.time.low) <= end
+    )
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
@@ -170,11 +173,12 @@ def _far_reasons(
         text += f" Of these, {far} has the cheapest training step."
     yield text
     growth = found[far].growth(farthest, trained)
-    holds = (
-        "so it reads longer texts"
-        if growth.mean <= HOLDS or growth.low <= 1
-        else "so even this one loses on longer texts"
-    )
+    if growth.mean <= HOLDS:
+        holds = "so it reads longer texts"
+    elif growth.low > 1:
+        holds = "so even this one loses on longer texts"
+    else:
+        holds = f"so whether it loses on longer texts cannot be told from {len(native.losses[0])} windows"
     yield f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}, {holds}."
     if far != NATIVE:
         ratio = found[far].ratio(trained, native)
@@ -195,10 +199,14 @@ def _cost_reasons(found: Mapping[str, Findings]) -> Iterator[str]:
     costs = {name: each.cost for name, each in found.items() if name != NATIVE}
     if not costs:
         return
-    least = cheapest(costs)
+    least, alike = cheapest(costs), as_fast(costs)
     most = max(costs, key=lambda name: costs[name].time.mean)
     text = f"The cheapest to train is {least}: {_times(costs[least])}"
-    if most != least:
+    others = [name for name in alike if name != least]
+    # Its mean may well be longer than theirs.
+    if others:
+        text += f"; in time {_list(others)} cannot be told from it"
+    if most not in alike:
         text += f"; the dearest is {most}: {_times(costs[most])}"
     yield text + "."
 
