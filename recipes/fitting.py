@@ -42,6 +42,7 @@ class Fit:
     spread: float
 
 
+@torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
 def fit(
     model: PreTrainedModel,
     like: str = "native",

@@ -42,6 +42,7 @@ class Match:
     after: tuple[float, ...]
 
 
+@torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
 def match(
     model: PreTrainedModel,
     ids: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SAME, logits, stock, tokens
+from models import SAME, logits, loss, stock, tokens
 from transformers import ViTConfig, ViTModel
 
 import hf_posenc
@@ -129,6 +129,16 @@ def test_fitting_leaves_the_model_as_it_was_otherwise() -> None:
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_learns_where_the_caller_wants_no_gradients(mode: Any) -> None:
+    one, other = patched("llama", "kerple"), patched("llama", "kerple")
+    ids = tokens("llama", 2, 32)
+    with mode():
+        found = fit(one, ids=ids.clone(), steps=3)
+    assert found == fit(other, ids=ids, steps=3)
+    loss(one, "llama", ids).backward()
 
 
 def test_a_text_that_is_not_needed_is_not_read() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES, stacks_for, stock, tokens
+from models import DIRECTORIES, loss, stacks_for, stock, tokens
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
@@ -183,13 +183,15 @@ def test_a_packed_document_that_is_cut_begins_anew(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(distance(ids, torch.arange(48)[None]), distance(ids, None))
 
 
-def test_it_learns_where_the_caller_wants_no_gradients() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_learns_where_the_caller_wants_no_gradients(mode: Any) -> None:
     one = patched("llama", "kerple")
     other = copy.deepcopy(one)
     ids = tokens("llama", 4, 17)
-    with torch.no_grad():
-        found = match(one, ids, steps=3)
+    with mode():
+        found = match(one, ids.clone(), steps=3)
     assert found == match(other, ids, steps=3)
+    loss(one, "llama", ids).backward()
 
 
 @pytest.mark.parametrize(
