@@ -234,7 +234,8 @@ def check_loaded(source: object, info: Mapping[str, Any], *, accepts_misshapen: 
 _REMEDIES = {
     "missing_keys": (
         "misses",
-        "The file is incomplete, or the weights are those of an unconverted model: save it anew",
+        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, too, the file is "
+        "incomplete, or the weights are those of an unconverted model: save it anew",
     ),
     "unexpected_keys": ("has unknown", "config.json and the weights do not belong together: restore both"),
     "mismatched_keys": ("has misshapen", "config.json and the weights do not belong together: restore both"),
