@@ -104,6 +104,12 @@ def variants(direction: str | None = None) -> list[tuple[str, str, dict]]:
 
 
 every_variant = pytest.mark.parametrize(("name", "direction", "options"), variants(), ids=identify)
+# For what is decided before a scheme is asked, or about all of its parameters alike.
+every_default = pytest.mark.parametrize(
+    ("name", "direction", "options"),
+    [(name, way, {}) for name, info in schemes().items() for way in info.directions],
+    ids=identify,
+)
 every_causal_variant = pytest.mark.parametrize(("name", "direction", "options"), variants("causal"), ids=identify)
 every_scheme = pytest.mark.parametrize("name", list(schemes()))
 every_direction = pytest.mark.parametrize(
@@ -503,7 +509,7 @@ def test_a_float_mask_is_added_after_the_scheme(name: str, direction: str, optio
     torch.testing.assert_close(masked, want / want.sum(-1, keepdim=True), rtol=0, atol=1e-12)
 
 
-@every_variant
+@every_default
 @pytest.mark.parametrize("number", [-1e4, -65504.0, torch.finfo(torch.float32).min, -math.inf], ids=str)
 def test_any_number_that_hides_keys_in_a_float_mask_hides_them(
     name: str, direction: str, options: dict, number: float
@@ -913,7 +919,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@every_variant
+@every_default
 def test_parameters_stay_float32_when_the_model_is_cast(name: str, direction: str, options: dict, cast: str) -> None:
     scheme = make(name, direction, options)
     before = {key: value.clone() for key, value in scheme.state_dict().items()}

@@ -116,7 +116,7 @@ PARAMETERS = [
     pytest.param(case, marks=[pytest.mark.variant] * (case[1] not in _FIRSTS), id=f"{case[0]}-{_id(case[1])}")
     for case in CASES
 ]
-# What generation does to a cache besides to fill it, it does whatever the options of a scheme.
+# What generation does to a cache besides to fill it, and what is done with a module as a whole, is the same whatever the options of a scheme.
 by_scheme = pytest.mark.parametrize(
     "case", [p for p in PARAMETERS if p.values[0][1] in hf_posenc.schemes()], indirect=True
 )
@@ -345,6 +345,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
         torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@by_scheme
 def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -373,6 +374,7 @@ def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_
     hf_posenc.verify(loaded)
 
 
+@by_scheme
 def test_attentions_of_all_layers(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case, attn_implementation="eager")
     ids = tokens(architecture, 2, 13)
@@ -434,6 +436,7 @@ def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) 
     assert plan.parameters == sum(p.numel() for p in new_parameters(original).values())
 
 
+@by_scheme
 def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case
     model, other = stock(architecture), stock(architecture)
@@ -464,6 +467,7 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
     assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
 
 
+@by_scheme
 def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     seen = hf_posenc.verify(model)
