@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_posenc import record
 from hf_posenc.errors import RecipeError
-from hf_posenc.patches.architecture import of_config
+from hf_posenc.patches.architecture import architectures, of_config
 from hf_posenc.recipes import consistency, library
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.measurements import table_end
@@ -47,7 +47,7 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
 
 
 def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Say if a recipe of the package, which its summary tells, was made and measured for models of another architecture.
+    """Say if a recipe of the package, which its summary tells, is named after another architecture than the model's.
 
     Args:
         recipe: As read.
@@ -56,9 +56,8 @@ def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
     name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
     if name is None:
         return ()
-    made_for = next((prefix for prefix in ("gpt2", "t5") if name.startswith(f"{prefix}-")), "llama")
-    architecture = of_config(config).name
-    if architecture == made_for:
+    made_for, architecture = name.partition("-")[0], of_config(config).name
+    if made_for == architecture or made_for not in architectures():
         return ()
     own = f"{architecture}-{recipe.conversion.scheme}"
     instead = f" {own} is the recipe for this one." if own in library.names() else ""

@@ -37,7 +37,8 @@ def forward(
         causal: Hide from query i the keys after key i.
 
     Returns:
-        `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64.
+        `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64. A row whose bias is -inf throughout has
+        zeros for both from the fused kernel, NaN and -inf from plain products: let the smallest number hide it.
     """
     run = _fused if _kernel_works() else _plain
     return run(_rowwise(q), _rowwise(k), _rowwise(v), bias, scale, causal)
