@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention import far, kernel
-from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, Piece, RowBlock, TableBias
+from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, Piece, RowBlock
 from hf_posenc.attention.layout import slots_tell_distances
 from hf_posenc.attention.lookups import PiecewiseLookup, TableLookup
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.pieces import PiecewiseBias
 from hf_posenc.attention.products import ProductsBias
+from hf_posenc.attention.tables import TableBias
 from hf_posenc.attention.task import Task
 from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
