@@ -46,6 +46,7 @@ from hf_posenc.recipes.measurements import NATIVE, Measurements, Measuring, cont
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.progress import Progress, counting
 from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe
+from hf_posenc.recipes.threads import enough_threads
 
 RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
     "recipe.yaml",
@@ -179,6 +180,12 @@ class _Run:
         suitability.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
         length, own_length = suitability.lengths(recipe, model.config)
+        micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
+        with enough_threads(model, micro_batch * length):
+            return self._adapt(model, tokenizer, length, own_length)
+
+    def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
+        recipe = self.recipe
         data = load_data(
             recipe.data,
             tokenizer,

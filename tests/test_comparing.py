@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from models import DIRECTORIES
 from torch import nn
 from transformers import AutoConfig
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
-from hf_posenc.comparison import cost, examining, verdict
+from hf_posenc.comparison import cost, examining, pictures, verdict
 from hf_posenc.comparison.contestants import NATIVE, UNTRAINED, contestants
 from hf_posenc.comparison.decay import decay
 from hf_posenc.comparison.findings import Cost, Findings
@@ -237,6 +238,29 @@ def test_findings_survive_their_file(tmp_path: Path) -> None:
     assert again.at(128).equal(found.at(128))
     assert not again.reads(1024)
     assert (again.cost, again.contexts) == (found.cost, found.contexts)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_schemes_that_are_alike_lie_over_no_marker_and_no_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    alike = [findings(f"scheme {number}", 2 + number / 200, 2.1 + number / 500) for number in range(5)]
+    found = {each.name: each for each in (findings(NATIVE, 2.0, 4.0), *alike)}
+    pictures.trade(tmp_path / "trade.png", found, 128, 1024)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    names = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
+    markers = [axes.transData.transform(line.get_xydata()[0]) for line in axes.lines if line.get_marker() in "os^DvPX"]
+    assert set(names) == set(found)
+    assert len(markers) >= len(found)
+    for name, box in names.items():
+        assert not any(box.contains(x, y) for x, y in markers), name
+        assert not any(box.overlaps(other) for whose, other in names.items() if whose != name), name
 
 
 # -- cost and decay ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hf_posenc import CheckpointError, RecipeError
 from hf_posenc.recipes import adapt, run, saving
 from hf_posenc.recipes.adapt import divide_batch, whole_batches
 from hf_posenc.recipes.recipe import Recipe, Training
+from hf_posenc.recipes.threads import enough_threads
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -579,3 +581,38 @@ def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_p
             for each, which in ((first, "after"), (second, "native"), (second, "after"))
         ]
         assert ends == pytest.approx([ends[0]] * 3, rel=1e-5)
+
+
+def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    model = torch.nn.Linear(2**10, 2**10, bias=False)
+
+    def threads(tokens: int) -> int:
+        torch.set_num_threads(3)
+        with enough_threads(model, tokens):
+            taken = torch.get_num_threads()
+        assert torch.get_num_threads() == 3
+        return taken
+
+    try:
+        assert [threads(tokens) for tokens in (1, 2**10, 2**11, 2**14)] == [1, 1, 2, 3]
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert threads(1) == 3
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        monkeypatch.setattr("hf_posenc.recipes.threads.processes", lambda: SimpleNamespace(device=torch.device("cuda")))
+        assert threads(1) == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_tiny_model_is_trained_with_one_thread(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    try:
+        run.train(read("training.steps=1"), tmp_path / "out")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert json.loads((tmp_path / "out" / run.RUN).read_text(encoding="utf-8"))["device"] == "CPU with 1 thread"

@@ -30,6 +30,7 @@ from hf_posenc.recipes.measurements import Measurements, contexts_for
 from hf_posenc.recipes.recipe import Conversion
 from hf_posenc.recipes.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.saving import UNFINISHED, publish
+from hf_posenc.recipes.threads import enough_threads
 
 FINDINGS, PICTURE = "findings.json", "overview.png"
 
@@ -142,7 +143,8 @@ class Examiner:
         batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
         for each in (model, native):
             each.train().requires_grad_(True)
-        ratios = cost.step_ratios(model, native, batch)
+        with enough_threads(native, batch["input_ids"].numel()):
+            ratios = cost.step_ratios(model, native, batch)
         memory = cost.kept_bytes(model, batch) / cost.kept_bytes(native, batch)
         for each in (model, native):
             each.eval()

@@ -8,7 +8,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.transforms import Bbox
 
 from hf_posenc.comparison.contestants import NATIVE, UNTRAINED
 from hf_posenc.comparison.findings import Findings
@@ -22,6 +24,8 @@ _TOP = 3.0
 _TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3)
 # Between labels, as a share of the height.
 _APART = 0.045
+# Half the width of a marker with some room around, in pixels.
+_MARKER = 10
 
 
 def curves(path: Path, found: Mapping[str, Findings], trained: int) -> None:
@@ -161,29 +165,37 @@ def trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int
     axes.grid(True, color=style.FAINT)
     axes.set_axisbelow(True)
     style.open_frame(axes)
+    figure.draw_without_rendering()  # lays out, which tells where things lie
     _name_intervals(axes, [((at_hand[name], ends[name]), beyond[name], name, look[0]) for name, look in shown])
     figure.savefig(path, format="png")
 
 
 def _name_intervals(axes: Any, intervals: Sequence[tuple[tuple[float, float], float, str, Any]]) -> None:
-    """Write names behind intervals from their middle and right end on; where two would lie over each other, one goes up."""
-    taken: list[tuple[float, float]] = []
+    """Write names behind intervals from their middle and right end on; where one would lie over a marker or a name, it goes up."""
+    markers = [axes.transData.transform((middle, y)) for (middle, _), y, _, _ in intervals]
+    taken = [Bbox.from_bounds(x - _MARKER, y - _MARKER, 2 * _MARKER, 2 * _MARKER) for x, y in markers]
     for (middle, end), y, name, colour in sorted(intervals, key=lambda interval: interval[1]):
         at = axes.transAxes.inverted().transform(axes.transData.transform((end, y)))
-        rise = 0.0
-        while any(abs(at[0] - other[0]) < 0.16 and abs(at[1] + rise - other[1]) < 0.04 for other in taken):
-            rise += 0.01
-        taken.append((float(at[0]), float(at[1] + rise)))
-        axes.annotate(
+        label = axes.annotate(
             name,
             (middle, y),
-            xytext=(at[0] + 0.015, at[1] + rise),
+            xytext=(at[0] + 0.015, at[1]),
             textcoords="axes fraction",
             fontsize=9.5,
             color=colour,
             verticalalignment="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5} if rise > 0.03 else None,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5},
         )
+        while any(_extent(label).overlaps(other) for other in taken):
+            label.xyann = (label.xyann[0], label.xyann[1] + 0.01)
+        taken.append(_extent(label))
+        label.arrow_patch.set_visible(bool(label.xyann[1] - at[1] > 0.03))
+
+
+def _extent(label: Annotation) -> Bbox:
+    """Return where the text of a label lies, in pixels; with the line to its marker it would always lie over that."""
+    label.get_window_extent()  # moves the text to where it was put
+    return Text.get_window_extent(label)
 
 
 def _percent(value: float, place: int | None = None, *, top: float) -> str:
