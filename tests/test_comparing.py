@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import gc
 import json
 import math
 import re
+import weakref
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,6 +293,26 @@ def test_steps_are_timed_in_turns_and_leave_the_weights(monkeypatch: pytest.Monk
 def test_memory_is_what_the_backward_pass_needs() -> None:
     # The input of the product (its weight is there anyway), and the result of exp.
     assert cost.kept_bytes(Waits(0.0, [0.0]), {"x": torch.rand(10, requires_grad=True)}) == 80
+
+
+def test_what_was_counted_is_let_go() -> None:
+    results = []
+
+    class Keeps(nn.Module):
+        """What it keeps for its backward is a result of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(10))
+
+        def forward(self, use_cache: bool) -> Any:
+            result = self.weight.exp()
+            results.append(weakref.ref(result))
+            return SimpleNamespace(loss=result.sum())
+
+    assert cost.kept_bytes(Keeps(), {}) == 40
+    gc.collect()
+    assert [result() for result in results] == [None]
 
 
 def test_decay_is_that_of_the_slopes() -> None:

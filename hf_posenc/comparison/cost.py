@@ -67,7 +67,8 @@ def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # An operation that keeps its own result would hold itself for ever.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         # As long as the loss lives, no memory is used twice.
