@@ -10,11 +10,13 @@ from transformers.utils import logging
 # Read when `datasets` is imported, also by the processes that tests start: nothing of a test stays in the user's home.
 _CACHE = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+# Also for processes that tests start: the models are tiny, and the tests run in parallel.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the models are tiny, and the tests run in parallel
+    torch.set_num_threads(1)  # whatever a test before left
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -219,6 +219,20 @@ def test_of_leaders_the_cheapest_is_taken() -> None:
     assert "the dearest is a" in found.reasons[-1]
 
 
+def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
+    # Their own intervals overlap: [0.97, 1.07] and [1.05, 1.15].
+    costs = {
+        name: Cost(times, memory, 0, 0, 0)
+        for name, times, memory in (("a", (1.0, 1.02, 1.04), 1.2), ("b", (1.08, 1.10, 1.12), 1.0))
+    }
+    assert costs["b"].time.low < costs["a"].time.high
+    assert verdict.as_fast(costs) == ("a",)
+    assert verdict.cheapest(costs) == "a"
+    # What is known of a single pair is its time.
+    alone = {"a": Cost((1.0,), 1.2, 0, 0, 0), "b": Cost((1.1,), 1.0, 0, 0, 0), "c": Cost((1.0,), 1.0, 0, 0, 0)}
+    assert verdict.as_fast(alone) == ("a", "c")
+
+
 def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
     found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
     assert found.reasons[-1] == (

@@ -423,6 +423,12 @@ def test_intervals() -> None:
     assert (found.mean, found.high - found.mean) == pytest.approx((2, 4.302653 / math.sqrt(3)))
     exponential = intervals.of_exponential(values)
     assert (exponential.mean, exponential.low) == pytest.approx((math.exp(2), math.exp(found.low)))
+    # Welch 1947: 4.08 degrees of freedom, rounded down.
+    others = torch.tensor([2.0, 4.0, 6.0, 8.0], dtype=torch.float64)
+    between = intervals.of_difference(values, others)
+    assert (between.mean, between.high - between.mean) == pytest.approx((-3, 2.776445 * math.sqrt(2)))
+    assert math.isnan(intervals.of_difference(values[:1], others).low)
+    assert intervals.of_difference(torch.ones(2), torch.zeros(3)) == intervals.Interval(1, 1, 1)
     # Wilson 1927: nothing of 16 is at most 19 %, and a half is from 28 % to 72 %.
     nothing, half = intervals.of_share(torch.zeros(16)), intervals.of_share(torch.tensor([0.0, 1.0] * 8))
     assert (nothing.low, nothing.high) == pytest.approx((0, 0.1936), abs=1e-4)

@@ -41,7 +41,16 @@ class Cost:
     @property
     def time(self) -> Interval:
         """Geometric mean of the step times' ratios, with its interval."""
-        return intervals.of_exponential(torch.tensor(self.step_ratios, dtype=torch.float64).log())
+        return intervals.of_exponential(self._logarithms)
+
+    def is_slower_than(self, other: Cost) -> bool:
+        """Whether a step takes longer than that of another beyond chance; of single pairs, whether it took longer."""
+        found = intervals.of_difference(self._logarithms, other._logarithms)
+        return found.mean > 0 if math.isnan(found.low) else found.low > 0
+
+    @property
+    def _logarithms(self) -> Tensor:
+        return torch.tensor(self.step_ratios, dtype=torch.float64).log()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 1. Two models differ at a length if the 95 % interval of the difference of their losses, window by window, leaves out 0.
 2. The leaders at a length are the one of the lowest perplexity and all that do not differ from it.
 3. Of leaders, the native model is recommended if it is one: what is there already costs nothing. Otherwise the one of the
-   shortest training step; of those whose intervals of that overlap, the one that keeps the least memory.
+   shortest training step; of those that are not slower beyond chance, the one that keeps the least memory.
 4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length. It loses on
    them if it is more than that, and more beyond chance than at the trained length; otherwise the windows are too few to tell.
 5. One recommendation for both uses is given if the native model is recommended at the trained length and the leader beyond
@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,19 +97,15 @@ def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
 
 
 def cheapest(costs: Mapping[str, Cost]) -> str:
-    """Return the model of the shortest step; of those whose intervals overlap, the one that keeps the least memory."""
+    """Return the model of the shortest step; of those that are not slower beyond chance, the one that keeps the least memory."""
     alike = as_fast(costs)
     return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
 
 
 def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
-    """Return the model of the shortest step and those whose intervals overlap with its."""
-    first = min(costs.values(), key=lambda each: each.time.mean).time
-    # The interval of a single pair is not known.
-    end = first.mean if math.isnan(first.high) else first.high
-    return tuple(
-        name for name, each in costs.items() if (each.time.mean if math.isnan(each.time.low) else each.time.low) <= end
-    )
+    """Return the model of the shortest step and those that are not slower beyond chance."""
+    first = min(costs.values(), key=lambda each: each.time.mean)
+    return tuple(name for name, each in costs.items() if not each.is_slower_than(first))
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------

@@ -54,6 +54,21 @@ def of_exponential(values: Tensor) -> Interval:
     return Interval(*(_exp(end) for end in (loss.mean, loss.low, loss.high)))
 
 
+def of_difference(values: Tensor, others: Tensor) -> Interval:
+    """Return Welch's interval for how much the mean of samples `[n]` is above that of others `[m]`, which were drawn apart from them."""
+    mean = float(values.mean()) - float(others.mean())
+    if min(len(values), len(others)) < 2:
+        return Interval(mean, math.nan, math.nan)
+    parts = [float(each.var()) / len(each) for each in (values, others)]
+    if not any(parts):
+        return Interval(mean, mean, mean)
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(each) - 1) for part, each in zip(parts, (values, others), strict=True)
+    )
+    half = _student(int(freedom)) * math.sqrt(sum(parts))
+    return Interval(mean, mean - half, mean + half)
+
+
 def of_share(values: Tensor) -> Interval:
     """Return Wilson's interval for the mean of samples `[n]`, each from 0 to 1.
 
