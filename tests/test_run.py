@@ -596,7 +596,7 @@ def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.
         return taken
 
     try:
-        assert [threads(tokens) for tokens in (1, 2**10, 2**11, 2**14)] == [1, 1, 2, 3]
+        assert [threads(tokens) for tokens in (1, 2**11, 2**12, 2**14)] == [1, 1, 2, 3]
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert threads(1) == 3
         monkeypatch.delenv("OMP_NUM_THREADS")

@@ -65,7 +65,8 @@ def of_difference(values: Tensor, others: Tensor) -> Interval:
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(each) - 1) for part, each in zip(parts, (values, others), strict=True)
     )
-    half = _student(int(freedom)) * math.sqrt(sum(parts))
+    # At least that of the smaller sample, which rounding must not take away.
+    half = _student(max(min(len(values), len(others)) - 1, int(freedom))) * math.sqrt(sum(parts))
     return Interval(mean, mean - half, mean + half)
 
 
