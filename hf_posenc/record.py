@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,6 +85,15 @@ def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, A
     if strengths != FULL:
         found["strengths"] = {"native": strengths.native, "scheme": strengths.scheme}
     return found
+
+
+def digest(posenc: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record, in hexadecimal, which binds it to the weights that are saved with it.
+
+    The version of the plugin does not count: saving a checkpoint again with another release changes nothing.
+    """
+    bound = {key: value for key, value in posenc.items() if key != "plugin_version"}
+    return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
 
 
 def strengths_from_config(config: Any) -> Strengths:
