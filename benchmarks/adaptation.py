@@ -252,7 +252,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
 def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Return the levers of a recipe with the changes they stand for; those that change nothing in it are left out."""
     from hf_posenc.errors import RecipeError
-    from hf_posenc.recipes.recipe import Recipe
+    from hf_posenc.recipes.schema.recipe import Recipe
 
     shipped = Recipe.read(recipe, merged(*common))
     training = shipped.training
@@ -304,10 +304,11 @@ def measure(folder: Path, windows: int) -> None:
     """Measure the model of a finished run beyond its trained length, and with the control the native one, in the run's folder."""
     import torch
 
-    from hf_posenc.evaluation.subjects import Subject
-    from hf_posenc.recipes.data import load_data
-    from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements, readable_curve
-    from hf_posenc.recipes.recipe import Recipe
+    from hf_posenc.recipes.data.windows import load_data
+    from hf_posenc.recipes.evaluation.lengths import readable_curve
+    from hf_posenc.recipes.evaluation.subjects import Subject
+    from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements
+    from hf_posenc.recipes.schema.recipe import Recipe
 
     recipe = Recipe.parse(folder / "recipe.yaml")
     assert recipe.training.length is not None
@@ -390,7 +391,7 @@ class Record:
 
     def add(self, budget: str, run: Run) -> None:
         """Add what is in the folder of a finished run, and write the record beside itself before it takes its place."""
-        from hf_posenc.recipes.measurements import Measurements
+        from hf_posenc.recipes.runs.measurements import Measurements
 
         with self._lock:
             for name, losses in (("measurements.json", self.near), (FAR, self.far)):

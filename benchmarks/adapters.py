@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, s
 from transformers.utils import logging
 
 import hf_posenc
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.data.text import builtin_text
 
 BASE = Path(str(files("hf_posenc") / "tiny_llama"))
 KINDS = {"LoRA and scheme": ["q_proj", "v_proj"], "scheme alone": []}

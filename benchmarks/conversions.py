@@ -19,9 +19,9 @@ from memory import machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.recipes.evaluation import context_curve
-from hf_posenc.recipes.fitting import additive, fit
-from hf_posenc.recipes.matching import match
+from hf_posenc.recipes.evaluation.curve import context_curve
+from hf_posenc.recipes.training.fit_attention import match
+from hf_posenc.recipes.training.fit_bias import additive, fit
 
 # Text before the part that is scored, in windows: what `fit` and `match` look at.
 FITTED, MATCHED = (8, 512), (1200, 256)

@@ -1,6 +1,6 @@
 """Train the tiny checkpoints that the demo and the tests run on.
 
-Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.text`), the tokenizer is
+Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.data.text`), the tokenizer is
 trained on it too, and a CPU with two cores needs some minutes per model.
 
     python benchmarks/pretrain_tiny.py llama    # writes hf_posenc/tiny_llama/
@@ -37,7 +37,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_posenc.recipes.text import builtin_documents, builtin_text
+from hf_posenc.recipes.data.text import builtin_documents, builtin_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 0
@@ -345,7 +345,7 @@ knows nothing worth asking; `tests/test_checkpoints.py` measures how much it use
 - Made by `python benchmarks/pretrain_tiny.py {name}`, seed {SEED}
 - Task: {task}
 - Text: the documentation inside Python {platform.python_version()},
-  `hf_posenc.recipes.text.builtin_text("train")`, sha256
+  `hf_posenc.recipes.data.text.builtin_text("train")`, sha256
   `{text}`
 - Tokens: {stream_tokens:,} in the text, {seen:,} seen in training
   ({recipe.steps:,} steps of {rows} windows, {minutes:.1f} minutes on a CPU)

@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import LlamaConfig
 
 import hf_posenc
-from hf_posenc.recipes.portraits import portrait
+from hf_posenc.recipes.plots.portraits import portrait
 
 PAGES = Path(__file__).parent / "schemes"
 INDEX = PAGES / "README.md"

@@ -31,18 +31,18 @@ from hf_posenc.errors import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.adapters import PosencLoraConfig
     from hf_posenc.attention import attend
     from hf_posenc.describing import describe
-    from hf_posenc.evaluation.running import evaluate
-    from hf_posenc.explaining import explain
-    from hf_posenc.export.stock import export_stock
+    from hf_posenc.patches.adapters import PosencLoraConfig
     from hf_posenc.patches.architecture import register_architecture
-    from hf_posenc.patching import disabled, patch, unpatch
-    from hf_posenc.planning import plan, verify
+    from hf_posenc.patches.explanation import explain
+    from hf_posenc.patches.export.stock import export_stock
+    from hf_posenc.patches.patch import disabled, patch, unpatch
+    from hf_posenc.patches.plan import plan, verify
+    from hf_posenc.patches.strength import drop_native, set_strength
+    from hf_posenc.recipes.evaluation.run import evaluate
     from hf_posenc.registry import SchemeInfo, build, register_scheme, schemes
     from hf_posenc.scheme import Geometry, Positions, Scheme
-    from hf_posenc.strength import drop_native, set_strength
 
 __version__ = "0.1.0"
 
@@ -88,31 +88,38 @@ __all__ = [
 # Where each public name lives that needs torch; loaded on first use.
 _HOMES = {
     "Geometry": "hf_posenc.scheme",
-    "PosencLoraConfig": "hf_posenc.adapters",
+    "PosencLoraConfig": "hf_posenc.patches.adapters",
     "Positions": "hf_posenc.scheme",
     "Scheme": "hf_posenc.scheme",
     "SchemeInfo": "hf_posenc.registry",
     "attend": "hf_posenc.attention",
     "build": "hf_posenc.registry",
     "describe": "hf_posenc.describing",
-    "disabled": "hf_posenc.patching",
-    "drop_native": "hf_posenc.strength",
-    "evaluate": "hf_posenc.evaluation.running",
-    "explain": "hf_posenc.explaining",
-    "export_stock": "hf_posenc.export.stock",
-    "patch": "hf_posenc.patching",
-    "plan": "hf_posenc.planning",
+    "disabled": "hf_posenc.patches.patch",
+    "drop_native": "hf_posenc.patches.strength",
+    "evaluate": "hf_posenc.recipes.evaluation.run",
+    "explain": "hf_posenc.patches.explanation",
+    "export_stock": "hf_posenc.patches.export.stock",
+    "patch": "hf_posenc.patches.patch",
+    "plan": "hf_posenc.patches.plan",
     "register_architecture": "hf_posenc.patches.architecture",
     "register_scheme": "hf_posenc.registry",
-    "set_strength": "hf_posenc.strength",
-    "unpatch": "hf_posenc.patching",
-    "verify": "hf_posenc.planning",
+    "set_strength": "hf_posenc.patches.strength",
+    "unpatch": "hf_posenc.patches.patch",
+    "verify": "hf_posenc.patches.plan",
+}
+
+# Modules that are reached by one import of the package.
+_MODULES = {
+    "coordinates": "hf_posenc.coordinates",
+    "plots": "hf_posenc.recipes.plots",
+    "schemes": "hf_posenc.schemes",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("coordinates", "plots", "schemes"):
-        return importlib.import_module(f"hf_posenc.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -38,7 +38,7 @@ _WATCHES = (
         ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"),
         "hf_posenc.patches.auto",
     ),
-    _Watch(("peft",), ("peft",), "hf_posenc.adapters"),
+    _Watch(("peft",), ("peft",), "hf_posenc.patches.adapters"),
 )
 
 

@@ -1,1 +1,1 @@
-"""One file per architecture: where the seams of a scheme sit in its forward."""
+"""All that touches a transformers model: one file per architecture, patching, checkpoints, adapters, export."""

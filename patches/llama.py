@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
 )
 
-from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel

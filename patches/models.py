@@ -8,9 +8,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from hf_posenc import checkpoint, record
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
-from hf_posenc.patches import belonging, surgery
+from hf_posenc.patches import belonging, checkpoint, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme

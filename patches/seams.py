@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from hf_posenc import cache as token_cache
 from hf_posenc.attention import Mask, Task, from_tensor, run
-from hf_posenc.blending import Blended
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
+from hf_posenc.patches import cache as token_cache
+from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
     Context,
     Passage,
@@ -27,8 +27,8 @@ from hf_posenc.patches.context import (
     sequences,
     this_thread,
 )
+from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.surgery import OWN, SHARED
-from hf_posenc.record import FULL, Strengths
 from hf_posenc.scheme import Positions, Scheme, Tokens
 
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs.

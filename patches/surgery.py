@@ -18,7 +18,7 @@ from torch import nn
 from hf_posenc import registry
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.record import Group, Strengths
+from hf_posenc.patches.record import Group, Strengths
 from hf_posenc.scheme import Scheme
 
 # Where schemes live: on each attention, or, shared by the layers of a stack, once on its body.

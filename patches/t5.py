@@ -21,8 +21,8 @@ from transformers.models.t5.modeling_t5 import (
     T5Stack,
 )
 
-from hf_posenc.checkpoint import PosencConfig
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel

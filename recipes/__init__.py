@@ -1,1 +1,1 @@
-"""Adapting a converted checkpoint: text, short adaptation, evaluation, pictures."""
+"""All that trains, measures and draws: data, training, runs, evaluation, comparison, plots, recipes."""

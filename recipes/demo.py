@@ -35,15 +35,15 @@ from transformers import TrainerCallback
 
 from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError
-from hf_posenc.patching import patch
-from hf_posenc.planning import plan
-from hf_posenc.recipes.adapt import adapt
-from hf_posenc.recipes.data import load_data
-from hf_posenc.recipes.distillation import Teacher
-from hf_posenc.recipes.evaluation import TARGETS, ContextCurve, context_curve
+from hf_posenc.patches.patch import patch
+from hf_posenc.patches.plan import plan
+from hf_posenc.recipes.data.windows import load_data
+from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_curve
 from hf_posenc.recipes.loading import TINY_LLAMA, load
-from hf_posenc.recipes.plots import plot_curves
-from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe, Training
+from hf_posenc.recipes.plots.curves import plot_curves
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
+from hf_posenc.recipes.training.distillation import Teacher
+from hf_posenc.recipes.training.trainer import adapt
 
 TABLE, PICTURE, MODEL, MARKER = "table.md", "perplexity.png", "model", ".posenc-demo"
 CONTEXTS = (64, 128, 256, 512, 1024)

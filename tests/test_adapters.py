@@ -17,8 +17,8 @@ from transformers import Trainer, TrainingArguments
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, PosencLoraConfig
-from hf_posenc.recipes.distillation import Teacher
-from hf_posenc.recipes.handover import Handover
+from hf_posenc.recipes.training.distillation import Teacher
+from hf_posenc.recipes.training.handover import Handover
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -72,7 +72,7 @@ from hf_posenc import (
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.llama import PosencLlamaForCausalLM
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe
 
 ERRORS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 IDS = torch.arange(14).view(2, 7)

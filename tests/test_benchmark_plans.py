@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = {"llama": "hf_posenc/tiny_llama", "gpt2": "tests/checkpoints/gpt2", "t5": "tests/checkpoints/t5"}

@@ -13,7 +13,8 @@ from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaFo
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_posenc
-from hf_posenc import CacheError, cache
+from hf_posenc import CacheError
+from hf_posenc.patches import cache
 
 CONFIG = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, head_dim=4, num_key_value_heads=1)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.data.text import builtin_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORIES = {

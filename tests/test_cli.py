@@ -38,7 +38,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import cli
 from hf_posenc.recipes import library
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 IDS = torch.arange(2, 26).view(2, 12)
@@ -210,7 +210,7 @@ def test_failed_convert_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     # The weights are written by then, the companions are not.
-    monkeypatch.setattr("hf_posenc.checkpoint.write_companions", full)
+    monkeypatch.setattr("hf_posenc.patches.checkpoint.write_companions", full)
     result = run("convert", checkpoints["llama"], "fire", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stderr == "hf-posenc: [Errno 28] No space left on device\n"
@@ -278,8 +278,8 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[Any, ...]] = []
-        monkeypatch.setattr("hf_posenc.recipes.run.train", self.train)
-        monkeypatch.setattr("hf_posenc.recipes.run.resume", self.resume)
+        monkeypatch.setattr("hf_posenc.recipes.runs.run.train", self.train)
+        monkeypatch.setattr("hf_posenc.recipes.runs.run.resume", self.resume)
 
     def train(self, recipe: Recipe, folder: Path, *, console: Any, command: str) -> Any:
         self.made.append((recipe, folder, command))

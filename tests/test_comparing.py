@@ -25,14 +25,15 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
-from hf_posenc.comparison import cost, examining, pictures, verdict
-from hf_posenc.comparison.contestants import NATIVE, UNTRAINED, contestants
-from hf_posenc.comparison.decay import decay
-from hf_posenc.comparison.findings import Cost, Findings
-from hf_posenc.comparison.verdict import judge, leaders
-from hf_posenc.directories import OutputError
+from hf_posenc.patches.directories import OutputError
+from hf_posenc.recipes.comparison import cost, pictures, verdict
+from hf_posenc.recipes.comparison import examiner as examining
+from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants
+from hf_posenc.recipes.comparison.decay import decay
+from hf_posenc.recipes.comparison.findings import Cost, Findings
+from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe
 
 CONFIG = load_tiny_llama()[0].config
 

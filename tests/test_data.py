@@ -22,12 +22,12 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data
 
 import hf_posenc
 from hf_posenc import RecipeError
-from hf_posenc.recipes import data as preparation
-from hf_posenc.recipes import packing, sources
-from hf_posenc.recipes.data import Prepared, load_data
-from hf_posenc.recipes.denoising import Denoising
-from hf_posenc.recipes.recipe import Data
-from hf_posenc.recipes.text import builtin_documents
+from hf_posenc.recipes.data import packing, sources
+from hf_posenc.recipes.data import windows as preparation
+from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.text import builtin_documents
+from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.schema.recipe import Data
 
 few_examples = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -457,8 +457,8 @@ def test_another_text_or_tokenizer_is_tokenised_anew(tmp_path: Path, tokenizer: 
 SCRIPT = """
 import json, os, signal, sys
 from transformers import AutoTokenizer
-from hf_posenc.recipes import data as preparation
-from hf_posenc.recipes.recipe import Data
+from hf_posenc.recipes.data import windows as preparation
+from hf_posenc.recipes.schema.recipe import Data
 
 source, tokenizer, folder = sys.argv[1:]
 seen, encode = 0, preparation._encode

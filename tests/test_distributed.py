@@ -17,8 +17,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.recipes import library, run
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes import library
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Recipe
 
 RECIPE = """
 model: tiny-llama
@@ -36,7 +37,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 from hf_posenc.recipes import run
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 run.train(Recipe.read(sys.argv[1]), Path(sys.argv[2]))

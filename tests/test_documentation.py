@@ -20,7 +20,7 @@ from hf_posenc import registry
 from hf_posenc.cli import app
 from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import auto
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.data.text import builtin_text
 
 ROOT = Path(__file__).parent.parent
 # How families of schemes are called in the tables of docs/concepts.md.

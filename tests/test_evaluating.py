@@ -34,8 +34,9 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, PosencLoraConfig, ShapeError, cli
-from hf_posenc.cli.evaluating import _without
-from hf_posenc.evaluation import (
+from hf_posenc.cli.evaluate import _without
+from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.evaluation import (
     AttentionSimilarity,
     ContextPerplexity,
     Grid,
@@ -48,15 +49,14 @@ from hf_posenc.evaluation import (
     similarity,
     tasks,
 )
-from hf_posenc.evaluation.grid import PERPLEXITY, share, successes
-from hf_posenc.evaluation.needle import Passkey
-from hf_posenc.evaluation.predictions import answer_predictions
-from hf_posenc.evaluation.report import Report, Section, is_report
-from hf_posenc.evaluation.request import MEASURES, Request
-from hf_posenc.evaluation.subjects import subjects
-from hf_posenc.evaluation.text import ordinary_tokens, read_text, token_ids
-from hf_posenc.recipes.denoising import Denoising
-from hf_posenc.recipes.evaluation import context_curve, spread_windows
+from hf_posenc.recipes.evaluation.curve import context_curve, spread_windows
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
+from hf_posenc.recipes.evaluation.needle import Passkey
+from hf_posenc.recipes.evaluation.predictions import answer_predictions
+from hf_posenc.recipes.evaluation.report import Report, Section, is_report
+from hf_posenc.recipes.evaluation.request import MEASURES, Request
+from hf_posenc.recipes.evaluation.subjects import subjects
+from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 
 VOCABULARY = 50
 TOKENIZER = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
@@ -499,7 +499,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from hf_posenc.evaluation import ContextPerplexity, NeedleRetrieval, evaluate
+from hf_posenc.recipes.evaluation import ContextPerplexity, NeedleRetrieval, evaluate
 torch.set_num_threads(1)
 
 def run():

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import hf_posenc
 from hf_posenc import OptionError, PositionError, ShapeError
-from hf_posenc.recipes.denoising import Denoising
-from hf_posenc.recipes.evaluation import ContextCurve, context_curve, spread_windows
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.evaluation.curve import ContextCurve, context_curve, spread_windows
 
 VOCABULARY = 50
 

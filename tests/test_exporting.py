@@ -40,7 +40,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import cli
 from hf_posenc.errors import ExportError, NotPatchedError
-from hf_posenc.export.stock import export_stock, stock_twin
+from hf_posenc.patches.export.stock import export_stock, stock_twin
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 PAGE = Path(__file__).parent.parent / "docs" / "export.md"

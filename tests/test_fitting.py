@@ -11,10 +11,10 @@ from transformers import ViTConfig, ViTModel
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, ShapeError
-from hf_posenc.recipes.evaluation import context_curve
-from hf_posenc.recipes.fitting import additive, fit
+from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.evaluation.curve import context_curve
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.text import builtin_text
+from hf_posenc.recipes.training.fit_bias import additive, fit
 from hf_posenc.scheme import Block, Positions
 
 

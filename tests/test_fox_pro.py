@@ -21,7 +21,7 @@ from transformers import Cache, LlamaModel, T5Config, T5Model
 import hf_posenc
 from hf_posenc import CacheError, DirectionError, Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.cache import PosencDynamicLayer
+from hf_posenc.patches.cache import PosencDynamicLayer
 from hf_posenc.scheme import Tokens
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)

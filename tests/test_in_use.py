@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import LlamaModel, PreTrainedModel, Trainer, TrainingArguments, ViTConfig, ViTModel
 
 import hf_posenc
-from hf_posenc import Geometry, attend, build, record
+from hf_posenc import Geometry, attend, build
 from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotPatchedError, OptionError
-from hf_posenc.recipes.annealing import Annealing
-from hf_posenc.recipes.handover import Handover
-from hf_posenc.recipes.saving import WholeCheckpoints
+from hf_posenc.patches import record
+from hf_posenc.recipes.runs.files import WholeCheckpoints
+from hf_posenc.recipes.training.annealing import Annealing
+from hf_posenc.recipes.training.handover import Handover
 from hf_posenc.scheme import Block, Positions, Tokens
 
 # Of PEFT.

@@ -39,8 +39,8 @@ def work(recipe: str, folder: str, done: str) -> None:
     """What is killed: a run of a recipe, which tells its last loss when it ends."""
     from transformers.utils import logging
 
-    from hf_posenc.recipes import run
-    from hf_posenc.recipes.recipe import Recipe
+    from hf_posenc.recipes.runs import run
+    from hf_posenc.recipes.schema.recipe import Recipe
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -53,7 +53,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> BaseContext:
     """Processes that begin with everything imported."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_posenc.recipes.run", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(["hf_posenc.recipes.runs.run", "transformers.models.llama.modeling_llama"])
     return context
 
 

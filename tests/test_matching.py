@@ -12,9 +12,10 @@ from models import DIRECTORIES, loss, stacks_for, stock, tokens
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
-from hf_posenc.recipes import matching, run
-from hf_posenc.recipes.matching import match
-from hf_posenc.recipes.recipe import Recipe
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.training import fit_attention as matching
+from hf_posenc.recipes.training.fit_attention import match
 from hf_posenc.scheme import Scheme
 
 

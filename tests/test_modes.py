@@ -10,8 +10,8 @@ from models import DIRECTORIES, stock
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc import plots
-from hf_posenc.modes import evaluating
+from hf_posenc.patches.modes import evaluating
+from hf_posenc.recipes import plots
 
 LOOKS: dict[str, Callable[[Any], object]] = {
     "verify": hf_posenc.verify,

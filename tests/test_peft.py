@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, PosencLoraConfig, RecipeError
-from hf_posenc.recipes.adapter import attach, quantization
-from hf_posenc.recipes.recipe import Adapter
+from hf_posenc.recipes.schema.recipe import Adapter
+from hf_posenc.recipes.training.adapter import attach, quantization
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -28,8 +28,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc.cli import app, plotting
-from hf_posenc.plots import figures, kinds, style
+from hf_posenc.cli import app
+from hf_posenc.cli import plot as plotting
+from hf_posenc.recipes.plots import figures, kinds, style
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}

@@ -19,10 +19,10 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc.recipes import run
-from hf_posenc.recipes.adapter import attach, keep_unpacked, quantization
-from hf_posenc.recipes.distillation import Teacher
-from hf_posenc.recipes.recipe import Adapter, Recipe
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Adapter, Recipe
+from hf_posenc.recipes.training.adapter import attach, keep_unpacked, quantization
+from hf_posenc.recipes.training.distillation import Teacher
 
 pytestmark = [
     pytest.mark.slow,

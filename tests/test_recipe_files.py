@@ -20,9 +20,11 @@ from transformers import get_scheduler
 
 import hf_posenc
 from hf_posenc import RecipeError
-from hf_posenc.recipes import library, plain_yaml, schema
-from hf_posenc.recipes.consistency import warmup_steps
-from hf_posenc.recipes.recipe import Conversion, Recipe, Schedule, Training
+from hf_posenc.recipes import library
+from hf_posenc.recipes.schema import fields as schema
+from hf_posenc.recipes.schema import plain_yaml
+from hf_posenc.recipes.schema.consistency import warmup_steps
+from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
 
 PLAIN = "model: tiny-llama\nconversion:\n  scheme: fire\n"
 
@@ -89,7 +91,7 @@ def test_each_architecture_has_a_recipe_of_each_family_and_llama_of_each_scheme(
 
 def test_listing_recipes_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom hf_posenc.recipes import library\nfrom hf_posenc.recipes.recipe import Recipe\n"
+        "import sys\nfrom hf_posenc.recipes import library\nfrom hf_posenc.recipes.schema.recipe import Recipe\n"
         "assert [Recipe.parse(name) for name in library.names()]\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

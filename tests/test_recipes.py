@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.recipes import demo
-from hf_posenc.recipes.adapt import LogAndSave, adapt, adaptation_trainer
-from hf_posenc.recipes.distillation import Teacher, divergence
-from hf_posenc.recipes.groups import parameter_groups
-from hf_posenc.recipes.recipe import Conversion, Distillation, Recipe, Saving, Training
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Saving, Training
+from hf_posenc.recipes.training.distillation import Teacher, divergence
+from hf_posenc.recipes.training.optimizer import parameter_groups
+from hf_posenc.recipes.training.trainer import LogAndSave, adapt, adaptation_trainer
 
 VOCABULARY = 50
 
@@ -242,7 +242,7 @@ def test_demo(tmp_path: Path) -> None:
     # Without training the original is best where it was trained; even four steps help the converted model.
     assert original.curve.perplexity(128).mean < untrained.curve.perplexity(128).mean
     assert adapted.curve.minus(untrained.curve, 128).mean < 0
-    assert not hf_posenc.patching.surgery.is_patched(control.model)
+    assert not hf_posenc.patches.patch.surgery.is_patched(control.model)
 
     assert demo.is_demo(tmp_path)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")

@@ -16,11 +16,12 @@ from peft import get_peft_model
 from test_display import FACTS
 
 import hf_posenc
-from hf_posenc.recipes import plots, report
-from hf_posenc.recipes.evaluation import ContextCurve, Estimate
-from hf_posenc.recipes.measurements import CONVERTED, NATIVE, Measurements
-from hf_posenc.recipes.progress import Pace
-from hf_posenc.recipes.recipe import Adapter, Conversion, Data, Recipe
+from hf_posenc.recipes.evaluation.curve import ContextCurve, Estimate
+from hf_posenc.recipes.plots import curves as plots
+from hf_posenc.recipes.runs import report
+from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements
+from hf_posenc.recipes.runs.progress import Pace
+from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Recipe
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
-from hf_posenc.recipes import adapt, run, saving
-from hf_posenc.recipes.adapt import divide_batch, whole_batches
-from hf_posenc.recipes.recipe import Recipe, Training
-from hf_posenc.recipes.threads import enough_threads
+from hf_posenc.recipes.runs import files as saving
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.training import trainer as adapt
+from hf_posenc.recipes.training.threads import enough_threads
+from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -600,7 +602,9 @@ def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert threads(1) == 3
         monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr("hf_posenc.recipes.threads.processes", lambda: SimpleNamespace(device=torch.device("cuda")))
+        monkeypatch.setattr(
+            "hf_posenc.recipes.training.threads.processes", lambda: SimpleNamespace(device=torch.device("cuda"))
+        )
         assert threads(1) == 3
     finally:
         torch.set_num_threads(1)

@@ -5,7 +5,12 @@ Everything heavy is imported inside the commands, so that help and the tables of
 
 from __future__ import annotations
 
-from hf_posenc.cli import comparing, conversion, evaluating, exporting, plotting, training
+from hf_posenc.cli import compare as comparing
+from hf_posenc.cli import convert as conversion
+from hf_posenc.cli import evaluate as evaluating
+from hf_posenc.cli import export as exporting
+from hf_posenc.cli import plot as plotting
+from hf_posenc.cli import train as training
 from hf_posenc.cli.application import app
 from hf_posenc.cli.directories import OutputError, whole_directory
 

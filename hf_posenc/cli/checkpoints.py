@@ -33,7 +33,7 @@ def load_config(model: str) -> PreTrainedConfig:
 
 def _instead_of(folder: Path) -> str:
     """Say what to do about a folder without a config; that of a run is the one that is mistaken for a checkpoint."""
-    from hf_posenc.recipes.run import MODEL, RECIPE
+    from hf_posenc.recipes.runs.run import MODEL, RECIPE
 
     if (folder / MODEL / "config.json").is_file():
         return f"The model is in {folder / MODEL}: give that."

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hf_posenc import directories
-from hf_posenc.directories import OutputError
+from hf_posenc.patches import directories
+from hf_posenc.patches.directories import OutputError
 
 __all__ = ["OutputError", "listing", "whole_directory"]
 
@@ -19,7 +19,7 @@ __all__ = ["OutputError", "listing", "whole_directory"]
 def whole_directory(
     out: Path, replaceable: Callable[[Path], bool] = lambda folder: False
 ) -> AbstractContextManager[Path]:
-    """As `hf_posenc.directories.whole_directory`; what was begun vanishes also when the process is terminated."""
+    """As `hf_posenc.patches.directories.whole_directory`; what was begun vanishes also when the process is terminated."""
     # A signal must find its handler from the moment the folder is there.
     return directories.whole_directory(out, replaceable, _removed_when_terminated)
 

@@ -1,0 +1,218 @@
+"""The commands of recipes: look at them, run them, go on with a run, and push what came of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_posenc.cli import processes
+from hf_posenc.cli.application import app, print_table, quiet
+from hf_posenc.cli.checkpoints import load_config
+from hf_posenc.cli.directories import OutputError, listing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_posenc.recipes.runs.run import Outcome
+    from hf_posenc.recipes.schema.recipe import Recipe
+
+recipes_app = typer.Typer(help="List the recipes that come with the package; look at one, or take one along.")
+app.add_typer(recipes_app, name="recipes")
+
+Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name of `hf-posenc recipes`, or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe, for instance training.steps=500."),
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+Launch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONFIG",
+        help="Run through `accelerate launch`, with a config of the package (one, ddp, fsdp2, deepspeed) or a file.",
+    ),
+]
+Processes = Annotated[int | None, typer.Option(min=1, help="With --launch: how many; else as the config says.")]
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the recipes that come with the package; look at one, or take one along."""
+    if context.invoked_subcommand is not None:
+        return
+    from hf_posenc.recipes import library
+    from hf_posenc.recipes.schema.recipe import Recipe
+
+    trains = {"none": "all", "lora": "LoRA, scheme", "scheme": "scheme"}
+    headers, rows = ("name", "model", "scheme", "native", "trains", "summary"), []
+    for name in library.names():
+        recipe = Recipe.parse(name)
+        conversion = recipe.conversion
+        row = (name, recipe.model, conversion.scheme or "", conversion.native, trains[recipe.adapter.kind])
+        rows.append((*row, recipe.summary))
+    print_table(headers, rows, whole=headers[:-1], short=("name", "summary"))
+
+
+@recipes_app.command()
+def show(recipe: Name, overrides: Overrides = None) -> None:
+    """Print a recipe with every key, after all overrides."""
+    from hf_posenc.recipes.schema.recipe import Recipe
+
+    quiet()
+    typer.echo(Recipe.read(recipe, overrides or []).text(), nl=False)
+
+
+@recipes_app.command()
+def copy(
+    recipe: Name,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write; RECIPE.yaml here if left out.")
+    ] = None,
+) -> None:
+    """Write a recipe to a file of your own, to change it."""
+    from hf_posenc.recipes import library
+
+    source = library.find(recipe)
+    target = Path(source.name) if file is None else file
+    if target.suffix not in library.SUFFIXES:
+        raise OutputError(f"{target} is no name for a recipe. Give a file that ends in .yaml.")
+    if not target.parent.is_dir():
+        raise OutputError(f"There is no directory {target.parent} to write {target.name} in. Make it first.")
+    try:
+        with target.open("x", encoding="utf-8") as out:
+            out.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise OutputError(f"{target} exists. Choose another name, or remove it first.") from None
+    typer.echo(f"wrote {target}\n\nTo run it:\n\n    hf-posenc train {shlex.quote(str(target))} --out DIR")
+
+
+@recipes_app.command()
+def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, fsdp2 or deepspeed.")]) -> None:
+    """Print the path of a config for `accelerate launch` that comes with the package."""
+    from hf_posenc.recipes import library
+
+    typer.echo(str(library.find_config(name)))
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    recipe: Name,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; if it holds one already, that goes on.")],
+    overrides: Overrides = None,
+    launch: Launch = None,
+    num_processes: Processes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+) -> None:
+    """Convert a model and adapt it, as a recipe says."""
+    from hf_posenc.recipes.schema.recipe import Recipe
+
+    _prepare()
+    read = Recipe.read(recipe, overrides or [])
+    if dry_run:
+        typer.echo(_plan(read))
+        return
+
+    def here(console: Console) -> None:
+        from hf_posenc.recipes.runs import run
+
+        outcome = run.train(read, out, console=console, command=processes.command(context.obj))
+        _say_what_is_there(outcome)
+
+    arguments = ["train", recipe, *(overrides or []), "--out", str(out)]
+    _run(here, out, launch, num_processes, arguments, context.obj)
+
+
+@app.command()
+def resume(context: typer.Context, directory: Folder, launch: Launch = None, num_processes: Processes = None) -> None:
+    """Go on with a run that was stopped, from its last complete checkpoint."""
+    _prepare()
+
+    def here(console: Console) -> None:
+        from hf_posenc.recipes.runs import run
+
+        _say_what_is_there(run.resume(directory, console=console))
+
+    _run(here, directory, launch, num_processes, ["resume", str(directory)], context.obj)
+
+
+@app.command()
+def push(
+    directory: Folder,
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Its name on the hub, such as me/my-model.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to; main if left out.")] = None,
+) -> None:
+    """Push the model of a finished run to the hub, with its card, table and picture."""
+    from hf_posenc.recipes.runs import hub as pushing
+
+    typer.echo(f"pushed to {pushing.push(directory, repository, private=private, revision=revision)}")
+
+
+def _prepare() -> None:
+    # Threads that wait by spinning make a small model ten times slower wherever something else runs beside it. Torch looks
+    # once, when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    quiet()
+
+
+def _run(
+    here: Callable[[Console], None],
+    folder: Path,
+    launch: str | None,
+    num_processes: int | None,
+    arguments: list[str],
+    typed: str,
+) -> None:
+    """Do something in this process, or in others that do the same command without `--launch`."""
+    if launch is not None:
+        processes.launch(launch, num_processes, arguments, command=typed)
+        return
+    if num_processes is not None:
+        raise typer.BadParameter("--num-processes does nothing without --launch, for instance --launch ddp.")
+    from rich.console import Console
+
+    console = Console()
+    with processes.resumable(folder, console):
+        here(console)
+
+
+def _say_what_is_there(outcome: Outcome) -> None:
+    if processes.is_main() and not outcome.already:
+        typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
+        typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
+
+
+def _plan(recipe: Recipe) -> str:
+    """Return what a run of a recipe would do, from the config of its model alone."""
+    from hf_posenc.patches import plan as planning
+    from hf_posenc.recipes import loading
+    from hf_posenc.recipes.schema import suitability
+
+    config = load_config(loading.place(recipe.model))
+    suitability.check_unconverted(recipe, config)
+    length, _ = suitability.lengths(recipe, config)
+    conversion, training = recipe.conversion, recipe.training
+    lines = [f"{'model:':<20} {recipe.model}"]
+    if conversion.scheme is not None:
+        planned = planning.plan(
+            config,
+            conversion.scheme,
+            native="remove" if conversion.native == "remove" else "keep",
+            layers=conversion.layers,
+            stacks=conversion.stacks,
+            **conversion.options,
+        )
+        lines.append(str(planned))
+    tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
+    lines += [f"{'warning:':<20} {caution}" for caution in suitability.cautions(recipe, config)]
+    lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""What gives positions to each layer of a converted model, in the terms that stock models have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.equivalents import Equivalent, Nothing, Rotation
+from hf_posenc.errors import ExportError
+from hf_posenc.patches import record, surgery
+from hf_posenc.patches.architecture import Architecture
+from hf_posenc.scheme import Geometry, Scheme
+
+# What can be done in place of an export.
+KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What gives positions to one layer.
+
+    Attributes:
+        native: Strength of the model's own encoding: 0 is none, 1 all of it.
+        added: What the scheme does, at full strength.
+        strength: Of the scheme.
+        place: Names scheme and layer, for messages.
+    """
+
+    native: float
+    added: Equivalent
+    strength: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers with one encoding.
+
+    Attributes:
+        name: Of the stack.
+        body: Its module.
+        geometries: Of its layers.
+        layers: What gives positions to them.
+    """
+
+    name: str
+    body: nn.Module
+    geometries: list[Geometry]
+    layers: list[Layer]
+
+    def is_native(self) -> bool:
+        """Whether the stack computes its own encoding and nothing else."""
+        return all(layer.native == 1 and isinstance(layer.added, Nothing) for layer in self.layers)
+
+
+def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
+    """Find out what gives positions to the layers of a stack.
+
+    Raises:
+        ExportError: A scheme does what stock models have no terms for.
+    """
+    body = architecture.stacks(model)[name]
+    attentions = architecture.attentions(body)
+    groups = {layer: group for group in record.from_config(model.config) for layer in _layers_of(group, name)}
+    strengths = record.strengths_from_config(model.config)
+    # Layers without a scheme get a table that enters before them as it is there for the others.
+    outside = strengths.native if architecture.swapped(body) else 1.0
+    if surgery.native_removed(architecture, body):
+        outside = 0.0
+    layers: list[Layer] = []
+    known: dict[int, Equivalent] = {}
+    for index, attention in enumerate(attentions):
+        group = groups.get(index)
+        if group is None:
+            layers.append(Layer(outside, Nothing(), 1.0, f"layer {index} of the {name} (without a scheme)"))
+            continue
+        scheme = _scheme_of(body, attention, group.id)
+        place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
+        if strengths.scheme == 0:
+            known[id(scheme)] = Nothing()
+        elif id(scheme) not in known:
+            known[id(scheme)] = _equivalent(scheme, place)
+        native = strengths.native if group.native == "keep" else 0.0
+        layers.append(Layer(native, known[id(scheme)], strengths.scheme, place))
+    geometries = [architecture.geometry(body, index) for index in range(len(attentions))]
+    return Stack(name, body, geometries, layers)
+
+
+def _layers_of(group: record.Group, stack: str) -> Sequence[int]:
+    return group.stacks[stack].layers if stack in group.stacks else ()
+
+
+def _scheme_of(body: nn.Module, attention: nn.Module, group: int) -> Scheme:
+    own = attention._modules.get(surgery.OWN)
+    scheme = own if own is not None else getattr(body._modules[surgery.SHARED], str(group))
+    assert isinstance(scheme, Scheme)
+    return scheme
+
+
+def _equivalent(scheme: Scheme, place: str) -> Equivalent:
+    try:
+        found = scheme.stock_equivalent()
+    except ExportError as error:
+        raise ExportError(f"Cannot export: {place} {error}. {KEEP}") from error
+    return Nothing() if isinstance(found, Rotation) and found.is_identity() else found
+
+
+def unfit(layer: Layer, what: str) -> ExportError:
+    """Return the error for a layer whose encoding a stock model cannot have.
+
+    Args:
+        layer: The layer.
+        what: What its scheme does, as a sentence of which the scheme is the subject.
+    """
+    return ExportError(f"Cannot export: {layer.place} {what}. {KEEP}")

@@ -1,0 +1,382 @@
+"""What a converted model computes, said with the config and the weights of a stock one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.equivalents import DistanceTable, Nothing, PositionTable, Rotation
+from hf_posenc.errors import ExportError
+from hf_posenc.patches import surgery
+from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.export.folding import Folded, fold
+from hf_posenc.patches.export.inventory import KEEP, Layer, Stack, unfit
+from hf_posenc.scheme import Geometry
+from hf_posenc.schemes._buckets import Buckets
+
+# What stands for no rotation in a table of frequencies, which stock models have as reciprocals: the angle at a million
+# positions is 1e-24, whose cosine is 1 in any precision.
+_STILL = 1e-30
+
+_DOES = {
+    Rotation: "turns queries and keys by their positions",
+    PositionTable: "adds a vector per position to the embeddings of the tokens",
+    DistanceTable: "adds a bias of the distance to the logits",
+}
+
+
+class Draft:
+    """The stock model in the making: a copy of the config, and references to the weights.
+
+    Attributes:
+        kind: Its class.
+        config: Its config.
+        weights: Its state dict.
+        replaced: Whether any weight differs from that of the converted model.
+        changes: What differs, in words.
+        head_dim: Channels per head, where that changed.
+        positions: Rows of its table of positions, where that changed.
+    """
+
+    def __init__(self, model: PreTrainedModel, architecture: Architecture) -> None:
+        self.model, self.architecture = model, architecture
+        self.kind: Any = surgery.stock_class(type(model))
+        self.config: Any = copy.deepcopy(model.config)
+        surgery.restore(surgery.Undo(), self.config)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.weights: dict[str, Tensor] = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if {surgery.OWN, surgery.SHARED}.isdisjoint(name.split("."))
+        }
+        self.replaced = False
+        self.changes: list[str] = []
+        self.head_dim: int | None = None
+        self.positions: int | None = None
+
+    def replace(self, parameter: Tensor, value: Tensor) -> None:
+        """Put another value in the place of a parameter, in its dtype."""
+        self.replaced = True
+        self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
+
+    def build(self) -> PreTrainedModel:
+        """Make the model."""
+        with torch.device("meta"):
+            stock: PreTrainedModel = self.kind(self.config)
+        stock.load_state_dict(self.weights, assign=True)
+        stock.tie_weights()
+        if getattr(self.model, "generation_config", None) is not None:
+            stock.generation_config = copy.deepcopy(self.model.generation_config)
+        return stock
+
+
+def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, max_positions: int | None) -> None:
+    """Write what gives positions to a model into the config and weights of a stock one.
+
+    Args:
+        draft: The stock model in the making.
+        stacks: What gives positions to the model.
+        max_head_dim: How wide heads may become; `None` is as they are.
+        max_positions: Rows of a table of positions; `None` is as many as there are.
+
+    Raises:
+        ExportError: No stock model computes it.
+    """
+    geometry = stacks[0].geometries[0]
+    if geometry.inv_freq is not None:
+        for stack in stacks:
+            _restate_rotations(draft, stack, max_head_dim)
+    elif geometry.native_table("learned") is not None:
+        for stack in stacks:
+            _restate_positions(draft, stack, max_positions)
+    elif geometry.native_table("t5") is not None:
+        _restate_distances(draft, stacks, max_positions)
+    else:
+        raise ExportError(
+            f"Cannot export: a stock {draft.kind.__name__} computes its own encoding ({draft.architecture.native}) and no "
+            f"other. {KEEP}"
+        )
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------------
+
+
+def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> None:
+    """Bring the rotations of all layers into the one table of frequencies that a stock model has."""
+    rotations = [_rotation(layer, geometry) for layer, geometry in zip(stack.layers, stack.geometries, strict=True)]
+    if all(_is_native(rotation, geometry) for rotation, geometry in zip(rotations, stack.geometries, strict=True)):
+        return
+    geometry, folded = stack.geometries[0], fold(rotations)
+    _check_width(folded.width, geometry.head_dim, max_head_dim)
+    for index, attention in enumerate(draft.architecture.attentions(stack.body)):
+        projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
+        _fold_projections(draft, projections, folded.spread(index), stack.geometries[index])
+    draft.config.head_dim = draft.head_dim = folded.width
+    draft.config.rope_parameters = _rope_parameters(draft.config, folded)
+    # A Llama ignores this beside its default frequencies, but not beside these.
+    vars(draft.config).pop("partial_rotary_factor", None)
+    moving = folded.frequencies[folded.frequencies > 0]
+    said = (
+        f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token" if len(moving) else "all zero, no positions"
+    )
+    draft.changes.append(f"config: rotary frequencies, {said}")
+    if draft.replaced:
+        draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
+
+
+def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
+    """Return all that turns queries and keys in a layer."""
+    if not isinstance(layer.added, Nothing | Rotation):
+        raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
+    if isinstance(layer.added, Rotation) and layer.strength != 1:
+        raise unfit(
+            layer,
+            f"turns queries and keys at the strength {layer.strength:g}, which is no rotation: bring it to 1 "
+            "(hf_posenc.set_strength) first",
+        )
+    if layer.native == 0:
+        return layer.added if isinstance(layer.added, Rotation) else _native_rotation(geometry, 0.0)
+    if geometry.rotary_limit is not None:
+        raise unfit(
+            layer,
+            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, beside layers that have others. The scheme "
+            "'rope' freezes them; patch these layers with it",
+        )
+    native = _native_rotation(geometry, layer.native)
+    return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)
+
+
+def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
+    """Return the model's own rotation at part of its strength, which is by smaller angles."""
+    assert geometry.inv_freq is not None
+    frequencies = strength * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
+    factor = 1 + strength * (geometry.rotary_scaling - 1)
+    return Rotation.of_pairs(frequencies, geometry.head_dim, "half", factor)
+
+
+def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
+    """Return two rotations after each other, which must turn the same planes."""
+    if not torch.equal(first.basis, second.basis):
+        raise unfit(
+            layer,
+            "turns queries and keys in other planes than the model's own rotation, which was kept and comes after: no one "
+            "rotation does both. Patch with native='remove'",
+        )
+    return Rotation(first.frequencies + second.frequencies, second.basis)
+
+
+def _is_native(rotation: Rotation, geometry: Geometry) -> bool:
+    native = _native_rotation(geometry, 1.0)
+    return (
+        geometry.rotary_limit is None
+        and torch.equal(rotation.frequencies.float(), native.frequencies.float())
+        and torch.equal(rotation.basis, native.basis)
+    )
+
+
+def _check_width(needed: int, own: int, allowed: int | None) -> None:
+    if needed <= max(own, allowed or own):
+        return
+    said = "" if allowed is None else f" (max_head_dim={allowed} is too little)"
+    raise ExportError(
+        f"Cannot export: a stock model turns all heads of all layers by the same frequencies, and here they differ: "
+        f"{needed // 2} distinct ones in all, where a head has planes for {own // 2}{said}. Heads with {needed} channels in "
+        f"place of {own}, most of them zero, would hold all; the projections of attention and the key/value cache would be "
+        f"{needed / own:g} times as large. Pass max_head_dim={needed} (--max-head-dim) if that is worth it."
+    )
+
+
+def _linear(projections: Mapping[str, nn.Module | None], place: str) -> dict[str, nn.Linear]:
+    found: dict[str, nn.Linear] = {}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        module = projections.get(name)
+        if type(module) is not nn.Linear:
+            raise ExportError(
+                f"Cannot export: {name} of {place} is a {type(module).__name__}, expected a torch.nn.Linear whose weights can be "
+                "multiplied. Load the model without quantisation or fused projections."
+            )
+        found[name] = module
+    return found
+
+
+def _fold_projections(draft: Draft, projections: Mapping[str, nn.Linear], spread: Tensor, geometry: Geometry) -> None:
+    """Bring queries and keys to the axes of the rotation, and all heads to its width.
+
+    Args:
+        draft: What gets the weights.
+        projections: Of the layer.
+        spread: From queries and keys to those that the table turns, `[G, width, D]`.
+        geometry: Of the layer.
+    """
+    groups, width, size = spread.shape
+    assert geometry.scale is not None
+    # The stock model divides by the root of its own width.
+    of_queries = spread.repeat_interleave(geometry.heads // groups, dim=0) * (geometry.scale / width**-0.5)
+    pad = torch.eye(width, size, dtype=spread.dtype)
+    for name, matrix in (("q_proj", of_queries), ("k_proj", spread), ("v_proj", pad.expand(groups, -1, -1))):
+        unit = torch.eye(size, dtype=matrix.dtype)
+        if matrix.shape[1] == size and torch.equal(matrix, unit.expand_as(matrix)):
+            continue
+        linear = projections[name]
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None:
+                rows = parameter.detach().double().cpu().view(len(matrix), size, -1)
+                draft.replace(parameter, (matrix @ rows).reshape(len(matrix) * width, *parameter.shape[1:]))
+    if width != size:
+        weight = projections["o_proj"].weight
+        columns = weight.detach().double().cpu().view(len(weight), geometry.heads, size)
+        draft.replace(weight, (columns @ pad.T).flatten(1))
+
+
+def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
+    """Return rotary parameters with these frequencies, of the one type that takes any: a factor for each, at all lengths."""
+    theta = config.rope_parameters["rope_theta"]
+    # As transformers computes them, in float32.
+    wavelengths = (theta ** (torch.arange(0, folded.width, 2).float() / folded.width)).double()
+    factors = (1 / (folded.frequencies.clamp_min(_STILL) * wavelengths)).tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _table(draft: Draft, stack: Stack) -> Tensor:
+    """Return the parameter that is the table of a stack's own encoding."""
+    (table,) = draft.architecture.native_parameters(stack.body)
+    return table
+
+
+def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) -> None:
+    """Write what a scheme adds to the embeddings into the model's own table of positions."""
+    for layer in stack.layers:
+        if not isinstance(layer.added, Nothing | PositionTable):
+            raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
+    table, geometry = _table(draft, stack), stack.geometries[0]
+    own = table.detach().double().cpu().view(-1, geometry.hidden_size)
+    layer = stack.layers[0]  # What enters before the first layer is the same for all.
+    added = layer.added if isinstance(layer.added, PositionTable) else None
+    limits = ([len(own)] if layer.native else []) + ([added.limit] if added is not None and added.limit else [])
+    rows = min(limits, default=len(own)) if max_positions is None else max_positions
+    if rows > min(limits, default=rows):
+        raise ExportError(
+            f"Cannot export a table of {rows} positions (max_positions): expected at most {min(limits)}, which the converted model "
+            "has."
+        )
+    if geometry.axes > 1 and rows != len(own):
+        raise ExportError(
+            f"Cannot export a table of {rows} positions: a stock {draft.kind.__name__} has {len(own)}, one for each patch of an "
+            "image of its size. Leave max_positions out, and patch with that many."
+        )
+    values = torch.zeros(rows, geometry.hidden_size, dtype=torch.float64)
+    if layer.native:
+        values += layer.native * own[:rows]
+    if added is not None:
+        values += layer.strength * added.rows(rows).double().cpu()
+    draft.replace(table, values.view(*table.shape[:-2], rows, -1))
+    draft.positions = rows
+    if geometry.axes == 1:
+        draft.config.max_position_embeddings = rows
+    draft.changes.append("weights: table of positions" + ("" if bool(values.any()) else ", which is zero"))
+
+
+def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int | None) -> None:
+    """Write biases of the distance into the model's own tables of buckets, one per stack."""
+    native = stacks[0].geometries[0].native
+    assert native is not None
+    assert native.max_distance is not None
+    own = (len(native.weight), native.max_distance)
+    far = max(native.max_distance, *(_reach(layer, max_positions) for stack in stacks for layer in stack.layers))
+    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, DistanceTable)]
+    if max_positions is not None and all(table.reach is not None for table in added):
+        raise ExportError(
+            f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds all of it. "
+            "Leave max_positions out."
+        )
+    values = {stack.name: _distance_values(stack, far) for stack in stacks}
+    tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
+    if any(table is None for table in tables.values()):
+        # A bucket for each distance: those of single distances are the first half of each side's.
+        buckets = (far + 1) * (2 if all(stack.geometries[0].causal for stack in stacks) else 4)
+        own = (buckets, buckets)
+        tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
+    for stack in stacks:
+        table = tables[stack.name]
+        assert table is not None
+        draft.replace(_table(draft, stack), table)
+    draft.config.relative_attention_num_buckets, draft.config.relative_attention_max_distance = own
+    draft.changes.append(f"weights: biases of the distance, in {own[0]} buckets")
+    draft.positions = max_positions
+
+
+def _reach(layer: Layer, max_positions: int | None) -> int:
+    """Return the distance from which the bias of a layer may be taken to be constant."""
+    if isinstance(layer.added, Nothing):
+        return 0
+    if not isinstance(layer.added, DistanceTable):
+        raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table for distances only")
+    if layer.added.reach is not None:
+        return layer.added.reach
+    if max_positions is None:
+        raise unfit(
+            layer,
+            "adds a bias that goes on changing with the distance, and the model has a table for some distances. Pass "
+            "max_positions (--max-positions) for one that is right for inputs up to that length, and constant beyond",
+        )
+    return max_positions - 1
+
+
+def _distance_values(stack: Stack, far: int) -> Tensor:
+    """Return the bias that all layers of a stack add at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
+    geometry = stack.geometries[0]
+    native = geometry.native
+    assert native is not None
+    assert native.max_distance is not None
+    distance = torch.arange(0 if geometry.causal else -far, far + 1)
+    buckets = Buckets(num_buckets=len(native.weight), max_distance=native.max_distance, causal=geometry.causal)
+    own = native.weight.detach().double().cpu()[buckets(distance)].T
+    found: list[Tensor] = []
+    for layer in stack.layers:
+        bias = layer.native * own
+        if isinstance(layer.added, DistanceTable):
+            bias = bias + layer.strength * layer.added.values(distance).cpu()
+        found.append(bias)
+        if not torch.equal(bias, found[0]):
+            raise unfit(
+                layer,
+                f"gives the layer another bias than that of {stack.layers[0].place}, and a stock model has one table for all "
+                "layers of a stack",
+            )
+    return found[0]
+
+
+def _bucket_table(stack: Stack, values: Tensor, count: int, max_distance: int) -> Tensor | None:
+    """Return a table of buckets that holds a bias at all distances, float64 `[count, H]`; `None` if these are too coarse.
+
+    Args:
+        stack: Which has the bias.
+        values: From `_distance_values`; beyond the last distance the bias is constant.
+        count: Buckets.
+        max_distance: Where the last bucket begins.
+    """
+    causal = stack.geometries[0].causal
+    far = values.shape[1] - 1 if causal else values.shape[1] // 2
+    reach = max(far, max_distance)
+    distance = torch.arange(0 if causal else -reach, reach + 1)
+    index = Buckets(num_buckets=count, max_distance=max_distance, causal=causal)(distance)
+    wanted = values[:, distance.clamp(-far, far) + (0 if causal else far)].T
+    table = wanted.new_zeros(count, len(values))
+    table[index] = wanted
+    return table if torch.equal(table[index], wanted) else None

@@ -1,0 +1,161 @@
+"""`export_stock`: a converted model as an ordinary checkpoint, where a stock model computes the same function."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
+from hf_posenc.patches import surgery
+from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.directories import OutputError, whole_directory
+from hf_posenc.patches.export.inventory import read_stack
+from hf_posenc.patches.export.restating import Draft, restate
+from hf_posenc.patches.preparation import refuse_wrapped
+from hf_posenc.scheme import Geometry
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `export_stock` wrote.
+
+    Attributes:
+        model: Name of the stock class.
+        changes: What differs from the stock model that was converted, in words; nothing if it is that model.
+        head_dim: Channels per head in the stock model.
+        head_dim_before: Channels per head in the converted model.
+        positions: The length of inputs up to which it computes the same; `None` if there is no end to that.
+    """
+
+    model: str
+    changes: tuple[str, ...]
+    head_dim: int
+    head_dim_before: int
+    positions: int | None
+
+    @property
+    def memory_factor(self) -> float:
+        """How many times as large the projections of attention and the key/value cache are."""
+        return self.head_dim / self.head_dim_before
+
+    def __str__(self) -> str:
+        rows = [("model", self.model), *(("changed", change) for change in self.changes)]
+        if not self.changes:
+            rows.append(("changed", "nothing: it computes its own encoding"))
+        if self.head_dim != self.head_dim_before:
+            rows.append(
+                (
+                    "head_dim",
+                    f"{self.head_dim} in place of {self.head_dim_before}: projections of attention and key/value cache are "
+                    f"{self.memory_factor:g} times as large",
+                )
+            )
+        if self.positions is not None:
+            rows.append(("equal up to", f"{self.positions:,} tokens"))
+        return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
+
+
+def export_stock(
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    *,
+    max_head_dim: int | None = None,
+    max_positions: int | None = None,
+) -> Export:
+    """Write a converted model as an ordinary checkpoint of its stock class, which loads without this package.
+
+    It computes the same function, up to rounding; where no stock model does, this raises. The model in memory is left as it
+    is. docs/export.md lists which schemes can be exported from which architectures.
+
+    Args:
+        model: A patched model, not wrapped by anything.
+        directory: Where to write; must not exist, or be empty.
+        max_head_dim: How wide heads may become. A stock model turns all heads of all layers by the same frequencies; where
+            the schemes differ in theirs, wider heads with zeros in them hold all. `None` is the model's own width.
+        max_positions: For what length a table is to be made, where the scheme has no end: rows of a table of positions
+            (GPT-2; `None` is the model's own length), or distances in one of biases (T5; must be given).
+
+    Returns:
+        What was written.
+
+    Raises:
+        ExportError: No stock model computes this function, or it cannot be written. Nothing is written then.
+        NotPatchedError: The model is not patched.
+    """
+    try:
+        with whole_directory(Path(directory)) as folder:
+            stock, export = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
+            stock.save_pretrained(folder)
+    except OutputError as error:
+        raise ExportError(str(error)) from error
+    return export
+
+
+def stock_twin(
+    model: PreTrainedModel, *, max_head_dim: int | None = None, max_positions: int | None = None
+) -> tuple[PreTrainedModel, Export]:
+    """Return a stock model that computes what a converted one does, and what was done; only good for saving.
+
+    Weights that did not change are shared with the converted model, and what a checkpoint does not hold has no storage.
+
+    Args:
+        model: As for `export_stock`.
+        max_head_dim: As for `export_stock`.
+        max_positions: As for `export_stock`.
+
+    Raises:
+        ExportError: As for `export_stock`.
+        NotPatchedError: As for `export_stock`.
+    """
+    architecture = _check_model(model)
+    draft = Draft(model, architecture)
+    stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
+    _check_options(stacks[0].geometries[0], max_head_dim, max_positions)
+    if max_positions is not None or not all(stack.is_native() for stack in stacks):
+        restate(draft, stacks, max_head_dim=max_head_dim, max_positions=max_positions)
+    before = stacks[0].geometries[0].head_dim
+    export = Export(draft.kind.__name__, tuple(draft.changes), draft.head_dim or before, before, draft.positions)
+    return draft.build(), export
+
+
+def _check_model(model: object) -> Architecture:
+    try:
+        refuse_wrapped(model)
+    except WrappedModelError as error:
+        raise ExportError(
+            f"Cannot export a model inside of a wrapper ({type(model).__name__}). Take it out first: merge PEFT adapters with "
+            "model.merge_and_unload(), take .module of DDP and ._orig_mod of torch.compile, save and load what FSDP has sharded."
+        ) from error
+    architecture = of_model(model)
+    assert isinstance(model, PreTrainedModel)
+    if not surgery.is_patched(model):
+        raise NotPatchedError(
+            f"export_stock: the {type(model).__name__} is not patched: it is a stock model already. Use save_pretrained."
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ExportError(
+            "Cannot export a quantised model: its weights are rounded. Load the model without quantisation."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ExportError(
+            "Cannot export: some weights are not in memory (device_map has moved them to disk, or the model was built on the "
+            "meta device). Load the model without device_map."
+        )
+    return architecture
+
+
+def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: int | None) -> None:
+    """Raise if an option is given that does nothing for such a model."""
+    if max_head_dim is not None and geometry.inv_freq is None:
+        raise ExportError(
+            f"Got max_head_dim={max_head_dim}, but only models with rotary encoding can have wider heads."
+        )
+    if max_positions is not None and geometry.native is None:
+        raise ExportError(
+            f"Got max_positions={max_positions}, but the stock model has no table of positions or distances."
+        )
+    if max_positions is not None and max_positions < 1:
+        raise ExportError(f"Got max_positions={max_positions}, expected at least 1.")

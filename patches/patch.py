@@ -1,0 +1,142 @@
+"""`patch`, `unpatch` and `disabled`: the public operations on a loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from hf_posenc.errors import NotPatchedError
+from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.preparation import prepare, refuse_wrapped
+from hf_posenc.patches.selection import Layers
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(
+    model: Model,
+    scheme: str,
+    *,
+    native: Literal["remove", "keep"] = "remove",
+    layers: Layers = None,
+    stacks: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Model:
+    """Replace the positional encoding of a loaded model, in place.
+
+    Only this instance changes, and only if everything can be done. Patching again replaces the scheme; calls on disjoint
+    `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer.
+
+    Args:
+        model: A Llama, GPT-2, T5 or ViT model of transformers with any head, not wrapped by anything.
+        scheme: Name of a scheme, see `hf_posenc.schemes()`.
+        native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
+            that make the start exact are chosen unless given (`describe` names them).
+        layers: Which layers of each stack: indices (negative from the end), a slice, `"every:N"` for layers N-1, 2N-1,
+            ..., or a predicate on the index. `None` is all.
+        stacks: `"encoder"`, `"decoder"` or both, for models with two stacks. `None` is all.
+        **options: The scheme's options, see `hf_posenc.describe(scheme)`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PosencError: One of its subclasses says what is wrong; the model is then as it was.
+    """
+    prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
+    architecture, group = prepared.architecture, prepared.group
+    with surgery.all_or_nothing() as undo:
+        belonging.own_configs(undo, model)
+        chosen = {name: set(part.layers) for name, part in group.stacks.items()}
+        surgery.swap_classes(undo, architecture, model, chosen)
+        belonging.mark_parts(undo, model)
+        # Before attaching: the new group may have the number of one that it replaces.
+        for name, body in architecture.stacks(model).items():
+            surgery.drop_shared(undo, body, {g.id for g in prepared.kept if name in g.stacks})
+        surgery.attach(undo, architecture, model, group, prepared.built)
+        surgery.set_strengths(undo, architecture, model, record.FULL)
+        groups = [*prepared.kept, group]
+        for body in architecture.stacks(model).values():
+            surgery.settle_native(undo, architecture, body)
+        for config in surgery.configs(model):
+            undo.set(config, "posenc", record.to_dict(groups))
+    for warning in prepared.warnings:
+        logger.warning("%s", warning)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Restore the stock classes and the model's own encoding, in place.
+
+    The model's other weights stay as they are, trained or not; the schemes' parameters are gone.
+
+    Args:
+        model: A patched model.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+    """
+    refuse_wrapped(model)
+    if not surgery.is_patched(model):
+        raise NotPatchedError(f"unpatch: the {type(model).__name__} is not patched. Nothing was done.")
+    architecture = of_model(model)
+    belonging.refuse_part(architecture, model)
+    with surgery.all_or_nothing() as undo:
+        belonging.own_configs(undo, model)
+        for body in architecture.stacks(model).values():
+            patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
+            surgery.release(undo, architecture, body, patched)
+            surgery.drop_shared(undo, body, set())
+            surgery.settle_native(undo, architecture, body)
+            surgery.settle_layers(undo, architecture, model, body)
+            undo.unset(body, "posenc_frozen")
+        for module in model.modules():
+            if surgery.is_patched(module):
+                surgery.restore(undo, module)
+        for config in surgery.configs(model):
+            surgery.restore(undo, config)
+    return model
+
+
+class _Yes:
+    """True, and False in copies and pickles: nobody would ever enable these again."""
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
+@contextlib.contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Give a patched model its original function for a while, for instance as the teacher of a distillation.
+
+    Works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs instead of
+    the patched one. A copy that is made meanwhile has its schemes.
+
+    Args:
+        model: A patched model, or something that holds one.
+
+    Raises:
+        NotPatchedError: There is no patched model in it.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    switches: list[Any] = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_disabled")]
+    if not switches:
+        raise NotPatchedError(f"disabled: there is no patched model in the {type(model).__name__}. Patch it first.")
+    before = [vars(module).get("posenc_disabled", False) for module in switches]
+    for module in switches:
+        module.posenc_disabled = _Yes()
+    try:
+        yield
+    finally:
+        for module, value in zip(switches, before, strict=True):
+            module.posenc_disabled = value

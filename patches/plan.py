@@ -1,0 +1,288 @@
+"""`plan`, a dry run of a patch, and `verify`, the proof that a patch is active."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc import attention
+from hf_posenc.errors import NotPatchedError
+from hf_posenc.patches import record, surgery
+from hf_posenc.patches.architecture import Architecture, of_config, of_model
+from hf_posenc.patches.models import describe_start, schemes_of
+from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import disabled
+from hf_posenc.patches.preparation import Preparation, prepare
+from hf_posenc.patches.selection import Layers
+from hf_posenc.scheme import Scheme
+
+# Positions are cached as int64.
+_POSITION_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `patch` would do.
+
+    Attributes:
+        architecture: Name of the architecture.
+        scheme: Name of the scheme.
+        native: `"remove"` or `"keep"`.
+        options: Resolved options by stack.
+        layers: Layer indices by stack.
+        parameters: How many parameters are added.
+        parameter_bytes: Their size.
+        start: `"exact"`, `"exact with native kept"`, `"near with native kept"` (within `start_tolerance`) or `"break"` (the
+            model must be adapted).
+        start_tolerance: How far logits of attention move at most, over the model's whole context; `None` for a break.
+        executors: The ways the scheme's attention can be run, the reference first.
+        cache_bytes_per_token: Added to the key/value cache per token, over all layers, beside keys and values.
+        cache_bytes_per_sequence: Added once per sequence, over all layers.
+        warnings: What to know before going on.
+    """
+
+    architecture: str
+    scheme: str
+    native: str
+    options: dict[str, dict[str, Any]]
+    layers: dict[str, tuple[int, ...]]
+    parameters: int
+    parameter_bytes: int
+    start: str
+    start_tolerance: float | None
+    executors: tuple[str, ...]
+    cache_bytes_per_token: int
+    cache_bytes_per_sequence: int
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            ("scheme", self.scheme),
+            ("native encoding", self.native),
+            *((f"layers ({name})", f"{len(layers)}: {_short(layers)}") for name, layers in self.layers.items()),
+            *(
+                (f"options ({name})", ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none")
+                for name, options in self.options.items()
+            ),
+            ("parameters added", f"{self.parameters:,} ({self.parameter_bytes:,} bytes)"),
+            (
+                "start",
+                f"{self.start} (logits of attention within {self.start_tolerance:g})"
+                if self.start_tolerance
+                else self.start,
+            ),
+            ("executors", ", ".join(self.executors)),
+            (
+                "cache",
+                f"{self.cache_bytes_per_token:,} bytes more per token"
+                + (f", {self.cache_bytes_per_sequence:,} per sequence" if self.cache_bytes_per_sequence else ""),
+            ),
+            *(("warning", warning) for warning in self.warnings),
+        ]
+        return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` saw.
+
+    Attributes:
+        groups: Scheme, native setting and number of layers of each group.
+        calls: How often each scheme ran in one forward of every stack.
+        difference: Largest difference between the hidden states with the patch and without.
+    """
+
+    groups: tuple[tuple[str, str, int], ...]
+    calls: int
+    difference: float
+
+    def __str__(self) -> str:
+        groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
+        return f"active: {groups}; largest difference from the unpatched hidden states {self.difference:.3g}"
+
+
+def plan(
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    scheme: str,
+    *,
+    native: Literal["remove", "keep"] = "remove",
+    layers: Layers = None,
+    stacks: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Plan:
+    """Say what `patch` would do, without doing it.
+
+    Args:
+        model_or_config: A model, or the config of one (nothing is downloaded or allocated for it).
+        scheme: As for `patch`.
+        native: As for `patch`.
+        layers: As for `patch`.
+        stacks: As for `patch`.
+        **options: As for `patch`.
+
+    Raises:
+        PosencError: Whatever `patch` would raise.
+    """
+    model = model_or_config
+    skeleton = isinstance(model, PreTrainedConfig)
+    if isinstance(model, PreTrainedConfig):
+        model = _skeleton(model)
+    with torch.device("meta") if skeleton else contextlib.nullcontext():
+        prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
+    parameters = [p for module in prepared.schemes for p in module.parameters()]
+    per_token, per_sequence = _cache_bytes(prepared, model)
+    start = describe_start(prepared.schemes, native)
+    return Plan(
+        architecture=prepared.architecture.name,
+        scheme=scheme,
+        native=native,
+        options={name: dict(part.options) for name, part in prepared.group.stacks.items()},
+        layers={name: part.layers for name, part in prepared.group.stacks.items()},
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        start=start,
+        start_tolerance=_tolerance(prepared.schemes, native),
+        # A skeleton lies nowhere.
+        executors=attention.executors(prepared.schemes[0], model.device if model.device.type == "cuda" else None),
+        cache_bytes_per_token=per_token,
+        cache_bytes_per_sequence=per_sequence,
+        warnings=(*prepared.warnings, *_start_warnings(start, prepared.schemes[0], native)),
+    )
+
+
+def verify(model: nn.Module) -> Verification:
+    """Prove that a patch is active: every scheme runs, once for each of its layers.
+
+    Two short forwards of every stack are made, one with the patch and one without. A model inside a wrapper is found.
+
+    Args:
+        model: A patched model, or something that holds one.
+
+    Raises:
+        NotPatchedError: The model is not patched, or a scheme that it should run does not run.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inner = next((m for m in modules if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
+    if inner is None:
+        raise NotPatchedError(
+            f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, or load "
+            "the converted checkpoint with hf_posenc imported."
+        )
+    model = inner
+    architecture = of_model(model)
+    groups = record.from_config(model.config)
+    if not groups:
+        raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
+    expected: dict[int, int] = {}
+    calls: dict[int, int] = {}
+    schemes = [(group, scheme) for group in groups for scheme in schemes_of(architecture, model, group)]
+    for group, scheme in schemes:
+        expected[id(scheme)] = 1
+        calls[id(scheme)] = 0
+        if scheme.overrides("carry") and not scheme.geometry.last:
+            expected[id(scheme)] += 1  # and once behind the feed-forward
+        if scheme.shared:
+            # Once for each layer, and once where the embeddings are made.
+            body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
+            name = next(n for n, b in architecture.stacks(model).items() if b is body)
+            expected[id(scheme)] = len(group.stacks[name].layers) + scheme.overrides("embed")
+
+    def count(key: int, module: nn.Module, args: Any, output: Any) -> None:
+        calls[key] += 1
+
+    handles = [
+        inside.register_forward_hook(functools.partial(count, id(scheme)))
+        for _, scheme in schemes
+        for inside in _outermost(scheme)
+    ]
+    try:
+        active = _hidden_states(architecture, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if calls != expected:
+        silent = sum(calls[key] < wanted for key, wanted in expected.items())
+        raise NotPatchedError(
+            f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library replaced a "
+            "forward after patching. Patch the plain model before applying other libraries, then verify again."
+        )
+    with disabled(model):
+        stock = _hidden_states(architecture, model)
+    difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
+    return Verification(
+        groups=tuple(
+            (group.scheme, group.native, sum(len(part.layers) for part in group.stacks.values())) for group in groups
+        ),
+        calls=sum(calls.values()),
+        difference=difference,
+    )
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model of a config without memory for it."""
+    architecture = of_config(config)
+    heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
+    named = [heads[name] for name in config.architectures or [] if name in heads]
+    models = [kind for kind in architecture.twins if issubclass(kind, PreTrainedModel)]
+    # Of a config that names no class: one that generates text, where there is any.
+    generates = sorted(models, key=lambda kind: not hasattr(kind, "prepare_inputs_for_generation"))
+    kind: Any = (named or generates)[0]
+    with torch.device("meta"):
+        model: PreTrainedModel = kind(config)
+    # The dtype that loading would give it: what is cached has it too.
+    return model if config.dtype is None else model.to(config.dtype)
+
+
+def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
+    """Return what is cached per token and per sequence, beside keys and values, over all layers that keep a cache."""
+    dtype = next(model.parameters()).dtype
+    per_token = per_sequence = 0
+    for schemes in prepared.built.values():
+        for scheme in schemes.values():
+            geometry = scheme.geometry
+            if not geometry.causal:
+                continue  # Encoders keep no cache.
+            growing, fixed = scheme.state_bytes(dtype.itemsize)
+            if scheme.reads_keys and prepared.group.native == "keep" and geometry.inv_freq is not None:
+                growing += geometry.kv_heads * geometry.head_dim * dtype.itemsize  # keys without the model's rotation
+            per_token += growing + _POSITION_BYTES
+            per_sequence += fixed
+    return per_token, per_sequence
+
+
+def _outermost(module: nn.Module) -> list[Scheme]:
+    """Return a scheme itself, or those that a wrapper holds: PEFT's `modules_to_save` has a copy per adapter."""
+    if isinstance(module, Scheme):
+        return [module]
+    return [scheme for child in module.children() for scheme in _outermost(child)]
+
+
+def _tolerance(schemes: list[Scheme], native: str) -> float | None:
+    bounds = [scheme.start_tolerance(native_kept=native == "keep") for scheme in schemes]
+    return None if None in bounds else max(bound for bound in bounds if bound is not None)
+
+
+def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
+    if start != "break":
+        return []
+    hint = ""
+    if scheme.neutral_options is not None:
+        given = ", ".join(f"{key}={value!r}" for key, value in scheme.neutral_options.items())
+        hint = f" An exact start: native='keep'{f', {given}' if given else ''}."
+    return [f"The patched model computes another function and must be adapted.{hint}"]
+
+
+def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
+    with evaluating(model), torch.no_grad():
+        return [body(**architecture.example(body))[0] for body in architecture.stacks(model).values()]
+
+
+def _short(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"

@@ -1,0 +1,189 @@
+"""What is measured of each model once it is trained; kept beside its run, so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import default_data_collator
+
+from hf_posenc.errors import OptionError, PosencError, suggest
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.plan import plan
+from hf_posenc.recipes import plots
+from hf_posenc.recipes.comparison import cost
+from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant
+from hf_posenc.recipes.comparison.decay import decay
+from hf_posenc.recipes.comparison.findings import Cost, Findings, samples
+from hf_posenc.recipes.data.windows import Prepared
+from hf_posenc.recipes.evaluation import evaluate
+from hf_posenc.recipes.evaluation.curve import TARGETS
+from hf_posenc.recipes.evaluation.lengths import contexts_for
+from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request
+from hf_posenc.recipes.evaluation.subjects import Subject
+from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.loading import load, trained_length
+from hf_posenc.recipes.runs.files import UNFINISHED, publish
+from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
+from hf_posenc.recipes.schema.recipe import Conversion
+from hf_posenc.recipes.training.threads import enough_threads
+
+FINDINGS, PICTURE = "findings.json", "overview.png"
+
+
+class Examiner:
+    """Measures models by the same measures on the same text.
+
+    Args:
+        control: Its text, lengths and batches are those of all.
+        tokenizer: Of the models.
+        data: The text.
+        measures: Names of measures of `hf-posenc eval`; the perplexity is always among them.
+        samples: Windows or examples of each kind.
+        console: Where progress is shown; `None` is silent.
+
+    Raises:
+        OptionError: There is no such measure.
+    """
+
+    def __init__(
+        self,
+        control: Contestant,
+        config: Any,
+        tokenizer: Any,
+        data: Prepared,
+        *,
+        measures: Sequence[str],
+        samples: int,
+        console: Console | None = None,
+    ) -> None:
+        for name in measures:
+            if name not in MEASURES:
+                raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
+        length = control.recipe.training.length
+        assert length is not None
+        self.trained = trained_length(config) or length
+        contexts, self.notes = contexts_for(self.trained, len(data.held_out), windows=samples)
+        if self.trained < TARGETS or self.trained not in contexts:
+            raise OptionError(
+                f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; expected at least "
+                f"{TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
+            )
+        self._native, self._console = control.recipe.model, console
+        request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
+        first = Subject(NATIVE, str(control.folder / MODEL))
+        self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, Workers().device)
+        self._measures = [MEASURES[name](self._inputs) for name in dict.fromkeys(("perplexity", *measures))]
+        size = control.recipe.training.micro_batch_size or control.recipe.training.batch_size
+        collate = data.collate or default_data_collator
+        self._batch = collate([example for example, _ in zip(data.train, range(size), strict=False)])
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """How many tokens are read."""
+        return self._inputs.contexts
+
+    def untrained(self, folder: Path) -> Findings:
+        """Return what is found of the model as it was given."""
+        path = folder / FINDINGS
+        if not path.is_file():
+            folder.mkdir(exist_ok=True)
+            model = load(self._native)[0].to(self._inputs.device)
+            free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
+            self._findings(UNTRAINED, model, free, start="as it was given").save(path)
+        return Findings.load(path)
+
+    def examine(self, contestant: Contestant) -> Findings:
+        """Return what is found of a finished run; its picture is drawn as well."""
+        path = contestant.folder / FINDINGS
+        if not path.is_file():
+            subject = Subject(contestant.name, str(contestant.folder / MODEL))
+            model = subject.load(self._inputs.device)
+            conversion = contestant.recipe.conversion
+            facts = json.loads((contestant.folder / RUN).read_text(encoding="utf-8"))
+            found = self._findings(
+                contestant.name,
+                model,
+                self._cost(contestant, model),
+                start=facts["start"],
+                keeps_native=conversion.scheme is not None and conversion.native == "keep",
+                start_ratio=_start_ratio(contestant.folder, contestant.recipe.training.length),
+            )
+            _draw(model, self._inputs.tokenizer, contestant.folder / PICTURE)
+            found.save(path)
+        return Findings.load(path)
+
+    def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
+        report = evaluate({name: model}, self._measures, console=self._console)
+        sections = tuple(report.as_json()["sections"])
+        contexts, losses = samples(sections)
+        return Findings(name, contexts, losses, price, sections=sections, decay=self._decay(model), **known)
+
+    def _decay(self, model: Any) -> tuple[float, int] | None:
+        try:
+            found = decay(model, self._inputs.ids[: self.trained])
+        except PosencError:
+            # No scheme computes what this model does, or it has no such seam.
+            return None
+        return found if found is not None and math.isfinite(found[0]) else None
+
+    def _cost(self, contestant: Contestant, model: Any) -> Cost:
+        conversion = contestant.recipe.conversion
+        native, _ = load(self._native, dtype=next(model.parameters()).dtype)
+        native.to(self._inputs.device)
+        cache = _own_cache_bytes(native)
+        if conversion.scheme is None:
+            # The same model computes the same.
+            return Cost((1.0,), 1.0, 0, 0, cache)
+        planned = plan(native, conversion.scheme, **_selection(conversion))
+        batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
+        for each in (model, native):
+            each.train().requires_grad_(True)
+        with enough_threads(native, batch["input_ids"].numel()):
+            ratios = cost.step_ratios(model, native, batch)
+        memory = cost.kept_bytes(model, batch) / cost.kept_bytes(native, batch)
+        for each in (model, native):
+            each.eval()
+        return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token, cache)
+
+
+def _selection(conversion: Conversion) -> dict[str, Any]:
+    """Return the keywords of `plan`, of the model as it is at the end."""
+    native = "keep" if conversion.native == "keep" else "remove"
+    return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
+
+
+def _own_cache_bytes(model: Any) -> int:
+    """Return how many bytes keys and values take per token, over all layers that cache them."""
+    architecture = of_model(model)
+    found = 0
+    for body in architecture.stacks(model).values():
+        for layer in range(len(architecture.attentions(body))):
+            geometry = architecture.geometry(body, layer)
+            if geometry.causal:
+                found += 2 * geometry.kv_heads * geometry.head_dim * next(model.parameters()).element_size()
+    return found
+
+
+def _start_ratio(folder: Path, length: int | None) -> float | None:
+    found = Measurements.load(folder / MEASUREMENTS, writes=False)
+    before, native = found.curve("before"), found.curve("native")
+    if before is None or native is None or length not in before.contexts or length not in native.contexts:
+        return None
+    return math.exp(min(before.minus(native, length).mean, 700.0))
+
+
+def _draw(model: Any, tokenizer: Any, path: Path) -> None:
+    """Draw what a model has learned, if there is such a picture."""
+    try:
+        (figure,) = plots.figures(model, tokenizer, what="overview").values()
+    except PosencError:
+        return
+    beside = path.with_name(f"{UNFINISHED}-{path.name}")
+    figure.savefig(beside, format="png", dpi=100)
+    publish(beside, path)

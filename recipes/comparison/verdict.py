@@ -1,0 +1,240 @@
+"""What follows from the figures, by rules that are written here and nowhere else.
+
+1. Two models differ at a length if the 95 % interval of the difference of their losses, window by window, leaves out 0.
+2. The leaders at a length are the one of the lowest perplexity and all that do not differ from it.
+3. Of leaders, the native model is recommended if it is one: what is there already costs nothing. Otherwise the one of the
+   shortest training step; of those that are not slower beyond chance, the one that keeps the least memory.
+4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length. It loses on
+   them if it is more than that, and more beyond chance than at the trained length; otherwise the windows are too few to tell.
+5. One recommendation for both uses is given if the native model is recommended at the trained length and the leader beyond
+   costs at most `ACCEPTABLE` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_posenc.recipes.comparison.contestants import NATIVE
+from hf_posenc.recipes.comparison.findings import Cost, Findings
+from hf_posenc.recipes.evaluation.grid import RATIO
+
+HOLDS = 1.10
+ACCEPTABLE = 1.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is recommended, and why.
+
+    Attributes:
+        near: For texts up to the trained length.
+        far: For longer ones; `None` if none was measured.
+        overall: For both, if one does for both.
+        headline: The recommendation, in one sentence or two.
+        reasons: Sentences.
+        cautions: What the figures do not say.
+    """
+
+    near: str
+    far: str | None
+    overall: str | None
+    headline: str
+    reasons: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+    @property
+    def recommended(self) -> tuple[str, ...]:
+        """The names of one or two models."""
+        return (self.near, self.far or self.near) if self.overall is None else (self.overall,)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it."""
+        return (self.headline, *self.reasons, *self.cautions)
+
+
+def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict:
+    """Apply the rules.
+
+    Args:
+        found: Of the native model with the same training, under `NATIVE`, and of each scheme.
+        trained: The trained length, in tokens.
+        farthest: The longest text that was measured.
+    """
+    near_leaders = leaders(found, trained)
+    near = recommended(found, near_leaders)
+    reasons = [_near_reason(found, near_leaders, near, trained)]
+    far = overall = None
+    if farthest > trained:
+        readers = {name: each for name, each in found.items() if each.reads(farthest)}
+        far_leaders = leaders(readers, farthest) if readers else ()
+        far = recommended(readers, far_leaders) if far_leaders else None
+        reasons += _far_reasons(found, readers, far_leaders, far, trained, farthest)
+        overall = _overall(found, near, far, trained)
+    reasons += _cost_reasons(found)
+    return Verdict(
+        near, far, overall, _headline(found, near, far, overall, trained, farthest), tuple(reasons), _cautions(found)
+    )
+
+
+def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
+    """Return the model of the lowest perplexity after so many tokens, and all that do not differ from it, in that order."""
+    readable = [each for each in found.values() if each.reads(context)]
+    order = sorted(readable, key=lambda each: float(each.at(context).mean()))
+    return tuple(each.name for each in order if each is order[0] or not differ(each, order[0], context))
+
+
+def differ(one: Findings, other: Findings, context: int) -> bool:
+    """Whether the losses of two models differ after so many tokens; of a single window it cannot be told."""
+    found = one.difference(context, other)
+    return found.low > 0 or found.high < 0
+
+
+def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
+    """Return the native model, if it is among some, or the cheapest of them."""
+    return NATIVE if NATIVE in names else cheapest({name: found[name].cost for name in names})
+
+
+def cheapest(costs: Mapping[str, Cost]) -> str:
+    """Return the model of the shortest step; of those that are not slower beyond chance, the one that keeps the least memory."""
+    alike = as_fast(costs)
+    return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
+
+
+def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
+    """Return the model of the shortest step and those that are not slower beyond chance."""
+    first = min(costs.values(), key=lambda each: each.time.mean)
+    return tuple(name for name, each in costs.items() if not each.is_slower_than(first))
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def _headline(
+    found: Mapping[str, Findings], near: str, far: str | None, overall: str | None, trained: int, farthest: int
+) -> str:
+    if overall == NATIVE:
+        return f"Keep the native encoding: nothing beats it up to {farthest:,} tokens."
+    if overall is not None:
+        beyond = f"the best choice at {farthest:,} tokens"
+        if overall == near:
+            return f"Take {overall}: the best choice at {trained:,} tokens, and {beyond}."
+        differs = differ(found[overall], found[NATIVE], trained)
+        loss = f"a loss of at most {ACCEPTABLE - 1:.0%}" if differs else "no loss beyond chance"
+        return f"Take {overall}: {loss} at the trained length of {trained:,} tokens, and {beyond}."
+    text = f"Up to the trained length of {trained:,} tokens, {_choice(near)}."
+    return text if far is None else f"{text} For texts of up to {farthest:,} tokens, {_choice(far)}."
+
+
+def _choice(name: str) -> str:
+    return "keep the native encoding" if name == NATIVE else f"take {name}"
+
+
+def _near_reason(found: Mapping[str, Findings], names: Sequence[str], near: str, trained: int) -> str:
+    native, best = found[NATIVE], names[0]
+    others = [name for name in names if name != best]
+    ties = f" {_list(others)} cannot be told from it." if others else " All others are worse beyond chance."
+    if best == NATIVE:
+        return f"At {trained:,} tokens the native model with the same training has the lowest perplexity.{ties}"
+    share = _share(found[best].ratio(trained, native))
+    text = f"At {trained:,} tokens {best} has the lowest perplexity: {share} of the native model with the same training.{ties}"
+    if near == NATIVE:
+        return f"{text} No scheme is better than the native model beyond chance, so at this length nothing is gained by a swap."
+    return text if near == best else f"{text} Of these, {near} has the cheapest training step."
+
+
+def _far_reasons(
+    found: Mapping[str, Findings],
+    readers: Mapping[str, Findings],
+    names: Sequence[str],
+    far: str | None,
+    trained: int,
+    farthest: int,
+) -> Iterator[str]:
+    unable = [name for name in found if name not in readers]
+    if unable:
+        yield f"{_list(unable)} cannot read {farthest:,} tokens."
+    if far is None:
+        return
+    native, best = found[NATIVE], names[0]
+    others = [name for name in names if name != best]
+    ties = f" {_list(others)} cannot be told from it." if others else " All others are worse beyond chance."
+    text = f"At {farthest:,} tokens {_called(best)} has the lowest perplexity"
+    if best != NATIVE and NATIVE in readers:
+        text += f": {_share(found[best].ratio(farthest, native))} of the native model's there"
+    text += f".{ties}"
+    if far not in (best, NATIVE):
+        text += f" Of these, {far} has the cheapest training step."
+    yield text
+    growth = found[far].growth(farthest, trained)
+    if growth.mean <= HOLDS:
+        holds = "so it reads longer texts"
+    elif growth.low > 1:
+        holds = "so even this one loses on longer texts"
+    else:
+        holds = f"so whether it loses on longer texts cannot be told from {len(native.losses[0])} windows"
+    yield f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}, {holds}."
+    if far != NATIVE:
+        ratio = found[far].ratio(trained, native)
+        price = "costs" if ratio.mean > 1 else "is no loss"
+        chance = "" if differ(found[far], native, trained) else ", which chance can explain"
+        yield f"At {trained:,} tokens {far} {price}: {_share(ratio)} of the native model's perplexity{chance}."
+
+
+def _overall(found: Mapping[str, Findings], near: str, far: str | None, trained: int) -> str | None:
+    if far is None or near == far:
+        return far
+    # Where another scheme is better at the trained length, that is worth saying.
+    fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
+    return far if fits else None
+
+
+def _cost_reasons(found: Mapping[str, Findings]) -> Iterator[str]:
+    costs = {name: each.cost for name, each in found.items() if name != NATIVE}
+    if not costs:
+        return
+    least, alike = cheapest(costs), as_fast(costs)
+    most = max(costs, key=lambda name: costs[name].time.mean)
+    text = f"The cheapest to train is {least}: {_times(costs[least])}"
+    others = [name for name in alike if name != least]
+    # Its mean may well be longer than theirs.
+    if others:
+        text += f"; in time {_list(others)} cannot be told from it"
+    if most not in alike:
+        text += f"; the dearest is {most}: {_times(costs[most])}"
+    yield text + "."
+
+
+def _times(cost: Cost) -> str:
+    return f"{cost.time.mean:.2f} times the native step in time, {cost.memory_ratio:.2f} times in memory"
+
+
+def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
+    windows = len(found[NATIVE].losses[0])
+    pairs = len(found) - 1
+    return (
+        f"Intervals are those of {windows} windows of text; each scheme was trained once, with one seed, and another seed moves "
+        "it as well.",
+        f"With {pairs} comparisons to one model, about one in twenty differs by chance alone.",
+        "What leads after this budget need not lead after a longer one.",
+    )
+
+
+def _share(interval: object) -> str:
+    return _with_unit(RATIO.write(interval))  # type: ignore[arg-type]
+
+
+def _with_unit(text: str) -> str:
+    mean, bracket, rest = text.partition(" [")
+    return f"{mean} %{bracket}{rest}"
+
+
+def _called(name: str) -> str:
+    return "the native model" if name == NATIVE else name
+
+
+def _list(names: Sequence[str]) -> str:
+    called = [_called(name) for name in names]
+    text = " and ".join([", ".join(called[:-1]), called[-1]]) if len(called) > 1 else called[0]
+    return text[0].upper() + text[1:] if text.startswith("the native") else text

@@ -1,0 +1,1 @@
+"""Text for training and measuring: sources, tokenisation, windows and batches."""

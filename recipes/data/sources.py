@@ -1,0 +1,187 @@
+"""Where the text of a recipe comes from: the built-in documents, local files, or a dataset on the hub."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import datasets
+from datasets import Dataset, IterableDataset
+from datasets.exceptions import DatasetsError
+
+from hf_posenc.errors import RecipeError
+from hf_posenc.recipes.data.text import builtin_documents
+from hf_posenc.recipes.schema.recipe import Data
+
+BUILTIN = "builtin"
+# The column that documents are in once they are read.
+TEXT = "text"
+
+Documents: TypeAlias = Dataset | IterableDataset
+
+# Builders of `datasets` by what a file is called; each may be compressed (.gz).
+_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def read(data: Data) -> tuple[Documents, Documents]:
+    """Read the documents to train on and those to measure on, each with one column, `TEXT`.
+
+    A .txt file is one document, a row of any other file is one. What `held_out` does not name is the last
+    `held_out_share` of the documents; a single document is cut, at the last blank line before that share. `limit` counts
+    the documents of the source, before any are set aside.
+
+    Raises:
+        RecipeError: Something that the recipe names does not exist, holds no text, or does not go together.
+    """
+    if not 0 < data.held_out_share < 1:
+        raise RecipeError(f"data.held_out_share is {data.held_out_share}; expected a share between 0 and 1.")
+    if data.limit is not None and data.limit < 1:
+        raise RecipeError(f"data.limit is {data.limit}; expected at least one document, or null for all.")
+    if data.streaming and data.held_out is None:
+        raise RecipeError(
+            "data.streaming is on and data.held_out is null; a stream has no end to set text aside from. Name a split or a "
+            "local file in data.held_out."
+        )
+    held_out = _held_out(data)
+    documents = _source(data)
+    if data.column != TEXT and not any(map(_has_columns, (data.source, data.held_out))):
+        raise RecipeError(
+            f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it out."
+        )
+    if data.limit is not None:
+        documents = documents.take(data.limit)
+    return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
+
+
+def _source(data: Data) -> Documents:
+    if data.source != BUILTIN and not _is_local(data.source):
+        return _from_hub(data)
+    where = "built-in" if data.source == BUILTIN else "local"
+    if data.config is not None or data.split != "train":
+        raise RecipeError(
+            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither; leave them out. "
+            "data.held_out names the file to measure on."
+        )
+    if data.source != BUILTIN:
+        return _from_files(Path(data.source), data.column, streaming=data.streaming)
+    if data.streaming:
+        raise RecipeError(f"data.streaming is on, but the {where} text is here already; leave it off.")
+    return Dataset.from_dict({TEXT: builtin_documents("train")})
+
+
+def _held_out(data: Data) -> Documents | None:
+    """Return the documents that `held_out` names, or those that come with the source."""
+    if data.held_out is None:
+        return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.source == BUILTIN else None
+    if _is_local(data.held_out):
+        return _from_files(Path(data.held_out), data.column, streaming=False)
+    if data.source == BUILTIN or _is_local(data.source):
+        raise RecipeError(f"data.held_out is {data.held_out!r}, and there is no such file or folder.")
+    if data.held_out == data.split:
+        raise RecipeError(f"data.held_out is {data.held_out!r}, the split that is trained on; name another.")
+    return _from_hub(replace(data, split=data.held_out))
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name means files here: they exist, or it looks like a path."""
+    path = Path(name).expanduser()
+    return path.exists() or path.is_absolute() or name.startswith(".") or _kind(path) is not None
+
+
+def _kind(path: Path) -> str | None:
+    return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
+
+
+def _has_columns(name: str | None) -> bool:
+    """Whether text that can be read is in rows of columns."""
+    if name is None or name == BUILTIN:
+        return False
+    return not _is_local(name) or _files(Path(name).expanduser())[0] != "text"
+
+
+def _files(path: Path) -> tuple[str, list[str]]:
+    """Return the kind of the files at a path, and their names."""
+    if not path.exists():
+        raise RecipeError(f"There is no file or folder {path}.")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    kinds = {kind for file in files if (kind := _kind(file))}
+    if len(kinds) != 1:
+        got = f"files of {len(kinds)} kinds, {' and '.join(sorted(kinds))}" if kinds else "no file of a known kind"
+        raise RecipeError(f"{path}: got {got}; expected one of {', '.join(_BUILDERS)} (or these with .gz).")
+    kind = kinds.pop()
+    return kind, [str(file.resolve()) for file in files if _kind(file) == kind]
+
+
+def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
+    path = path.expanduser()
+    kind, named = _files(path)
+    if all(Path(file).stat().st_size == 0 for file in named):
+        raise RecipeError(f"{path} is empty; expected text.")
+    # Other builders leave out the mark that some editors put at the beginning of a file by themselves.
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
+    # The builder of text files names the column itself.
+    column = TEXT if kind == "text" else column
+    return _load(str(path), column, path=kind, data_files=named, split="train", streaming=streaming, **options)
+
+
+def _from_hub(data: Data) -> Documents:
+    return _load(
+        data.source, data.column, path=data.source, name=data.config, split=data.split, streaming=data.streaming
+    )
+
+
+def _load(where: str, column: str, **arguments: object) -> Documents:
+    """Load a dataset and keep one column of it, as `TEXT`."""
+    try:
+        with _without_logging():
+            documents = datasets.load_dataset(**arguments)
+            first = next(iter(documents), None)
+    # What `datasets` raises for names, splits, files and a network that are not there, and for files it cannot read.
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}") from error
+    if first is None:
+        raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
+    if column not in first:
+        raise RecipeError(
+            f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of hf-posenc "
+            f"eval. It has: {', '.join(first)}."
+        )
+    if not isinstance(first[column], str):
+        raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")
+    documents = documents.select_columns([column])
+    return documents if column == TEXT else documents.rename_column(column, TEXT)
+
+
+@contextlib.contextmanager
+def _without_logging() -> Iterator[None]:
+    """Keep `datasets` from logging what it raises as well."""
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(before)
+
+
+def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """Set the last documents aside, or the end of a single one."""
+    count = len(documents)
+    if count == 1:
+        text = documents[0][TEXT]
+        cut = _before(text, int(len(text) * (1 - share)))
+        return Dataset.from_dict({TEXT: [text[:cut]]}), Dataset.from_dict({TEXT: [text[cut:]]})
+    kept = min(max(round(count * (1 - share)), 1), count - 1)
+    return documents.select(range(kept)), documents.select(range(kept, count))
+
+
+def _before(text: str, place: int) -> int:
+    """Return where a text can be cut before a place: at a blank line, or else a line, in the quarter before it, or there."""
+    for boundary in ("\n\n", "\n"):
+        found = text.rfind(boundary, place - len(text) // 4 if place > len(text) // 4 else 0, place)
+        if found >= 0:
+            return found + len(boundary)
+    return place

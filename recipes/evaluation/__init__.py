@@ -1,0 +1,38 @@
+"""What a positional encoding is worth: the same measures for any number of language models, side by side.
+
+    report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
+    report.write(folder)
+
+One file is one measure: `perplexity`, `needle`, `generalisation` (with the tasks of `tasks`), `induction`, `similarity`.
+"""
+
+from __future__ import annotations
+
+from hf_posenc.recipes.evaluation.generalisation import LengthGeneralisation
+from hf_posenc.recipes.evaluation.grid import Grid, Quantity
+from hf_posenc.recipes.evaluation.induction import InductionCopy
+from hf_posenc.recipes.evaluation.intervals import Interval
+from hf_posenc.recipes.evaluation.measure import Measure
+from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity
+from hf_posenc.recipes.evaluation.report import Report, Section
+from hf_posenc.recipes.evaluation.run import evaluate
+from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
+from hf_posenc.recipes.evaluation.workers import Workers
+
+__all__ = [
+    "AttentionSimilarity",
+    "ContextPerplexity",
+    "Grid",
+    "InductionCopy",
+    "Interval",
+    "LengthGeneralisation",
+    "Measure",
+    "NeedleRetrieval",
+    "PositionPerplexity",
+    "Quantity",
+    "Report",
+    "Section",
+    "Workers",
+    "evaluate",
+]

@@ -1,0 +1,200 @@
+"""Perplexity by context length: what a positional encoding is worth at, below and beyond the trained length.
+
+The same target tokens are scored at every context length; only how much of the text before them the model reads
+changes. Otherwise a longer context would come with easier or harder targets, and columns could not be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.patches.modes import evaluating
+
+# Scored tokens per window, few enough that the shortest useful context already covers them.
+TARGETS = 64
+
+# Makes token ids `[B, n]` of token ids `[B, n]`.
+Corruption = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over windows.
+
+    Attributes:
+        mean: The mean.
+        error: Its standard error; NaN for a single window.
+    """
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Estimate:
+        """Return the mean of `values` `[windows]` and its standard error."""
+        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(float(values.mean()), error)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCurve:
+    """Loss of the same target tokens, by how many tokens the model read.
+
+    Attributes:
+        contexts: Numbers of tokens read.
+        losses: Mean loss of the targets of each window in nats per token, float64 `[contexts, windows]`.
+    """
+
+    contexts: tuple[int, ...]
+    losses: Tensor
+
+    @property
+    def windows(self) -> int:
+        """How many windows were measured."""
+        return self.losses.shape[1]
+
+    def perplexity(self, context: int) -> Estimate:
+        """Return the perplexity at a context length; its error is that of the mean loss, carried through `exp`."""
+        loss = Estimate.of(self._at(context))
+        # Of a model that diverged, no overflow.
+        perplexity = math.inf if loss.mean > 700 else math.exp(loss.mean)
+        return Estimate(perplexity, perplexity * loss.error)
+
+    def minus(self, other: ContextCurve, context: int) -> Estimate:
+        """Return this loss minus that of another model on the same windows, in nats per token.
+
+        The difference is taken window by window: hard windows are hard for both, so its error is much smaller than
+        that of either loss.
+
+        Raises:
+            ShapeError: The curves were measured on different numbers of windows.
+        """
+        if other.windows != self.windows:
+            raise ShapeError(
+                f"Got curves of {self.windows} and {other.windows} windows; a paired comparison takes the same. "
+                "Measure both models with the same ids and number of windows."
+            )
+        return Estimate.of(self._at(context) - other._at(context))
+
+    def _at(self, context: int) -> Tensor:
+        if context not in self.contexts:
+            raise ShapeError(f"context={context}: measured were {', '.join(map(str, self.contexts))}.")
+        return self.losses[self.contexts.index(context)]
+
+
+def context_curve(
+    model: Any,
+    ids: Tensor,
+    contexts: Sequence[int],
+    *,
+    windows: int = 16,
+    targets: int = TARGETS,
+    batch_size: int = 8,
+    corrupt: Corruption | None = None,
+) -> ContextCurve:
+    """Measure the loss of the same target tokens after contexts of different lengths.
+
+    The windows lie evenly over `ids`. Of each, a causal model reads the last `context` tokens but one, and its last
+    `targets` predictions are scored. An encoder-decoder reads the last `context` tokens corrupted, its decoder writes
+    them whole, and what it predicts for the last `targets` is scored; a token is corrupted at every length or at none.
+    So at every length, and for every model, the scored tokens are the same.
+
+    Args:
+        model: A language model of transformers, causal or encoder-decoder, on any device.
+        ids: Token ids of a text, int64 `[tokens]`.
+        contexts: How many tokens the model reads, each at least `targets`.
+        windows: How many windows.
+        targets: How many tokens are scored in each window.
+        batch_size: Windows per forward.
+        corrupt: What the encoder reads in place of windows `[windows, max(contexts)]`, of the same shape; for an
+            encoder-decoder only.
+
+    Returns:
+        The losses.
+
+    Raises:
+        ShapeError: A context is shorter than the targets, or the text is too short for the windows.
+        OptionError: An encoder-decoder comes without `corrupt`, or a causal model with it.
+        PositionError: The model has no encoding for positions that far.
+    """
+    check_corruption("context_curve", model, corrupt)
+    if corrupt is not None and not model.config.is_encoder_decoder:
+        raise OptionError(
+            f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; leave it out."
+        )
+    rows = spread_windows(ids, max(contexts) + 1, windows, targets=targets)
+    if min(contexts) < targets:
+        raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
+    read = rows[:, :-1] if corrupt is None else corrupt(rows[:, 1:])
+    with evaluating(model):
+        losses = [_losses(model, read[:, -context:], rows[:, -context:], targets, batch_size) for context in contexts]
+    return ContextCurve(tuple(contexts), torch.stack(losses))
+
+
+def check_corruption(measure: str, model: Any, corrupt: object) -> None:
+    """Raise if a model has an encoder, and nothing says what it reads where the decoder writes the text.
+
+    Raises:
+        OptionError: So it is.
+    """
+    if model.config.is_encoder_decoder and corrupt is None:
+        raise OptionError(
+            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
+            "writes; pass hf_posenc.recipes.data.denoising.Denoising(tokenizer).corrupt."
+        )
+
+
+def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
+    """Cut windows of `length` tokens out of `ids` `[tokens]`, evenly spaced, `[windows, length]`.
+
+    They overlap where the text is too short for them, but not in their last `targets` tokens: no token is scored twice.
+
+    Raises:
+        ShapeError: There are not enough tokens for that.
+    """
+    least = length + (windows - 1) * targets
+    if ids.ndim != 1 or len(ids) < least:
+        raise ShapeError(
+            f"Got token ids of shape {list(ids.shape)}; {windows} windows of {length} tokens with {targets} targets each "
+            f"take at least [{least}]. Give more text, fewer windows or shorter contexts."
+        )
+    stride = min(len(ids) // windows, (len(ids) - length) // max(windows - 1, 1))
+    return torch.stack([ids[row * stride : row * stride + length] for row in range(windows)])
+
+
+@torch.no_grad()
+def _losses(model: Any, read: Tensor, whole: Tensor, targets: int, batch_size: int) -> Tensor:
+    """Return the mean loss of the last `targets` tokens of each row of `whole`, float64 `[windows]`."""
+    found = []
+    for start in range(0, len(whole), batch_size):
+        inputs, labels = (rows[start : start + batch_size].to(model.device) for rows in (read, whole))
+        try:
+            logits = logits_of_targets(model, inputs, labels, targets)
+        except IndexError as error:
+            raise PositionError(
+                f"The {type(model).__name__} cannot read {inputs.shape[1]} tokens: its position table is shorter. "
+                "Leave out the longer contexts."
+            ) from error
+        # The vocabulary goes where cross_entropy wants it: [windows, vocabulary, targets].
+        loss = F.cross_entropy(logits.double().transpose(1, 2), labels[:, -targets:], reduction="none")
+        found.append(loss.mean(dim=1).cpu())
+    return torch.cat(found)
+
+
+def logits_of_targets(model: Any, inputs: Tensor, labels: Tensor, targets: int) -> Tensor:
+    """Return the predictions of the last `targets` labels, `[windows, targets, vocabulary]`."""
+    logits: Tensor
+    if model.config.is_encoder_decoder:
+        written = model.prepare_decoder_input_ids_from_labels(labels)
+        logits = model(input_ids=inputs, decoder_input_ids=written, use_cache=False).logits[:, -targets:]
+    else:
+        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=targets).logits
+    return logits

@@ -1,0 +1,108 @@
+"""Context lengths to measure at: those that fit the text, and those that a model can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import ArchitectureError, PositionError, RecipeError
+from hf_posenc.patches.architecture import of_config
+from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_curve, spread_windows
+
+
+def contexts_for(
+    trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None, targets: int = TARGETS
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the context lengths to measure at, and why others of the usual ones are left out.
+
+    Args:
+        trained_length: Tokens per window in the model's own training.
+        tokens: How many held-out tokens there are.
+        windows: How many windows are measured.
+        contexts: Those asked for; `None` is a quarter of the trained length up to eight times it, in powers of two.
+        targets: Scored tokens per window; a context is at least that long.
+
+    Raises:
+        RecipeError: One that was asked for is impossible, or all of the usual ones are.
+    """
+    # As `spread_windows` cuts them: windows may overlap, but not in their targets.
+    between = (windows - 1) * targets
+    reasons = {
+        context: f"shorter than the {targets} tokens that are scored"
+        if context < targets
+        else f"{windows} windows of it take {context + 1 + between:,} held-out tokens, there are {tokens:,}"
+        for context in contexts or [trained_length * 2**power // 4 for power in range(6)]
+    }
+    possible = tuple(sorted(context for context in reasons if targets <= context < tokens - between))
+    notes = tuple(
+        f"not measured at {context} tokens: {reasons[context]}" for context in reasons if context not in possible
+    )
+    if (contexts and notes) or not possible:
+        raise RecipeError(
+            f"evaluation.contexts: {'; '.join(notes)}. Give other contexts, fewer evaluation.windows or more held-out text."
+        )
+    return possible, notes
+
+
+def readable_curve(
+    model: Any,
+    ids: Tensor,
+    contexts: Sequence[int],
+    *,
+    windows: int,
+    targets: int = TARGETS,
+    evaluate: Callable[..., ContextCurve] = context_curve,
+    **options: Any,
+) -> ContextCurve:
+    """Measure at those contexts that a model can read: a learned table of positions ends somewhere.
+
+    The targets are the same as those of a model that reads all of them, so curves can be compared window by window.
+
+    Args:
+        model: What is measured.
+        ids: Held-out token ids, int64 `[tokens]`.
+        contexts: Numbers of tokens read.
+        windows: How many windows.
+        targets: How many tokens are scored in each window.
+        evaluate: `context_curve`, or a function like it.
+        **options: More keywords of it.
+
+    Raises:
+        PositionError: The model can read none of them.
+    """
+    end = table_end(model)
+    readable = sorted(context for context in contexts if end is None or context <= end)
+    while readable:
+        text = ids
+        if readable[-1] < max(contexts):
+            # The ends of the same windows, one after the other: cut evenly, they are those windows again.
+            text = spread_windows(ids, max(contexts) + 1, windows, targets=targets)[:, -readable[-1] - 1 :].flatten()
+        try:
+            return evaluate(model, text, readable, windows=windows, targets=targets, **options)
+        except PositionError:
+            readable.pop()
+    raise PositionError(
+        f"The {type(model).__name__} can read none of {', '.join(map(str, contexts))} tokens. Give shorter contexts."
+    )
+
+
+def table_end(model: nn.Module) -> int | None:
+    """Return how many positions a model's own learned table has, if it has one in force.
+
+    Asked before the forward, for a lookup beyond a table leaves a CUDA device unusable.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    try:
+        architecture = of_config(getattr(inner, "config", None))
+    except ArchitectureError:
+        return None
+    ends = []
+    for body in architecture.stacks(model).values():
+        for table in architecture.swapped(body):
+            state = vars(table)
+            if isinstance(table, nn.Embedding) and (state.get("posenc_disabled") or not state.get("posenc_removed")):
+                ends.append(table.num_embeddings)
+    return min(ends, default=None)

@@ -1,0 +1,173 @@
+"""Retrieval of a passkey from a long context, by its depth and by the length of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.recipes.evaluation.grid import Grid, share, successes
+from hf_posenc.recipes.evaluation.measure import Measure, different
+from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
+from hf_posenc.recipes.evaluation.text import ordinary_tokens
+from hf_posenc.recipes.evaluation.workers import Workers
+
+# Of the default key: few enough that the rank of one among them says something, frequent enough to be known.
+_SYMBOLS = 64
+_CUE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Passkey:
+    """How a needle looks: a cue, then a key of random symbols. The prompt ends with the cue once more.
+
+    Attributes:
+        symbols: Token ids that keys are drawn from, int64 `[n]`; the key's rank is taken among them.
+        cue: Token ids before the key, int64 `[m]`; `None` draws others from the symbols for every sample, so that nothing
+            but the context says what follows.
+        length: Tokens of the key.
+    """
+
+    symbols: Tensor
+    cue: Tensor | None = None
+    length: int = 5
+
+    @classmethod
+    def from_vocabulary(cls, symbols: Tensor) -> Passkey:
+        """Return a passkey without any meaning, for any model and tokenizer.
+
+        Args:
+            symbols: Ordinary tokens of a text, the most frequent first, int64 `[n]`; the first 64 are taken.
+        """
+        return cls(symbols[:_SYMBOLS])
+
+    @classmethod
+    def from_text(cls, tokenizer: Any, cue: str = "The pass key is", symbols: str = "0123456789") -> Passkey:
+        """Return the passkey of the literature, for models that read English: a sentence and digits.
+
+        Args:
+            tokenizer: Of the model.
+            cue: Stands before the key.
+            symbols: What keys consist of. Those that are several tokens are left out.
+
+        Raises:
+            OptionError: Fewer than two symbols are single tokens.
+        """
+        before = _encode(tokenizer, f" {cue}")
+        # As they are written after the cue.
+        found = [_encode(tokenizer, f" {cue} {symbol}")[len(before) :] for symbol in symbols]
+        singles = [tokens[-1] for tokens in found if len(tokens) == 1]
+        if len(set(singles)) < 2:
+            raise OptionError(
+                f"Passkey.from_text(symbols={symbols!r}): fewer than two of them are one token of the "
+                f"{type(tokenizer).__name__}. Give other symbols, or draw the key from the vocabulary (cue=None)."
+            )
+        return cls(torch.tensor(sorted(set(singles))), torch.tensor(before))
+
+
+class NeedleRetrieval(Measure):
+    """Whether a model can repeat a key that stands somewhere in its context, after the cue that announced it there.
+
+    A text of exactly the given length is read, with cue and key put into it at the given depth and the cue at its end; the
+    greedy continuation is compared with the key. Small models seldom repeat a whole key, so the rank says more of them: the
+    share of the other symbols that the model finds less likely than the right one, averaged over the key; a model that
+    remembers nothing has 50 %. The same texts and keys are used at all depths.
+
+    Args:
+        ids: Token ids of a text to hide the needle in, int64 `[tokens]`.
+        lengths: How many tokens are read.
+        depths: Where the needle stands in the text, from 0 (its beginning) to 1 (right before the cue).
+        samples: How many keys and texts for each length.
+        passkey: How the needle looks; by default cue and key are drawn from the most frequent tokens of the text.
+        seed: Of what is drawn.
+
+    Raises:
+        ShapeError: A length leaves no room for text.
+        OptionError: A depth is out of range; there is no length or depth, or one is given twice.
+    """
+
+    name = "needle"
+    title = "Retrieval of a passkey by depth and length"
+
+    def __init__(
+        self,
+        ids: Tensor,
+        lengths: Sequence[int],
+        *,
+        depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+        samples: int = 8,
+        passkey: Passkey | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not all(0 <= depth <= 1 for depth in depths):
+            raise OptionError(f"depths={tuple(depths)}: expected numbers from 0 (the beginning) to 1 (the end).")
+        passkey = passkey or Passkey.from_vocabulary(ordinary_tokens(ids))
+        self._symbols = passkey.symbols
+        self._lengths = tuple(sorted(different("lengths", lengths)))
+        self._depths, self._samples = different("depths", depths), samples
+        generator = torch.Generator().manual_seed(seed)
+        self._rows = [
+            row for length in self._lengths for row in _rows(ids, length, depths, samples, passkey, generator)
+        ]
+        self.tokens = sum(part.numel() for row in self._rows for part in row)
+        self.note = (
+            f"A key of {passkey.length} tokens, each of {len(passkey.symbols)} symbols, stands in a text at the given depth "
+            f"(0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. Rank: share of the "
+            "other symbols that are less likely than the right one."
+        )
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        def score(prompts: Tensor, keys: Tensor) -> Tensor:
+            logits = answer_predictions(model, prompts, keys)
+            whole = correct(logits, keys).all(dim=1)
+            return torch.stack([whole.double(), _rank(logits.cpu(), keys, self._symbols)], dim=1)
+
+        found = workers.map(score, self._rows, 2).view(len(self._lengths), self._samples, len(self._depths), 2)
+        whole, rank = found.permute(3, 2, 0, 1)  # [2, depths, lengths, samples]
+        axes = {"depth": self._depths, "tokens read": self._lengths}
+        guess = len(self._symbols) ** -self._rows[0][1].numel()
+        return Grid(successes("whole key", guess), axes, whole), Grid(share("rank of the key", 0.5), axes, rank)
+
+
+def _rows(
+    ids: Tensor, length: int, depths: Sequence[float], samples: int, passkey: Passkey, generator: torch.Generator
+) -> list[tuple[Tensor, Tensor]]:
+    """Return prompts `[length - key + 1]` and keys `[key]`, all depths of a sample after each other."""
+    found = []
+    for _ in range(samples):
+        key = _draw(passkey.symbols, passkey.length, generator)
+        cue = _draw(passkey.symbols, _CUE, generator) if passkey.cue is None else passkey.cue
+        room = length + 1 - 2 * (len(cue) + len(key))
+        if not 0 < room <= len(ids):
+            raise ShapeError(
+                f"A needle of {len(cue) + len(key)} tokens in {length} leaves {room} of text, and there are {len(ids)}. "
+                "Give longer lengths, a shorter passkey, or more text."
+            )
+        start = int(torch.randint(len(ids) - room + 1, (), generator=generator))
+        text = ids[start : start + room]
+        for depth in depths:
+            place = round(depth * room)
+            found.append((torch.cat([text[:place], cue, key, text[place:], cue]), key))
+    return found
+
+
+def _rank(logits: Tensor, keys: Tensor, symbols: Tensor) -> Tensor:
+    """Return the mean share of the other symbols that are less likely than the right one, float64 `[B]`."""
+    right = logits.gather(2, keys[:, :, None])
+    others = logits[:, :, symbols]
+    # Half of the equally likely ones, of which the right one itself is one.
+    below = (others < right).double().sum(dim=2) + ((others == right).double().sum(dim=2) - 1) / 2
+    return (below / (len(symbols) - 1)).mean(dim=1)
+
+
+def _draw(symbols: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return symbols[torch.randint(len(symbols), (count,), generator=generator)]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found

@@ -1,0 +1,102 @@
+"""The models that are evaluated, by what is typed: a checkpoint, an adapter, a run of a recipe, or one to be converted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from hf_posenc import registry
+from hf_posenc.errors import OptionError
+from hf_posenc.patches import adapters
+from hf_posenc.patches.patch import patch
+from hf_posenc.recipes import loading
+from hf_posenc.recipes.runs.run import MODEL
+
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate.
+
+    Attributes:
+        name: In the report.
+        source: A directory or a name on the hub; of an adapter, its directory.
+        scheme: What to convert it to before, without any training; `None` leaves it as it is.
+    """
+
+    name: str
+    source: str
+    scheme: str | None = None
+
+    @property
+    def base(self) -> str:
+        """Where the weights are that an adapter goes onto; of any other model, its source."""
+        if not Path(self.source, _ADAPTER).is_file():
+            return self.source
+        return adapters.base_of(self.source)
+
+    def config(self) -> Any:
+        """Return the config of the model."""
+        return AutoConfig.from_pretrained(self.base)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model; an adapter may have none of its own."""
+        own = Path(self.source, "tokenizer_config.json").is_file()
+        return loading.load_tokenizer(self.source if own else self.base)
+
+    def load(self, device: torch.device, seed: int = 0) -> Any:
+        """Return the model on a device: converted if that is asked for, the same in every process."""
+        # Drawn on the CPU; the caller's own numbers go on as if nothing had been.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model, _ = loading.load(self.base)
+            if self.base != self.source:
+                model = adapters.merged(model, self.source)
+            if self.scheme is not None:
+                patch(model, self.scheme)
+        return model.to(device).eval()
+
+
+def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
+    """Read what was typed: paths or names on the hub, each alone or as `PATH:SCHEME`.
+
+    The folder of a run of `hf-posenc train` stands for its model.
+
+    Raises:
+        OptionError: One is given twice.
+        UnknownSchemeError: There is no such scheme.
+    """
+    if len(set(given)) < len(given):
+        raise OptionError(f"Got the models {', '.join(given)}; each can be given once.")
+    pairs = [_split(text) for text in given]
+    short = [_short(source) + (f", {scheme} untrained" if scheme else "") for source, scheme in pairs]
+    return tuple(
+        Subject(name if short.count(name) == 1 else text, _model(source), scheme)
+        for name, text, (source, scheme) in zip(short, given, pairs, strict=True)
+    )
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    source, colon, scheme = text.rpartition(":")
+    # A path may hold a colon itself.
+    if not colon or Path(text).exists():
+        return text, None
+    registry.get(scheme)
+    return source, scheme
+
+
+def _model(source: str) -> str:
+    """Return the folder of the model that comes with the package, or that in the folder of a run; others as they are."""
+    source = loading.place(source)
+    return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"
+
+
+def _short(source: str) -> str:
+    path = Path(source)
+    return path.resolve().name if path.exists() else source

@@ -1,0 +1,68 @@
+"""The text that models are measured on, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.recipes.data import sources
+from hf_posenc.recipes.data.windows import HELD_OUT_TOKENS, tokenised
+from hf_posenc.recipes.schema.recipe import Data
+
+
+def read_text(source: str, column: str = "text") -> sources.Documents:
+    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or the built-in ones for measuring.
+
+    Args:
+        source: A path, or "builtin".
+        column: Of the text, in files that have columns.
+
+    Raises:
+        RecipeError: There is no such file, it holds no text, or it has no columns and one is named.
+    """
+    if source == sources.BUILTIN:
+        return sources.read(Data(column=column))[1]
+    if not Path(source).expanduser().exists():
+        # A name that is no path would be looked for on the hub.
+        raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
+    # As what is trained on as well, so that nothing else is read.
+    return sources.read(Data(source=source, held_out=source, column=column))[1]
+
+
+def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
+    """Return documents one after the other, each with an end-of-sequence token, int64 `[tokens]`.
+
+    Args:
+        documents: From `read_text`.
+        tokenizer: Of the models.
+        most: Where to stop.
+
+    Raises:
+        OptionError: The tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise OptionError(
+            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in the "
+            "tokenizer_config.json of the model."
+        )
+    parts = [torch.tensor(row["ids"]) for row in tokenised(documents, tokenizer=tokenizer, most=most)]
+    return torch.cat(parts)[:most]
+
+
+def ordinary_tokens(ids: Tensor, special: Collection[int] = ()) -> Tensor:
+    """Return the different tokens of a text, the most frequent first, int64 `[n]`.
+
+    A model knows these, whatever its tokenizer; a vocabulary also holds tokens that were never trained.
+
+    Args:
+        ids: Token ids, int64 `[tokens]`.
+        special: Token ids to leave out, such as `tokenizer.all_special_ids`.
+    """
+    found, counts = torch.unique(ids, return_counts=True)
+    ranked: Tensor = found[counts.argsort(descending=True, stable=True)]
+    return ranked[~torch.isin(ranked, torch.tensor(sorted(special), dtype=ranked.dtype))]

@@ -1,0 +1,37 @@
+"""What a kind of picture is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import FigureBase
+
+from hf_posenc.recipes.plots.subject import Part
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of picture.
+
+    Attributes:
+        name: What `--what` takes, and the beginning of the names of its files.
+        summary: What it shows, in a few words.
+        fits: Whether there is such a picture of some layers.
+        title: What it shows of them, behind their name.
+        size: Width and height in inches, the title included.
+        draw: Draws it into a figure or a part of one, without the title.
+        layers: How many layers are drawn unless some are chosen.
+        heads: How many heads.
+        per_layer: Whether every layer has a figure of its own.
+    """
+
+    name: str
+    summary: str
+    fits: Callable[[Part], bool]
+    title: Callable[[Part], str]
+    size: Callable[[Part], tuple[float, float]]
+    draw: Callable[[FigureBase, Part], None]
+    layers: int = 12
+    heads: int = 64
+    per_layer: bool = False

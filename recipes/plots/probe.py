@@ -1,0 +1,94 @@
+"""What schemes are asked: their own seams, on queries and keys of our choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention import reach
+from hf_posenc.recipes.plots.subject import Layer, Part
+from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens, grouped_matmul
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One layer's logits with and without positions; all float64.
+
+    Attributes:
+        content: The scaled products of queries and keys as `score` gets them: of a rotary scheme, rotated `[B, H, Q, K]`.
+        plain: The same of queries and keys as they were projected.
+        logits: What `score` makes of them, unmasked.
+        q: Queries as `score` gets them, `[B, H, Q, D]`.
+        k: Keys likewise, `[B, G | H, K, D]`.
+        block: As `score` gets it.
+    """
+
+    content: Tensor
+    plain: Tensor
+    logits: Tensor
+    q: Tensor
+    k: Tensor
+    block: Block
+
+
+@torch.no_grad()
+def ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Asked:
+    """Run `project`, `recall` and `score` of a scheme, without the model's own encoding.
+
+    Args:
+        scheme: The scheme.
+        tokens: The keys' tokens; the queries' are the last of them.
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, K, D]`.
+        v: Values `[B, G, K, D]`.
+    """
+    scale = scheme.geometry.scale
+    assert scale is not None
+    projected = scheme.project(tokens, q, k, v)
+    keys = scheme.recall(projected.k, projected.state)
+    count, length = k.shape[2], q.shape[2]
+    places = tokens.positions
+    keep = places.key[:, None, None] <= places.query[:, None, :, None] if scheme.geometry.causal else None
+    block = Block(
+        positions=places,
+        reach=reach(places),
+        keep=keep,
+        values=projected.v,
+        state=projected.state,
+        own={name: tensor[:, count - length :] for name, tensor in projected.state.items()},
+        tables=projected.tables,
+    )
+    content = scale * grouped_matmul(projected.q, keys.mT)
+    logits = scheme.score(content, projected.q, keys, block)
+    return Asked(content, scale * grouped_matmul(q, k.mT), logits, projected.q, keys, block)
+
+
+def asked(part: Part, layer: Layer) -> Asked:
+    """Ask a layer about the text or image that the model reads."""
+    seen = part.seen(layer)
+    return ask(layer.scheme, replace(seen.tokens, common=layer.common), seen.q, seen.k, seen.v)
+
+
+def added(scheme: Scheme, positions: Positions, q: Tensor, k: Tensor, tokens: Tokens | None = None) -> Tensor:
+    """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
+
+    Args:
+        scheme: The scheme.
+        positions: Of Q queries and K keys.
+        q: The query of each head `[H, D]`.
+        k: The key of each kv head `[G, D]`.
+        tokens: With what the scheme needs beside positions, if anything.
+    """
+    queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
+    keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)
+    tokens = Tokens(positions=positions) if tokens is None else replace(tokens, positions=positions, hidden=None)
+    answer = ask(scheme, tokens, queries, keys, keys)
+    return (answer.logits - answer.plain)[0].cpu()
+
+
+def nothing(geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return queries and keys that say nothing, to see a bias alone: zeros `[H, D]` and `[G, D]`."""
+    zero = torch.zeros(geometry.heads, geometry.head_dim, dtype=torch.float64)
+    return zero, zero[: geometry.kv_heads]

@@ -1,0 +1,1 @@
+"""A run of a recipe: its folder, progress, measurements, report and upload."""

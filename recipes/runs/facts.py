@@ -1,0 +1,265 @@
+"""What a run shows before its first step: a header that says what will happen."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from hf_posenc import __version__
+from hf_posenc.patches import record
+from hf_posenc.patches.architecture import of_config
+from hf_posenc.patches.plan import Plan
+from hf_posenc.recipes.schema import suitability
+from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run before its first step; the header, the table and the model card tell it.
+
+    Attributes:
+        model: Its name, as in the recipe.
+        architecture: Name of the architecture.
+        native: The architecture's own encoding, in words.
+        trained_length: Tokens per window in the model's own training.
+        parameters: Of the model, with those of scheme and adapter.
+        new_parameters: Of the scheme.
+        trained_parameters: Those that the run changes.
+        scheme: The scheme; `None` for a control that keeps its own encoding.
+        options: Its options by stack, resolved.
+        layers: How many layers it has in each stack.
+        fate: What becomes of the native encoding, in words.
+        start: How the converted model begins, in words.
+        cautions: What to know before going on.
+        steps: Optimizer steps.
+        batch_size: Windows per step, over all processes.
+        length: Tokens per window.
+        source: Where the text comes from.
+        data_tokens: How many tokens of it there are to train on; `None` if that is not known (streaming).
+        processes: How many there are.
+        device: What they compute on, in words.
+        precision: Of the forward.
+        teacher: What is learned from, in words; `None` without distillation.
+        trained: What is trained, in words.
+        command: That made the run.
+        versions: Of the packages that computed it, by name.
+        came_with: Schemes of a model that was converted before, where it is trained on as it is.
+    """
+
+    model: str
+    architecture: str
+    native: str
+    trained_length: int
+    parameters: int
+    new_parameters: int
+    trained_parameters: int
+    scheme: str | None
+    options: Mapping[str, Mapping[str, Any]]
+    layers: Mapping[str, int]
+    fate: str
+    start: str
+    cautions: tuple[str, ...]
+    steps: int
+    batch_size: int
+    length: int
+    source: str
+    data_tokens: int | None
+    processes: int
+    device: str
+    precision: str
+    teacher: str | None
+    trained: str
+    command: str
+    versions: Mapping[str, str]
+    came_with: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """How many tokens an optimizer step sees, over all processes."""
+        return self.batch_size * self.length
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the model is trained on."""
+        return self.steps * self.tokens_per_step
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        recipe: Recipe,
+        plan: Plan | None,
+        *,
+        trained_length: int,
+        data_tokens: int | None,
+        processes: int = 1,
+        command: str = "",
+    ) -> Facts:
+        """Collect the facts of a run.
+
+        Args:
+            model: Converted, with its adapter, with `requires_grad` as it is trained; not yet sharded.
+            recipe: What is run.
+            plan: Of the conversion, made before it with `hf_posenc.plan`: with `native="keep"` for a handover; `None` if
+                there is no scheme.
+            trained_length: Tokens per window in the model's own training.
+            data_tokens: How many tokens there are to train on; `None` if that is not known.
+            processes: How many there are.
+            command: What was typed.
+        """
+        inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+        architecture = of_config(inner.config)
+        if isinstance(model, PeftModel):
+            # PEFT counts weights that are packed into four bits.
+            trained_parameters, parameters = model.get_nb_trainable_parameters()
+        else:
+            trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            parameters = sum(p.numel() for p in model.parameters())
+        training, distillation = recipe.training, recipe.distillation
+        groups = record.from_config(inner.config) if recipe.conversion.scheme is None else ()
+        came_with = tuple(group.scheme for group in groups)
+        return cls(
+            model=recipe.model,
+            architecture=architecture.name,
+            native=architecture.native,
+            trained_length=trained_length,
+            parameters=parameters,
+            new_parameters=0 if plan is None else plan.parameters,
+            trained_parameters=trained_parameters,
+            scheme=recipe.conversion.scheme,
+            options={} if plan is None else plan.options,
+            layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
+            fate=_fate(recipe.conversion, came_with),
+            came_with=came_with,
+            start=_start(recipe.conversion, plan),
+            cautions=(*suitability.cautions(recipe, inner.config), *(() if plan is None else plan.warnings)),
+            steps=training.steps,
+            batch_size=training.batch_size,
+            length=training.length or trained_length,
+            source=recipe.data.source,
+            data_tokens=data_tokens,
+            processes=processes,
+            device=_device(PartialState().device),
+            precision=training.precision,
+            teacher=_teacher(distillation),
+            trained=_trained(recipe.adapter),
+            command=command,
+            versions={
+                "hf-posenc": __version__,
+                "python": platform.python_version(),
+                **{name: metadata.version(name) for name in _PACKAGES},
+            },
+        )
+
+
+def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
+    if came_with:
+        return "as the converted model has it"
+    if conversion.scheme is None or conversion.native == "keep":
+        return "kept"
+    if conversion.native == "handover":
+        return f"handed over from during the first {conversion.handover:.0%} of the steps, then removed"
+    return "removed"
+
+
+def _start(conversion: Conversion, plan: Plan | None) -> str:
+    if plan is None:
+        return "exact: the model is not converted"
+    if conversion.native == "handover":
+        return "exact: the native encoding at full strength, the scheme at none"
+    start = plan.start
+    if plan.start_tolerance:
+        start += f" (logits of attention within {plan.start_tolerance:g})"
+    if conversion.fit is not None:
+        known = {"native": "the native encoding", "attention": "what attention wrote"}
+        start += f", after a fit to {known.get(conversion.fit, conversion.fit)}"
+    return start
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
+
+
+def _teacher(wanted: Distillation) -> str | None:
+    parts = [f"{wanted.share:.0%} of the loss"] * bool(wanted.share)
+    parts += [f"its hidden states by {wanted.hidden:g}"] * bool(wanted.hidden)
+    if not parts:
+        return None
+    fading = f", fading until {wanted.until:.0%} of the steps" if wanted.until else ""
+    return f"{wanted.teacher or 'the model as it was'} ({' and '.join(parts)}{fading})"
+
+
+def _trained(adapter: Adapter) -> str:
+    bits = ", on a model in 4 bits" if adapter.four_bit else ""
+    if adapter.kind == "lora":
+        return f"LoRA of rank {adapter.rank} and the scheme's weights{bits}"
+    return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
+
+
+def print_header(console: Console | None, facts: Facts) -> None:
+    """Print what will be run; nothing without a console."""
+    if console is None:
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(facts):
+        table.add_row(Text(name), Text(value))
+    console.print(table)
+
+
+def _rows(facts: Facts) -> list[tuple[str, str]]:
+    trained_on = (
+        f"{', '.join(facts.came_with)}, trained on as the model has it" if facts.came_with else "none (a control)"
+    )
+    scheme = trained_on if facts.scheme is None else facts.scheme
+    if facts.layers:
+        scheme += f" on {' and '.join(f'{count} {name} layers' for name, count in facts.layers.items())}"
+    options = {
+        name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
+    }
+    if len(set(options.values())) == 1:
+        # One line says it where all stacks have the same.
+        options = {"": next(iter(options.values()))}
+    epochs = ""
+    if facts.data_tokens:
+        epochs = (
+            f", {facts.data_tokens:,} tokens to train on: {facts.tokens / facts.data_tokens:.2g} times through them"
+        )
+    return [
+        (
+            "model",
+            f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, trained on {facts.trained_length:,} "
+            "tokens)",
+        ),
+        ("scheme", scheme),
+        *((f"options {name}".rstrip(), given) for name, given in options.items() if given),
+        ("native", f"{facts.native}: {facts.fate}"),
+        ("start", facts.start),
+        ("trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"),
+        (
+            "tokens",
+            f"{facts.tokens:,} ({facts.steps:,} steps x {facts.batch_size:,} windows x {facts.length:,} tokens)",
+        ),
+        ("data", f"{facts.source}{epochs}"),
+        *([("teacher", facts.teacher)] if facts.teacher else []),
+        ("compute", f"{facts.processes} x {facts.device}, {facts.precision}"),
+        ("time", "unknown until the first steps are done"),
+        *(("caution", caution) for caution in facts.cautions),
+    ]

@@ -1,0 +1,58 @@
+"""Pushing what came of a run to the hub."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from hf_posenc.errors import RecipeError
+
+# Of the folder of a run. The names are those of hf_posenc.recipes.runs.run and .report, which take torch.
+_RECIPE, _MODEL = "recipe.yaml", "model"
+_COMPANIONS = (_RECIPE, "table.md", "perplexity.png")
+
+
+def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Upload the model of a finished run, with its card, recipe, table and picture, in one commit.
+
+    Args:
+        folder: Of the run.
+        repository: Its name on the hub; it is made if it is not there.
+        private: Whether it must be private.
+        revision: Branch; it is made if it is not there. `None` is the main branch.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        RecipeError: The run is not finished, or the hub refuses.
+    """
+    files = _files(folder)
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    try:
+        name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
+        if private and not api.model_info(name).private:
+            raise RecipeError("it is public already. Make it private on the hub, or choose another name.")
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        operations = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
+        done = api.create_commit(name, operations, commit_message="Adapt with hf_posenc", revision=revision)
+    except Exception as error:  # that of the HTTP library, which is not the same in all versions of the client
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise RecipeError(f"Pushing to {repository} failed: {words}") from error
+    return str(done.commit_url)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the files of a finished run by their path in the repository."""
+    if not (folder / _RECIPE).is_file():
+        raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
+    if not (folder / _MODEL).is_dir():
+        raise RecipeError(
+            f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
+        )
+    model = folder / _MODEL
+    own = {str(path.relative_to(model).as_posix()): path for path in sorted(model.rglob("*")) if path.is_file()}
+    return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()} | own

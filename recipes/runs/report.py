@@ -1,0 +1,370 @@
+"""What a run leaves to read: a table, a picture and the card of its model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+from hf_posenc.patches.checkpoint import encoding_section
+from hf_posenc.recipes.data.sources import BUILTIN
+from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, Estimate
+from hf_posenc.recipes.plots.curves import plot_run
+from hf_posenc.recipes.runs.facts import Facts
+from hf_posenc.recipes.runs.files import UNFINISHED, publish, write_text
+from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.runs.progress import Pace
+from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.training.handover import Handover
+
+TABLE, PICTURE = "table.md", "perplexity.png"
+
+Log = Sequence[Mapping[str, Any]]
+
+
+def write(
+    folder: Path,
+    recipe: Recipe,
+    measurements: Measurements,
+    facts: Facts,
+    *,
+    log: Log = (),
+    pace: Pace | None = None,
+) -> None:
+    """Write table.md and perplexity.png, each whole or not at all.
+
+    Args:
+        folder: Of the run.
+        recipe: What was run.
+        measurements: What was found.
+        facts: Of the run.
+        log: What the trainer logged (`trainer.state.log_history`), for the course of the loss.
+        pace: How fast it was (`Progress.pace`).
+    """
+    _draw(folder / PICTURE, recipe, measurements, facts, log)
+    lines = [
+        f"# {_title(facts)}: perplexity on held-out text",
+        "",
+        *_results(measurements, facts),
+        *_details(measurements, facts),
+        *_training(facts, log, pace),
+        f"![perplexity by context length, and the course of the training]({PICTURE})",
+        "",
+    ]
+    write_text(folder / TABLE, "\n".join(lines))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _title(facts: Facts) -> str:
+    return f"{_name(facts.model)} {f'with {facts.scheme}' if facts.scheme else 'trained on as it is'}"
+
+
+def _name(source: str) -> str:
+    """Return the name of a model or text; of a local path, its last part."""
+    return source if on_the_hub(source) else Path(source).name
+
+
+def on_the_hub(source: str) -> bool:
+    """Whether a source has the form of a name on the hub, and no local file or folder is in its place."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
+
+
+def _subjects(measurements: Measurements, facts: Facts) -> dict[str, ContextCurve]:
+    """Return what was measured by the name it has in table and picture."""
+    name = facts.scheme or "native"
+    last = max((step for step, _ in measurements.course()), default=0)
+    found = {
+        "native": measurements.curve("native"),
+        f"{name}, before training": measurements.curve("before"),
+        f"{name}, after {last:,} steps": measurements.curve("after"),
+    }
+    if facts.scheme is None:
+        del found[f"{name}, before training"]  # the native model once more
+    return {name: curve for name, curve in found.items() if curve is not None}
+
+
+def _results(measurements: Measurements, facts: Facts) -> list[str]:
+    """Return the tables by context length, as Markdown."""
+    subjects = _subjects(measurements, facts)
+    if not subjects:
+        return ["Nothing was measured.", ""]
+    contexts = _contexts(subjects)
+    windows = next(iter(subjects.values())).windows
+    unread = [
+        f"{name} cannot read more than {max(curve.contexts):,} tokens"
+        for name, curve in subjects.items()
+        if len(curve.contexts) < len(contexts)
+    ]
+    notes = f" Of them, {'; '.join(unread)}." if unread else ""
+    lines = [
+        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (mean ± standard error), after "
+        f"reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of {facts.length:,}; the model's "
+        f"own training had {facts.trained_length:,}.{notes}",
+        "",
+        *_by_context(contexts, subjects, _perplexity),
+    ]
+    reference, others = _compared(subjects)
+    if reference is not None and others:
+        lines += [
+            "As a percentage of the native model's perplexity, window by window:",
+            "",
+            *_by_context(contexts, others, lambda curve, context: _ratio(curve, reference, context)),
+        ]
+    return lines
+
+
+def _details(measurements: Measurements, facts: Facts) -> list[str]:
+    """Return the same in nats per token, and by step where there is more than before and after."""
+    subjects = _subjects(measurements, facts)
+    contexts = _contexts(subjects)
+    reference, others = _compared(subjects)
+    lines = []
+    if reference is not None and others:
+        lines += [
+            "Difference from the native model in nats per token, window by window:",
+            "",
+            *_by_context(contexts, others, lambda curve, context: _difference(curve, reference, context)),
+        ]
+    if subjects:
+        lines += ["Loss in nats per token:", "", *_by_context(contexts, subjects, _loss)]
+    course = {f"{step:,}": curve for step, curve in measurements.course()}
+    if len(course) > 2:
+        lines += [
+            "Perplexity by optimizer step:",
+            "",
+            *_by_context(contexts, course, _perplexity, corner="steps \\ tokens read"),
+        ]
+    return lines
+
+
+def _contexts(curves: Mapping[str, ContextCurve]) -> list[int]:
+    return sorted({context for curve in curves.values() for context in curve.contexts})
+
+
+def _compared(subjects: Mapping[str, ContextCurve]) -> tuple[ContextCurve | None, dict[str, ContextCurve]]:
+    """Return the native model's curve, and those to compare with it."""
+    return subjects.get("native"), {name: curve for name, curve in subjects.items() if name != "native"}
+
+
+def _by_context(
+    contexts: Sequence[int],
+    curves: Mapping[str, ContextCurve],
+    cell: Callable[[ContextCurve, int], str],
+    *,
+    corner: str = "tokens read",
+) -> list[str]:
+    """Return a Markdown table with a column for each context length."""
+    return [
+        _line(corner, *(f"{context:,}" for context in contexts)),
+        _line("---", *("---:" for _ in contexts)),
+        *(_line(name, *(cell(curve, context) for context in contexts)) for name, curve in curves.items()),
+        "",
+    ]
+
+
+def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
+    """Return where the loss ended, and how fast it got there."""
+    losses = [loss for _, loss in _losses(log)]
+    lines = (
+        [f"Training loss on the text, first and last logged: {losses[0]:.4f} and {losses[-1]:.4f} nats per token.", ""]
+        if losses
+        else []
+    )
+    where = f"{facts.processes} x {facts.device}, {facts.precision}"
+    if pace is None:
+        return [*lines, f"Speed: not measured ({where}).", ""]
+    memory = "" if pace.memory is None else f", {pace.memory / 2**20:,.0f} MiB of memory at most"
+    return [
+        *lines,
+        f"Speed on the machine of this run ({where}), over {pace.steps:,} steps: {pace.seconds:.3g} s per step, "
+        f"{pace.tokens:,.0f} tokens/s{memory}. Another machine, or a busier one, has other figures.",
+        "",
+    ]
+
+
+def _losses(log: Log) -> list[tuple[int, float]]:
+    """Return the logged losses on the text with their steps: a mixture with a fading teacher goes up as it goes well."""
+    return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in log if "loss" in entry]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _perplexity(curve: ContextCurve, context: int) -> str:
+    if context not in curve.contexts:
+        return "-"
+    found = curve.perplexity(context)
+    return _with_error(found.mean, found.error)
+
+
+def _loss(curve: ContextCurve, context: int) -> str:
+    if context not in curve.contexts:
+        return "-"
+    found = Estimate.of(curve.losses[curve.contexts.index(context)])
+    return _with_error(found.mean, found.error)
+
+
+def _ratio(curve: ContextCurve, reference: ContextCurve, context: int) -> str:
+    if context not in curve.contexts or context not in reference.contexts:
+        return "-"
+    found = curve.minus(reference, context)
+    ratio = 100 * math.exp(found.mean)
+    return _with_error(ratio, ratio * found.error, unit=" %")
+
+
+def _difference(curve: ContextCurve, reference: ContextCurve, context: int) -> str:
+    if context not in curve.contexts or context not in reference.contexts:
+        return "-"
+    found = curve.minus(reference, context)
+    return _with_error(found.mean, found.error, sign="+")
+
+
+def _with_error(mean: float, error: float, *, sign: str = "", unit: str = "") -> str:
+    """Write a mean and its standard error, to the second digit of the error: what follows says nothing."""
+    if not math.isfinite(error) or not math.isfinite(mean):
+        return f"{mean:{sign}.4g}{unit}"
+    exponent = int(f"{error:.1e}".partition("e")[2])
+    decimals = min(3, max(0, 1 - exponent)) if error else 3
+    # No sign on a zero that is left by rounding.
+    return f"{round(mean, decimals) + 0.0:{sign},.{decimals}f} ± {error:,.{decimals}f}{unit}"
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) -> None:
+    subjects = _subjects(measurements, facts)
+    if not subjects:
+        return
+    # The measured length nearest to that of the model's own training.
+    length = min(_contexts(subjects), key=lambda context: abs(math.log(context / facts.trained_length)))
+    native = measurements.curve("native")
+    strength = []
+    if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
+        way = Handover(recipe.conversion.handover)
+        strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
+    beside = path.with_name(f"{UNFINISHED}-{path.name}")
+    plot_run(
+        beside,
+        subjects,
+        trained_length=facts.trained_length,
+        title=f"{_title(facts)}: perplexity on held-out text",
+        losses=_losses(log),
+        course=[(step, curve.perplexity(length)) for step, curve in measurements.course() if length in curve.contexts],
+        native=native.perplexity(length) if native is not None and length in native.contexts else None,
+        course_length=length,
+        strength=strength,
+    )
+    publish(beside, path)
+
+
+# -- the model card ----------------------------------------------------------------------------------------------------
+
+
+def model_card(
+    recipe: Recipe,
+    measurements: Measurements,
+    facts: Facts,
+    *,
+    existing: str = "",
+    log: Log = (),
+    pace: Pace | None = None,
+) -> str:
+    """Return README.md of the model: how to load it, what was measured, and how it was made.
+
+    Args:
+        recipe: What was run.
+        measurements: What was found.
+        facts: Of the run.
+        existing: The card that `save_pretrained` wrote beside the weights. Its metadata and its part on the positional
+            encoding, with how to load the model, are kept; PEFT's empty form is not.
+        log: What the trainer logged.
+        pace: How fast it was.
+    """
+    card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
+    _describe(card.data, recipe)
+    parts = [
+        f"# {_title(facts)}",
+        _introduction(recipe, facts),
+        encoding_section(card.text) or _loading(recipe, facts),
+        "\n".join(["## What was measured", "", *_results(measurements, facts), *_training(facts, log, pace)]),
+        "\n".join(_origin(recipe, facts)),
+    ]
+    card.text = "\n" + "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return str(card.content)
+
+
+def _describe(data: Any, recipe: Recipe) -> None:
+    """Fill in the metadata that the hub reads; a licence is not ours to give."""
+    adapter, scheme = recipe.adapter.kind, recipe.conversion.scheme
+    data.library_name = "transformers" if adapter == "none" else "peft"
+    # The hub takes names on it alone, and a path of somebody's machine is nobody else's business.
+    data.base_model = recipe.model if on_the_hub(recipe.model) else None
+    data.datasets = [recipe.data.source] if recipe.data.source != BUILTIN and on_the_hub(recipe.data.source) else None
+    tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:")]
+    tags += [*(["lora"] if adapter == "lora" else []), "hf_posenc", *([scheme] if scheme else [])]
+    data.tags = list(dict.fromkeys(tags))
+
+
+def _introduction(recipe: Recipe, facts: Facts) -> str:
+    what = f"{facts.trained} ({facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new)"
+    how = f"Trained for {facts.steps:,} steps, {facts.tokens:,} tokens of {_text(recipe, facts)}: {what}."
+    if facts.teacher:
+        how += f" Learned from {facts.teacher}."
+    if facts.scheme is None:
+        return f"{_name(facts.model)} with its own positional encoding, the {facts.native}, trained on. {how}"
+    way = "over" if recipe.conversion.native == "keep" else "in place of"
+    return f"{_name(facts.model)} with `{facts.scheme}` {way} its {facts.native}. {how}"
+
+
+def _text(recipe: Recipe, facts: Facts) -> str:
+    if recipe.data.source == BUILTIN:
+        return "the documentation that comes with Python"
+    name = recipe.data.source if on_the_hub(recipe.data.source) else _name(recipe.data.source)
+    return f"`{name}`" + (f" ({recipe.data.config})" if recipe.data.config else "")
+
+
+def _loading(recipe: Recipe, facts: Facts) -> str:
+    """Say how to load a model that has no part of its own on that: an adapter, or a model without a scheme."""
+    has_encoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    auto = "AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM"
+    needs_us = facts.scheme is not None
+    lines = ["## How to load it", "", "```python"]
+    lines += ["import hf_posenc  # pip install hf-posenc"] * needs_us
+    if recipe.adapter.kind == "none":
+        lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("path/or/repo")']
+    else:
+        base = recipe.model if on_the_hub(recipe.model) else f"path/of/{_name(recipe.model)}"
+        lines += [
+            "from peft import PeftModel",
+            f"from transformers import {auto}",
+            "",
+            f'base = {auto}.from_pretrained("{base}")' + "  # as it is; the adapter converts it" * needs_us,
+            'model = PeftModel.from_pretrained(base, "path/or/repo")',
+        ]
+    return "\n".join([*lines, "```"])
+
+
+def _origin(recipe: Recipe, facts: Facts) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    command = ["The command:", "", "```bash", facts.command, "```", ""] if facts.command else []
+    return [
+        "## How it was made",
+        "",
+        *command,
+        "The recipe, every key written out:",
+        "",
+        "```yaml",
+        recipe.text().strip(),
+        "```",
+        "",
+        f"Versions: {versions}.",
+    ]

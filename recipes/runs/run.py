@@ -1,0 +1,480 @@
+"""A run of a recipe, from the model as it was to the converted and adapted one, in one folder, whatever interrupts it.
+
+OUT/recipe.yaml          the whole recipe as run
+OUT/run.json             command, versions, machine, counts, and the recipe once more, to notice when it was changed
+OUT/measurements.json    what was measured so far
+OUT/checkpoints/         complete checkpoints to resume from
+OUT/logs/                of TensorBoard, if it is asked for
+OUT/table.md, OUT/perplexity.png
+OUT/model/               the final model or adapter, with tokenizer and card; it appears last, and ends the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import shlex
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import TrainerCallback, set_seed
+
+from hf_posenc.errors import CheckpointError, RecipeError
+from hf_posenc.patches.patch import disabled, patch
+from hf_posenc.patches.plan import Plan, plan
+from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
+from hf_posenc.recipes.loading import load
+from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.runs import facts as display
+from hf_posenc.recipes.runs import files as saving
+from hf_posenc.recipes.runs import report
+from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
+from hf_posenc.recipes.runs.progress import Progress, counting
+from hf_posenc.recipes.schema import consistency, suitability
+from hf_posenc.recipes.schema import fields as schema
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
+from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
+from hf_posenc.recipes.training.distillation import Teacher
+from hf_posenc.recipes.training.fit_attention import match
+from hf_posenc.recipes.training.fit_bias import fit
+from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.threads import enough_threads
+from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
+
+RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
+    "recipe.yaml",
+    "run.json",
+    "measurements.json",
+    "checkpoints",
+    "logs",
+    "model",
+)
+
+# The recipe in run.json.
+_KEPT = "recipe"
+# Windows of text that `fit` looks at; and steps of `match`, each of as much text as one of the training.
+_FITTED = 16
+_MATCHING = 150
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        folder: Of the run.
+        model: The folder of the final model or adapter, ready for `from_pretrained`.
+        measurements: What was measured.
+        loss: The last that was logged, in nats per token; `None` if nothing was done.
+        already: Whether the run was finished before, so that nothing was done.
+    """
+
+    folder: Path
+    model: Path
+    measurements: Measurements
+    loss: float | None
+    already: bool = False
+
+
+def train(recipe: Recipe, folder: Path, *, console: Console | None = None, command: str = "") -> Outcome:
+    """Run a recipe; where a run of the same recipe was stopped, go on from its last complete checkpoint.
+
+    Works in one process and in those that `accelerate launch` starts; the main one writes and prints.
+
+    Args:
+        recipe: What to do.
+        folder: Where everything goes; new, empty, or of a run of the same recipe.
+        console: Where to print; `None` is silent.
+        command: What was typed, for the model card.
+
+    Raises:
+        RecipeError: The recipe cannot be run, or the folder holds something else.
+        PosencError: What `patch` raises.
+    """
+    # A recipe that was not read from a file is not checked yet.
+    consistency.check(recipe, "the recipe")
+    consistency.check_scheme(recipe, "the recipe")
+    together = processes()
+    if not together.is_main_process:
+        console = None
+    _check_folder(folder, recipe)
+    lock = saving.Lock(folder)
+    try:
+        if together.is_main_process:
+            lock.take()
+        measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
+        if (folder / MODEL).is_dir():
+            if console:
+                console.print(
+                    f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
+            return Outcome(folder, folder / MODEL, measurements, None, already=True)
+        # What would be noticed only when the trainer is made.
+        check_loggers(recipe.saving.loggers)
+        divide_batch(recipe.training, together.num_processes)
+        if together.is_main_process:
+            saving.check_writable(folder)
+        return _Run(recipe, folder, console, command, measurements, lock).complete()
+    finally:
+        lock.release()
+
+
+def resume(folder: Path, *, console: Console | None = None) -> Outcome:
+    """Go on with a run that was stopped.
+
+    Raises:
+        RecipeError: The folder holds no run, or its recipe was changed since the run began.
+        CheckpointError: What the run left is damaged.
+        PosencError: As from `train`.
+    """
+    if not (folder / RECIPE).is_file():
+        raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
+    recipe = Recipe.read(folder / RECIPE)
+    changes = [f"{key} was {before!r} and is {now!r}" for key, before, now in _changes(folder, recipe)]
+    if changes:
+        raise RecipeError(
+            f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or train the "
+            f"changed recipe in a folder of its own: hf-posenc train {shlex.quote(str(folder / RECIPE))} --out FOLDER"
+        )
+    return train(recipe, folder, console=console, command=_record(folder).get("command", ""))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a finished run."""
+    return (folder / RECIPE).is_file() and (folder / MODEL).is_dir()
+
+
+class _Run:
+    """The parts of one run, made in order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        console: Console | None,
+        command: str,
+        measurements: Measurements,
+        lock: saving.Lock,
+    ) -> None:
+        self.lock = lock
+        self.recipe, self.folder, self.console = recipe, folder, console
+        self.command = command or _record(folder).get("command", "")
+        self.measurements = measurements
+        self.processes = processes()
+        self.checkpoint = next(reversed(saving.checkpoints(folder / CHECKPOINTS)), None)
+
+    def complete(self) -> Outcome:
+        recipe = self.recipe
+        set_seed(recipe.training.seed)
+        model, tokenizer = self._load()
+        suitability.check_unconverted(recipe, model.config)
+        check_targets(model, recipe.adapter)
+        length, own_length = suitability.lengths(recipe, model.config)
+        micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
+        with enough_threads(model, micro_batch * length):
+            return self._adapt(model, tokenizer, length, own_length)
+
+    def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
+        recipe = self.recipe
+        data = load_data(
+            recipe.data,
+            tokenizer,
+            length=length,
+            seed=recipe.training.seed,
+            denoising=bool(model.config.is_encoder_decoder),
+        )
+        contexts, notes = contexts_for(
+            own_length,
+            len(data.held_out),
+            windows=recipe.evaluation.windows,
+            contexts=recipe.evaluation.contexts,
+        )
+        planned = _plan(model, recipe.conversion)
+        if recipe.conversion.scheme is not None:
+            patch(model, recipe.conversion.scheme, **_selection(recipe.conversion))
+        suitability.check_tables(recipe, model, length)
+        self._fit(model, data)
+        teacher = _own_teacher(model, recipe)
+        model = attach(model, recipe.adapter)
+        if teacher is None and _distils(recipe):
+            teacher = Teacher.within(model, length=recipe.distillation.length)
+        facts = display.Facts.of(
+            model,
+            recipe,
+            planned,
+            trained_length=own_length,
+            data_tokens=data.tokens,
+            processes=self.processes.num_processes,
+            command=self.command,
+        )
+        self._claim(facts)
+        if self.console:
+            display.print_header(self.console, facts)
+            for note in notes:
+                self.console.print(note)
+        measure = partial(
+            readable_curve, ids=data.held_out, contexts=contexts, windows=recipe.evaluation.windows, **_reading(data)
+        )
+        every = recipe.evaluation.every
+        measuring = Measuring(self.measurements, measure, every=every, contexts=contexts, console=self.console)
+        handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
+        checkpoints = saving.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
+        # TensorBoard would write beside the unfinished checkpoints, which are removed.
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
+        with Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
+            trainer = adaptation_trainer(
+                model,
+                recipe,
+                data.train,
+                folder=checkpoints.unfinished,
+                collate=data.collate,
+                teacher=teacher,
+                callbacks=[_NativeFirst(measuring, converts=planned is not None), measuring, progress, checkpoints],
+            )
+            # From here on the trainer alone has it, and lets go of it when it has faded.
+            del teacher
+            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        log = trainer.state.log_history
+        if self.processes.is_main_process:
+            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=progress.pace)
+        self._save(trainer, tokenizer, facts, progress.pace)
+        loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
+        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss)
+
+    def _load(self) -> tuple[Any, Any]:
+        adapter = self.recipe.adapter
+        packed = quantization(adapter, precision=self.recipe.training.precision)
+        # What is trained is trained in float32; what lies under an adapter stays as it is stored.
+        options = (
+            {"dtype": torch.float32} if adapter.kind == "none" else {"quantization_config": packed} if packed else {}
+        )
+        model, tokenizer = load(self.recipe.model, **options)
+        if packed is not None:
+            # What `fit` computes comes before the adapter.
+            keep_unpacked(model)
+        return model, tokenizer
+
+    def _fit(self, model: Any, data: Prepared) -> None:
+        like = self.recipe.conversion.fit
+        # The weights of a checkpoint replace what would be fitted.
+        if like is None or self.checkpoint is not None:
+            return
+        if like != "attention":
+            fit(model, like, ids=_first_windows(data, _FITTED)["input_ids"].to(model.device))
+            return
+        training = self.recipe.training
+        windows = _first_windows(data, _MATCHING * training.batch_size)
+        # The trainer places the model, each of its ways in its own; until then it is where it was loaded.
+        home, device = model.device, self.processes.device
+        if home.type != device.type:
+            model.to(device)
+        with counting(self.console, "fitting attention", _MATCHING) as advance:
+            match(
+                model,
+                windows["input_ids"],
+                position_ids=windows.get("position_ids"),
+                corrupt=data.corrupt,
+                steps=_MATCHING,
+                batch_size=training.batch_size,
+                micro_batch_size=training.micro_batch_size,
+                seed=training.seed,
+                progress=advance,
+            )
+        if home.type != device.type:
+            model.to(home)
+
+    def _claim(self, facts: display.Facts) -> None:
+        """Make the folder that of this run, now that nothing of the recipe is wrong any more."""
+        if self.processes.is_main_process:
+            (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            self.lock.take()
+            saving.clear(self.folder)
+            saving.clear(self.folder / CHECKPOINTS)
+            saving.write_text(self.folder / RECIPE, self.recipe.text())
+            saving.write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
+        self.processes.wait_for_everyone()
+
+    def _record(self, facts: display.Facts) -> dict[str, Any]:
+        step = 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2])
+        start = {
+            "step": step,
+            "processes": self.processes.num_processes,
+            "device": str(self.processes.device),
+            "machine": platform.platform(),
+            "cpus": os.cpu_count(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        starts = [*_record(self.folder).get("starts", []), start]
+        return {**dataclasses.asdict(facts), "starts": starts, _KEPT: dataclasses.asdict(self.recipe)}
+
+    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: display.Facts, pace: Any) -> None:
+        """Write the final model, its tokenizer and its card; all at once for whoever looks."""
+        unfinished = self.folder / f"{saving.UNFINISHED}-{MODEL}"
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            # Shards are for resuming; a model that is done is to be loaded anywhere.
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(str(unfinished))
+        self.processes.wait_for_everyone()
+        if self.processes.is_main_process:
+            (unfinished / "training_args.bin").unlink(missing_ok=True)
+            tokenizer.save_pretrained(unfinished)
+            card = unfinished / "README.md"
+            existing = card.read_text(encoding="utf-8") if card.exists() else ""
+            log = trainer.state.log_history
+            text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
+            card.write_text(text, encoding="utf-8")
+            saving.clear(self.folder / CHECKPOINTS)
+            saving.publish(unfinished, self.folder / MODEL)
+        self.processes.wait_for_everyone()
+
+
+class _NativeFirst(TrainerCallback):
+    """Measures the model as it was before the first step: on its device, and sharded if it will be."""
+
+    def __init__(self, measuring: Measuring, *, converts: bool) -> None:
+        self._measuring, self._converts = measuring, converts
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            with disabled(model) if self._converts else contextlib.nullcontext():
+                self._measuring.take(NATIVE, 0, model)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: Path, recipe: Recipe) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"{folder} exists and is a file. Choose another name for the run.")
+    if not folder.parent.is_dir():
+        raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
+    if _has_begun(folder):
+        changes = [f"{key} is {there!r} there and {here!r} here" for key, there, here in _changes(folder, recipe)]
+        if changes:
+            raise RecipeError(
+                f"{folder} holds a run of another recipe: {'; '.join(changes)}. Choose another folder, or resume that run."
+            )
+    elif (
+        folder.is_dir()
+        and not (folder / RECIPE).is_file()
+        and any(not path.name.startswith(saving.UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
+    ):
+        raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a run left something that would be lost with its recipe."""
+    made = (
+        (folder / MEASUREMENTS).exists()
+        or (folder / MODEL).exists()
+        or any((folder / CHECKPOINTS).glob("checkpoint-*"))
+    )
+    return (folder / RECIPE).is_file() and made
+
+
+def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return the keys at which a recipe differs from the one that the run in a folder began with, with both values."""
+    if not _has_begun(folder):
+        return []
+    kept = _record(folder).get(_KEPT)
+    # Runs of earlier versions kept their recipe in its file alone.
+    there = Recipe.read(folder / RECIPE) if kept is None else schema.build(Recipe, kept, where=str(folder / RUN))
+    return _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "") -> list[tuple[str, Any, Any]]:
+    found = []
+    for key, value in here.items():
+        if isinstance(value, dict) and isinstance(there[key], dict) and not section:
+            found += _differences(there[key], value, f"{key}.")
+        elif value != there.get(key):
+            found.append((f"{section}{key}", there.get(key), value))
+    return found
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """Return what run.json holds."""
+    path = folder / RUN
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
+            raise ValueError("no record of a run")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it records of "
+            "the run so far is lost, and nothing else."
+        ) from error
+    return found
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _selection(conversion: Conversion) -> dict[str, Any]:
+    """Return the keywords of `patch`."""
+    native = "keep" if conversion.native == "handover" else conversion.native
+    return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
+
+
+def _plan(model: Any, conversion: Conversion) -> Plan | None:
+    return None if conversion.scheme is None else plan(model, conversion.scheme, **_selection(conversion))
+
+
+def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
+    examples = list(itertools.islice(iter(data.train), count))
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def _reading(data: Prepared) -> dict[str, Any]:
+    """Return what `context_curve` must know of how the model reads."""
+    return {} if data.corrupt is None else {"corrupt": data.corrupt}
+
+
+def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:
+    """Return a teacher with weights of its own, where there must be one: another model, or a copy of this one as it was."""
+    converted = recipe.conversion.scheme is not None
+    if not _distils(recipe):
+        return None
+    length = recipe.distillation.length
+    if recipe.distillation.teacher is not None:
+        return Teacher(_other_teacher(model, recipe.distillation), length=length)
+    if converted and recipe.adapter.kind != "none":
+        return None
+    if converted:
+        return Teacher.copy_of(model, length=length)
+    return Teacher(copy.deepcopy(model).requires_grad_(False), length=length)
+
+
+def _other_teacher(model: Any, distillation: Distillation) -> Any:
+    assert distillation.teacher is not None
+    other, _ = load(distillation.teacher, dtype=torch.float32)
+    for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
+        here, there = (getattr(config, name, None) for config in (model.config, other.config))
+        if here != there:
+            raise RecipeError(
+                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model {here}. Give "
+                "a model of the same vocabulary, and of the same shape where hidden states are learned from."
+            )
+    return other.requires_grad_(False)
+
+
+def _distils(recipe: Recipe) -> bool:
+    return bool(recipe.distillation.share or recipe.distillation.hidden)

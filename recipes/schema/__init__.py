@@ -1,0 +1,1 @@
+"""The schema of a recipe: its keys, and the checks across keys."""

@@ -1,0 +1,250 @@
+"""Whether the keys of a recipe, each good by itself, go together, and whether its scheme can be had like this."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from hf_posenc.errors import PosencError, RecipeError
+from hf_posenc.recipes.schema import fields as schema
+
+if TYPE_CHECKING:
+    from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
+    from hf_posenc.scheme import Scheme
+
+
+# The rate at which transformers' polynomial schedule ends; it takes no peak below.
+POLYNOMIAL_END = 1e-7
+
+
+def check(recipe: Recipe, where: str) -> None:
+    """Raise if keys contradict each other, or one that was given would do nothing.
+
+    Args:
+        recipe: As read.
+        where: Its file or name, for errors.
+
+    Raises:
+        RecipeError: They do.
+    """
+    for find in (_without_effect, _contradictions):
+        for problem in find(recipe):
+            raise RecipeError(f"{where}: {problem}")
+
+
+def check_scheme(recipe: Recipe, where: str) -> None:
+    """Raise if the scheme does not exist or not with these options, or has no weights where they are to be trained.
+
+    Args:
+        recipe: As read.
+        where: Its file or name, for errors.
+
+    Raises:
+        RecipeError: It is so.
+    """
+    if recipe.conversion.scheme is not None:
+        for problem in _of_scheme(recipe, recipe.conversion.scheme):
+            raise RecipeError(f"{where}: {problem}")
+
+
+# -- keys that do nothing ----------------------------------------------------------------------------------------------
+
+
+class _Need(NamedTuple):
+    """Keys of a section that do nothing unless something else is so."""
+
+    section: str
+    keys: tuple[str, ...]
+    is_met: bool
+    words: str
+
+
+def _needs(recipe: Recipe) -> list[_Need]:
+    conversion, data, distillation = recipe.conversion, recipe.data, recipe.distillation
+    has_scheme = conversion.scheme is not None
+    return [
+        _Need("conversion", ("options", "native", "layers", "stacks", "fit"), has_scheme, "a scheme"),
+        _Need("conversion", ("handover",), conversion.native == "handover", "conversion.native: handover"),
+        _Need("conversion", ("anneal",), _anneals(recipe), "anneal: true among conversion.options"),
+        _Need("training", ("new_parameters_first",), has_scheme, "a scheme"),
+        _Need(
+            "data",
+            ("config", "split", "column", "held_out_share"),
+            data.source != "builtin",
+            "another data.source than builtin",
+        ),
+        _Need("data", ("held_out_share",), data.held_out is None, "data.held_out: null"),
+        _Need(
+            "distillation",
+            ("until", "teacher", "length"),
+            distillation.share > 0 or distillation.hidden > 0,
+            "distillation.share or distillation.hidden above 0",
+        ),
+        _Need(
+            "adapter",
+            ("rank", "alpha", "dropout", "targets"),
+            recipe.adapter.kind == "lora",
+            "adapter.kind: lora",
+        ),
+        _Need("adapter", ("four_bit",), recipe.adapter.kind != "none", "adapter.kind: lora or scheme"),
+    ]
+
+
+def _anneals(recipe: Recipe) -> bool:
+    return recipe.conversion.scheme is not None and recipe.conversion.options.get("anneal") is True
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    for need in _needs(recipe):
+        section = getattr(recipe, need.section)
+        for entry in dataclasses.fields(section):
+            value = getattr(section, entry.name)
+            if entry.name in need.keys and not need.is_met and value != schema.default(entry):
+                key = f"{need.section}.{entry.name}"
+                yield f"{key} is {value!r}, which does nothing without {need.words}. Give that, or leave {key} out."
+
+
+# -- keys that contradict each other -----------------------------------------------------------------------------------
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    conversion, data, training = recipe.conversion, recipe.data, recipe.training
+    if conversion.fit == "native" and conversion.native == "keep":
+        yield (
+            "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. "
+            "Set conversion.native to remove or handover, or leave fit out."
+        )
+    if conversion.fit == "attention" and conversion.native != "remove":
+        yield (
+            f"conversion.fit is 'attention', but conversion.native is {conversion.native!r}: with its own encoding in force, attention is "
+            "what it was. Set conversion.native to remove, or leave fit out."
+        )
+    if data.streaming and data.source == "builtin":
+        yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
+    if data.streaming and data.held_out is None:
+        yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
+    if recipe.adapter.kind == "scheme" and conversion.scheme is None:
+        yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
+    if training.micro_batch_size and training.batch_size % training.micro_batch_size:
+        yield (
+            f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
+            f"training.batch_size = {training.batch_size}."
+        )
+    yield from _contradictions_of_schedule(training)
+    yield from _contradictions_of_lengths(recipe)
+
+
+def _contradictions_of_schedule(training: Training) -> Iterator[str]:
+    if training.schedule != "polynomial":
+        return
+    if training.learning_rate <= POLYNOMIAL_END:
+        yield (
+            f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at {POLYNOMIAL_END}; expected "
+            "more than that. Give a larger rate, or another schedule."
+        )
+    if warmup_steps(training) == training.steps:
+        yield (
+            f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and training.schedule: polynomial "
+            "has none left to lower them. Give less warmup, or another schedule."
+        )
+
+
+def warmup_steps(training: Training) -> int:
+    """Return the steps over which the rates rise."""
+    return round(training.warmup * training.steps)
+
+
+def _contradictions_of_lengths(recipe: Recipe) -> Iterator[str]:
+    training = recipe.training
+    if training.length is not None:
+        yield from contradictions_of_length(training, training.length)
+    if training.skip_to is not None and training.mixed_lengths is not None:
+        yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
+    if training.skip_to is not None and recipe.data.packing == "documents":
+        yield (
+            "training.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
+            "Set data.packing to windows, or leave skip_to out."
+        )
+
+
+def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
+    """Return what does not fit to windows of a length, which may be the model's own."""
+    for mixed in training.mixed_lengths or []:
+        if length % mixed or mixed < 2:
+            yield (
+                f"training.mixed_lengths has {mixed}; expected divisors of training.length = {length} from 2 on, so that "
+                "windows can be cut into them."
+            )
+    if training.skip_to is not None and training.skip_to <= length:
+        yield (
+            f"training.skip_to is {training.skip_to}; expected more than training.length = {length}: there are no positions "
+            f"to skip. Recipes come with the skip_to of a small model; give for instance training.skip_to={8 * length}."
+        )
+
+
+# -- the scheme --------------------------------------------------------------------------------------------------------
+
+
+def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
+    from hf_posenc import registry
+
+    conversion = recipe.conversion
+    try:
+        info = registry.get(name)
+    except PosencError as error:
+        yield f"conversion.scheme: {error}"
+        return
+    try:
+        registry.check_options(info, conversion.options)
+    except PosencError as error:
+        yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
+        return
+    scheme = _example(name, conversion)
+    if conversion.fit is not None:
+        yield from _of_fit(conversion, conversion.fit, scheme)
+    if scheme is not None and not any(parameter.requires_grad for parameter in scheme.parameters()):
+        without = f"{name} has no weights with these options"
+        if conversion.fit is not None:
+            yield f"conversion.fit is {conversion.fit!r}, but {without}. Leave fit out, or choose other options."
+        if recipe.adapter.kind == "scheme":
+            yield f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
+        if recipe.training.new_parameters_first:
+            yield f"training.new_parameters_first is given, but {without}. Leave it out."
+
+
+def _of_fit(conversion: Conversion, like: str, scheme: Scheme | None) -> Iterator[str]:
+    from hf_posenc.errors import suggest
+    from hf_posenc.recipes.training.fit_bias import additive
+
+    if like == "attention":
+        if scheme is not None and scheme.overrides("embed"):
+            yield (
+                f"conversion.fit is 'attention', but {conversion.scheme} is added to the inputs of the model, not in attention. "
+                "Leave fit out."
+            )
+        return
+    if conversion.scheme not in additive():
+        yield (
+            f"conversion.fit is {like!r}, but {conversion.scheme} adds no bias of the distance. "
+            f"Set it to attention, leave it out, or choose one of {', '.join(additive())}."
+        )
+    known = ["native", "attention", *additive()]
+    if like not in known:
+        yield f"conversion.fit is {like!r}; expected native, attention or an additive scheme. {suggest(like, known)}"
+
+
+def _example(name: str, conversion: Conversion) -> Scheme | None:
+    """Make the scheme for some attention, to see what it has; `None` if it cannot be had for that one."""
+    import torch
+
+    from hf_posenc import registry
+    from hf_posenc.scheme import Geometry
+
+    geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
+    # Reading a recipe draws nothing from the caller's random numbers, and takes no memory, whatever the size.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            return registry.build(name, geometry, **conversion.options)
+        except PosencError:
+            return None

@@ -1,0 +1,1 @@
+"""Training of a converted model: losses, callbacks, starts and the trainer."""

@@ -1,0 +1,261 @@
+"""Start an additive scheme where it already says what the model's own encoding said, by regression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc import registry
+from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.patches import record, surgery
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.models import schemes_of
+from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import disabled
+from hf_posenc.recipes.training.restore import kept
+from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
+from hf_posenc.schemes._additive import AdditiveBias
+from hf_posenc.schemes._buckets import Buckets
+
+# Rows of queries, evenly over the length: a scheme may look at the query's own position.
+_ROWS = 16
+_ITERATIONS_PER_STEP = 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well schemes say what they should, as the root mean square of the difference of their biases.
+
+    Attributes:
+        before: Before the regression, in nats.
+        after: After it.
+        spread: That of the wanted bias itself, which a scheme that adds nothing has.
+    """
+
+    before: float
+    after: float
+    spread: float
+
+
+@torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
+def fit(
+    model: PreTrainedModel,
+    like: str = "native",
+    *,
+    ids: Tensor | None = None,
+    length: int | None = None,
+    steps: int = 20,
+    **options: Any,
+) -> Fit:
+    """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
+
+    A network (FIRE's) begins evenly over what it sees, whatever it held, and gates begin open; with some of its parameters frozen a
+    scheme begins where it is. It is left as it was if the regression ends no better, and all are where something raises.
+
+    Differences are those between keys of one row, since a constant per row changes no softmax, and weigh less the further
+    the key is, by `1 / (1 + distance)`. Where a scheme serves all layers, it is fitted to the mean.
+
+    The native bias of T5 is its table. That of a rotary model is what the rotation adds to the logit of the mean query and
+    the mean key of a head, over some text (most of a head's preference for distances comes from these means).
+
+    Args:
+        model: A model patched with an additive scheme.
+        like: `"native"`, or the name of an additive scheme.
+        ids: Text to take the means of a rotary model over, int64 `[B, S]`.
+        length: How far to look; `None` is the trained length, at most 1,024.
+        steps: Steps of the regression (L-BFGS, 20 iterations each).
+        **options: Of the scheme `like`.
+
+    Returns:
+        How well it went.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        OptionError: A scheme adds no bias of the distance or has no parameters, there is nothing to fit it to, a number is out
+            of range, or there are options without a scheme `like`.
+        ShapeError: `ids` are no windows of tokens.
+    """
+    if not surgery.is_patched(model):
+        raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    if steps < 1 or (length is not None and length < 2):
+        raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
+    if like == "native" and options:
+        raise OptionError(
+            f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the scheme to fit to, "
+            "and the native encoding has none. Leave them out, or name a scheme: fit(model, 'kerple')."
+        )
+    if ids is not None and (ids.dim() != 2 or not ids.numel()):
+        raise ShapeError(
+            f"fit: ids has the shape {list(ids.shape)}; expected [windows, tokens], at least 1 of at least 1."
+        )
+    architecture = of_model(model)
+    # Nothing else needs the means, and a model with a table of positions may be unable to read the text.
+    rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
+    means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
+    # All are looked at before the first is changed.
+    wanted: dict[int, list[Callable[[Block], Tensor]]] = {}
+    found: dict[int, AdditiveBias] = {}
+    for group in record.from_config(model.config):
+        for name, body in architecture.stacks(model).items():
+            if name not in group.stacks:
+                continue
+            attentions = architecture.attentions(body)
+            for layer in group.stacks[name].layers:
+                geometry = architecture.geometry(body, layer)
+                if geometry.axes > 1:
+                    raise OptionError(
+                        f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} coordinates; only "
+                        "models of text are fitted."
+                    )
+                own = attentions[layer]._modules.get(surgery.OWN)
+                scheme = own if isinstance(own, Scheme) else _shared(body, group.id)
+                if not isinstance(scheme, AdditiveBias):
+                    raise OptionError(
+                        f"fit: {group.scheme} adds no bias of the distance alone. Fit one of {', '.join(additive())}."
+                    )
+                if not any(p.requires_grad for p in scheme.parameters()):
+                    if any(True for _ in scheme.parameters()):
+                        raise OptionError(
+                            f"fit: all parameters of {group.scheme} on layer {layer} of the {name} are frozen. Unfreeze them."
+                        )
+                    raise OptionError(
+                        f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
+                    )
+                found[id(scheme)] = scheme
+                target = _target(like, geometry, options, means.get(id(attentions[layer])))
+                wanted.setdefault(id(scheme), []).append(target)
+    sums = torch.zeros(3, dtype=torch.float64)
+    # All or none, also where it is a later one that fails.
+    with kept([parameter for scheme in found.values() for parameter in scheme.parameters()]):
+        for key, scheme in found.items():
+            far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
+            sums += _regress(scheme, wanted[key], far, steps)
+    count = sum(len(schemes_of(architecture, model, group)) for group in record.from_config(model.config))
+    before, after, spread = (sums / max(1, count)).sqrt().tolist()
+    return Fit(before, after, spread)
+
+
+def additive() -> list[str]:
+    """Return the names of the schemes that add a bias of the distance."""
+    return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
+
+
+def _shared(body: nn.Module, group: int) -> Any:
+    return getattr(body._modules.get(surgery.SHARED), str(group), None)
+
+
+def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the mean query `[H, D]` and key `[G, D]` of each patched attention over a text, in the stock model."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        q, k, _ = module.project_heads(hidden)
+        found[id(module)] = q.double().mean((0, 2)), k.double().mean((0, 2))
+
+    architecture = of_model(model)
+    patched = [a for body in architecture.stacks(model).values() for a in architecture.attentions(body)]
+    handles = [
+        attention.register_forward_pre_hook(look, with_kwargs=True)
+        for attention in patched
+        if surgery.is_patched(attention)
+    ]
+    try:
+        with evaluating(model), torch.no_grad(), disabled(model):
+            for body in architecture.stacks(model).values():
+                body(input_ids=ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _target(
+    like: str, geometry: Geometry, options: dict[str, Any], means: tuple[Tensor, Tensor] | None
+) -> Callable[[Block], Tensor]:
+    """Return a function from a block to the wanted bias, float64 `[H, q, K]`."""
+    if like != "native":
+        scheme = registry.build(like, geometry, **options).double()
+        if not isinstance(scheme, AdditiveBias):
+            raise OptionError(f"fit: like={like!r}: expected 'native' or one of {', '.join(additive())}.")
+        return lambda block: scheme.bias(block, torch.float64)[0].detach()
+    table = geometry.native_table("t5")
+    if table is not None:
+        assert table.max_distance is not None
+        weight = table.weight.detach().double()
+        buckets = Buckets(num_buckets=len(weight), max_distance=table.max_distance, causal=geometry.causal)
+        return lambda block: weight[buckets(block.distance()[0])].permute(2, 0, 1)
+    if geometry.inv_freq is None:
+        raise OptionError(
+            "fit: the model's own encoding is no bias of the distance (it is added to the inputs). Fit to a scheme: "
+            "fit(model, 'kerple')."
+        )
+    if means is None:
+        raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
+    return _rotary_bias(geometry, *means)
+
+
+def _rotary_bias(geometry: Geometry, q: Tensor, k: Tensor) -> Callable[[Block], Tensor]:
+    rope = registry.build("rope", geometry)
+    k = k.repeat_interleave(geometry.heads // geometry.kv_heads, dim=0)
+    assert geometry.scale is not None
+    scale = geometry.scale
+
+    def bias(block: Block) -> Tensor:
+        distance = block.distance()[0].clamp_min(0)
+        places = torch.arange(int(distance.max()) + 1)[None]
+        count = places.shape[1]
+        zero = Positions(places, torch.zeros(1, 1, dtype=torch.long))
+        many = q[None, :, None].expand(1, -1, count, -1)
+        turned = rope.project(Tokens(positions=zero), many, k[None, :, None], k[None, :, None])
+        table = scale * ((turned.q * turned.k).sum(-1)[0] - (q * k).sum(-1, keepdim=True))  # [H, count]
+        return table[:, distance]
+
+    return bias
+
+
+def _regress(scheme: AdditiveBias, wanted: list[Callable[[Block], Tensor]], length: int, steps: int) -> Tensor:
+    """Fit one scheme to the mean of the wanted biases; return the mean squares before, after, and of the wanted one."""
+    rows = torch.arange(1, _ROWS + 1)[None] * (length - 1) // _ROWS
+    block = Block(Positions(rows, torch.arange(length)[None]), reach=length - 1)
+    distance = block.distance()[0]
+    weight = 1.0 / (1 + distance.abs().double())
+    if scheme.geometry.causal:
+        weight = weight * (distance >= 0)
+    weight = weight / weight.sum(-1, keepdim=True)  # [q, K]
+    target = torch.stack([bias(block) for bias in wanted]).mean(0).to("cpu")
+    like = torch.zeros(1, dtype=torch.float64)
+
+    def square(difference: Tensor) -> Tensor:
+        centred = difference - (weight * difference).sum(-1, keepdim=True)
+        return (weight * centred.square()).sum(-1).mean()
+
+    def error() -> Tensor:
+        return square(scheme.gated_bias(block, like)[0] - target)
+
+    with torch.no_grad():
+        before = error()
+    trained = [p for p in scheme.parameters() if p.requires_grad]
+    optimizer = torch.optim.LBFGS(trained, max_iter=_ITERATIONS_PER_STEP, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = error()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with kept(trained) as put_back:
+        if len(trained) == len(list(scheme.parameters())):
+            scheme.begin_fit()
+        for _ in range(steps):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if not error() <= before:
+                put_back()
+    with torch.no_grad():
+        return torch.stack([before, error(), square(target)]).double()

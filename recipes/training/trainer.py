@@ -1,0 +1,313 @@
+"""The one way that a model is adapted: a recipe's training on `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Subset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.integrations import is_tensorboard_available, is_trackio_available, is_wandb_available
+
+from hf_posenc.errors import RecipeError
+from hf_posenc.recipes.data.collation import Collator, PositionSkipping, content_generator, cut, draw_length
+from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.schema.consistency import warmup_steps
+from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.training.annealing import Annealing
+from hf_posenc.recipes.training.distillation import Distilling, Teacher
+from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.optimizer import parameter_groups
+from hf_posenc.recipes.training.warm_start import NewParametersFirst
+
+# For a few hundred steps 0.999, which averages over a thousand, is slow to learn the size of the gradients.
+_ADAM_BETA2 = 0.98
+_LOG_EVERY, _LOGS = 10, 50
+
+
+def adapt(
+    model: Any,
+    recipe: Recipe,
+    windows: Any,
+    *,
+    teacher: Teacher | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    use_cpu: bool = False,
+) -> list[float]:
+    """Train a converted model, in place, as a recipe says; nothing is saved or measured.
+
+    Works on a model that is not converted as well, which makes the control of an experiment: the same windows in the same order.
+
+    Args:
+        model: A language model; converted, under its adapter and so on, as the recipe wants it.
+        recipe: Its sections `training` and `distillation` are followed, and handover and annealing of `conversion`.
+        windows: Examples with `input_ids` and `labels`.
+        teacher: What to stay close to.
+        callbacks: Of the trainer, more than those of the recipe.
+        use_cpu: Whether to leave accelerators alone.
+
+    Returns:
+        The losses that the trainer logged, in order.
+    """
+    quiet = dataclasses.replace(recipe.saving, every=0, loggers=[])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = adaptation_trainer(
+            model,
+            dataclasses.replace(recipe, saving=quiet),
+            windows,
+            folder=Path(folder),
+            teacher=teacher,
+            callbacks=callbacks,
+            use_cpu=use_cpu,
+        )
+        with contextlib.ExitStack() as stack:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, NewParametersFirst):
+                    stack.enter_context(callback)
+            trainer.train()
+    model.eval()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def adaptation_trainer(
+    model: Any,
+    recipe: Recipe,
+    windows: Any,
+    *,
+    folder: Path,
+    collate: Collator | None = None,
+    teacher: Teacher | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    use_cpu: bool = False,
+) -> AdaptationTrainer:
+    """Return the trainer of a recipe.
+
+    Args:
+        model: As for `adapt`.
+        recipe: What to do.
+        windows: Examples, or an iterable dataset of them.
+        folder: Where the trainer writes.
+        collate: Makes a batch of examples; by default stacks.
+        teacher: What to stay close to.
+        callbacks: Called after those of the recipe.
+        use_cpu: Whether to leave accelerators alone.
+
+    Raises:
+        RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
+    """
+    training, conversion, distillation = recipe.training, recipe.conversion, recipe.distillation
+    own: list[TrainerCallback] = [LogAndSave()]
+    if conversion.scheme is not None and conversion.native == "handover":
+        own.append(Handover(conversion.handover))
+    if conversion.scheme is not None and conversion.options.get("anneal") is True:
+        own.append(Annealing(conversion.anneal))
+    if training.new_parameters_first:
+        own.append(NewParametersFirst(training.new_parameters_first))
+    trainer = AdaptationTrainer(
+        model=model,
+        args=training_arguments(recipe, folder, use_cpu=use_cpu),
+        train_dataset=whole_batches(windows, training.batch_size),
+        data_collator=collator(training, collate or default_data_collator),
+        callbacks=[*own, *callbacks],
+        scheme_learning_rate=training.scheme_learning_rate,
+        lengths=training.mixed_lengths or (),
+        teacher=teacher,
+        share=distillation.share,
+        hidden=distillation.hidden,
+        until=distillation.until,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise unless what the trainer is to report to is installed; it looks only after everything was prepared.
+
+    Raises:
+        RecipeError: Something is not.
+    """
+    known = {"tensorboard": is_tensorboard_available, "trackio": is_trackio_available, "wandb": is_wandb_available}
+    for name in loggers:
+        if not known[name]():
+            raise RecipeError(
+                f"saving.loggers has {name!r}, which is not installed. Run pip install {name}, or leave it out."
+            )
+
+
+def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
+    """Return the trainer's arguments for this process and those beside it."""
+    training, saving = recipe.training, recipe.saving
+    together = processes(use_cpu=use_cpu)
+    micro_batch, accumulation = divide_batch(training, together.num_processes)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        run_name=folder.name,
+        max_steps=training.steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta2=_ADAM_BETA2,
+        lr_scheduler_type=training.schedule,
+        warmup_steps=warmup_steps(training),
+        max_grad_norm=training.max_grad_norm,
+        bf16=training.precision == "bfloat16",
+        fp16=training.precision == "float16",
+        seed=training.seed,
+        data_seed=training.seed,
+        use_cpu=together.device.type == "cpu",
+        save_strategy="steps" if saving.every else "no",
+        save_steps=saving.every or 1,
+        logging_steps=max(1, min(_LOG_EVERY, training.steps // _LOGS)),
+        report_to=saving.loggers or "none",
+        # A loss that is no number stops the run; the trainer would show the mean of the others.
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=together.device.type == "cuda",
+        # The data has what the forward takes, and collators look at more.
+        remove_unused_columns=False,
+        # The trainer would write its choice into the model's config; it is made in `compute_loss` instead.
+        use_cache=True,
+        **_checkpointing(training.gradient_checkpointing),
+    )
+    # One process drives one device. Where there are more, the trainer would copy the model to all of them by `DataParallel`.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    # Asked for its devices, transformers has accelerate begin anew.
+    processes(use_cpu=use_cpu)
+    return arguments
+
+
+def divide_batch(training: Training, count: int) -> tuple[int, int]:
+    """Return the windows per forward and the forwards per step of one process.
+
+    Raises:
+        RecipeError: The batch cannot be divided like that.
+    """
+    share, rest = divmod(training.batch_size, count)
+    if rest:
+        raise RecipeError(
+            f"training.batch_size is {training.batch_size}, which {count} processes cannot share. Give a multiple of "
+            f"{count}, or start another number of processes."
+        )
+    micro = training.micro_batch_size or share
+    if share % micro:
+        raise RecipeError(
+            f"training.micro_batch_size is {micro}, and each of {count} processes has {share} windows of the batch of "
+            f"{training.batch_size}. Give a divisor of {share}."
+        )
+    return micro, share // micro
+
+
+def whole_batches(windows: Any, batch_size: int) -> Any:
+    """Return the windows without those, at the end, that make no whole batch, so that every step has one."""
+    if not hasattr(windows, "__len__"):
+        return windows
+    count = len(windows) // batch_size * batch_size
+    if count == 0:
+        raise RecipeError(
+            f"The text makes {len(windows)} windows, and training.batch_size is {batch_size}. Give more text, smaller batches "
+            "or a smaller training.length."
+        )
+    return windows if count == len(windows) else Subset(windows, range(count))
+
+
+def collator(training: Training, collate: Collator) -> Collator:
+    """Return what makes a batch, with the positions of a recipe; its lengths are those of a step, see `AdaptationTrainer`."""
+    if training.skip_to is not None:
+        collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
+    return collate
+
+
+def _checkpointing(wanted: bool) -> dict[str, Any]:
+    known = {entry.name for entry in dataclasses.fields(TrainingArguments)}
+    # transformers 5.23 renamed it, and warns at the old name.
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+
+
+class _Uncached(Trainer):
+    """A trainer that asks for no key/value cache, and leaves what the model's config says of it."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+
+class AdaptationTrainer(Distilling, _Uncached):
+    """A trainer that knows the scheme's weights from the model's, and may listen to a teacher.
+
+    Args:
+        scheme_learning_rate: Peak, for the weights of the scheme.
+        lengths: One of these is drawn for each step, and the windows are cut into it; none leaves them whole.
+        **kwargs: Of `Distilling` and of `Trainer`.
+    """
+
+    def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.optimizer: torch.optim.Optimizer | None
+        self._scheme_learning_rate = scheme_learning_rate
+        self._lengths = lengths
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step, cut into windows of its length.
+
+        A collator would draw for each forward, and the same recipe in other micro batches or on other processes see other lengths.
+        """
+        if self._lengths:
+            draw = content_generator(torch.tensor(self.state.global_step), self.args.seed)
+            length = draw_length(self._lengths, draw)
+            epoch_iterator = (cut(batch, length) for batch in epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, as `Distilling` does; a teacher that has faded is let go, for it is as large as the model."""
+        if self._teacher is not None and not self._weight():
+            self._teacher = None
+        return super().compute_loss(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Distilling` does.
+
+        Raises:
+            RecipeError: The loss is no number any more. No checkpoint of that step is written.
+        """
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise RecipeError(
+                f"The loss at step {self.state.global_step} is {logs['loss']}: the training diverged. Give smaller learning rates "
+                "(training.learning_rate, training.scheme_learning_rate) or more training.warmup, and another folder."
+            )
+        super().log(logs, *args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer with the groups of `parameter_groups`."""
+        if self.optimizer is None:
+            kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            groups = parameter_groups(
+                model or self.model,
+                scheme_learning_rate=self._scheme_learning_rate,
+                weight_decay=self.args.weight_decay,
+            )
+            self.optimizer = kind(groups, **arguments)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+
+class LogAndSave(TrainerCallback):
+    """A line in the log at each checkpoint and at the end, and no checkpoint at the last step.
+
+    A logged loss is the mean since the line before. A resumed run begins to count at its checkpoint, so a run that was not
+    stopped must do so as well, or the two would log other numbers. At the last step the model itself is saved.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the two, after the trainer decided on them."""
+        ends = state.global_step >= state.max_steps
+        control.should_log = control.should_log or control.should_save or ends
+        control.should_save = control.should_save and not ends
