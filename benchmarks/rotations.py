@@ -19,7 +19,7 @@ from memory import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc.scheme import Positions, Tokens
+from hf_posenc.operands import Positions, Tokens
 from hf_posenc.schemes._block_rotary import BlockRotary
 
 CONFIG = {

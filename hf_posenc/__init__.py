@@ -32,7 +32,7 @@ from hf_posenc.errors import (
 
 if TYPE_CHECKING:
     from hf_posenc.attention import attend
-    from hf_posenc.describing import describe
+    from hf_posenc.operands import Geometry, Positions
     from hf_posenc.patches.adapters import PosencLoraConfig
     from hf_posenc.patches.architecture import register_architecture
     from hf_posenc.patches.explanation import explain
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from hf_posenc.patches.plan import plan, verify
     from hf_posenc.patches.strength import drop_native, set_strength
     from hf_posenc.recipes.evaluation.run import evaluate
-    from hf_posenc.registry import SchemeInfo, build, register_scheme, schemes
-    from hf_posenc.scheme import Geometry, Positions, Scheme
+    from hf_posenc.registry import SchemeInfo, build, describe, register_scheme, schemes
+    from hf_posenc.scheme import Scheme
 
 __version__ = "0.1.0"
 
@@ -87,14 +87,14 @@ __all__ = [
 
 # Where each public name lives that needs torch; loaded on first use.
 _HOMES = {
-    "Geometry": "hf_posenc.scheme",
+    "Geometry": "hf_posenc.operands",
     "PosencLoraConfig": "hf_posenc.patches.adapters",
-    "Positions": "hf_posenc.scheme",
+    "Positions": "hf_posenc.operands",
     "Scheme": "hf_posenc.scheme",
     "SchemeInfo": "hf_posenc.registry",
     "attend": "hf_posenc.attention",
     "build": "hf_posenc.registry",
-    "describe": "hf_posenc.describing",
+    "describe": "hf_posenc.registry",
     "disabled": "hf_posenc.patches.patch",
     "drop_native": "hf_posenc.patches.strength",
     "evaluate": "hf_posenc.recipes.evaluation.run",

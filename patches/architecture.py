@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
@@ -9,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, OptionError
-from hf_posenc.scheme import Geometry
+from hf_posenc.operands import Geometry
 
 
 class Architecture(ABC):
@@ -117,12 +119,19 @@ def register_architecture(architecture: Architecture) -> Architecture:
     return architecture
 
 
-def architectures() -> dict[str, Architecture]:
-    """Return all known architectures by name."""
-    # As for schemes, a file is all it takes.
+@functools.cache
+def _load_builtin() -> None:
+    # A file is all it takes, as for schemes. It has the name of the family in transformers, and no other file here has.
+    families = {family.name for family in pkgutil.iter_modules(transformers.models.__path__)}
     package = importlib.import_module("hf_posenc.patches")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"hf_posenc.patches.{module.name}")
+        if module.name in families:
+            importlib.import_module(f"hf_posenc.patches.{module.name}")
+
+
+def architectures() -> dict[str, Architecture]:
+    """Return all known architectures by name."""
+    _load_builtin()
     return dict(_ARCHITECTURES)
 
 

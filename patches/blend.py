@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_posenc.scheme import Block, Projection, Scheme, Tokens, grouped_matmul
+from hf_posenc.operands import Block, Projection, Tokens
+from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.structures import Added, Nearest
 
 

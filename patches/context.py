@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
-from hf_posenc.scheme import Block, Scheme
+from hf_posenc.operands import Block
+from hf_posenc.scheme import Scheme
 
 
 @dataclass(eq=False)

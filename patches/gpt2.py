@@ -20,6 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from hf_posenc.errors import PositionError
+from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
@@ -27,7 +28,6 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
-from hf_posenc.scheme import Geometry, NativeTable
 
 
 class PosencGPT2Config(PosencConfig, GPT2Config):

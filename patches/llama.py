@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
 )
 
+from hf_posenc.operands import Geometry
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
@@ -26,7 +27,6 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
-from hf_posenc.scheme import Geometry
 
 
 class PosencLlamaConfig(PosencConfig, LlamaConfig):

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc.attention import Mask, Task, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
+from hf_posenc.operands import Positions, Tokens
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
@@ -29,7 +30,7 @@ from hf_posenc.patches.context import (
 )
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.surgery import OWN, SHARED
-from hf_posenc.scheme import Positions, Scheme, Tokens
+from hf_posenc.scheme import Scheme
 
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs.
 BACKENDS = ("eager", "sdpa")

@@ -21,6 +21,7 @@ from transformers.models.t5.modeling_t5 import (
     T5Stack,
 )
 
+from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, same_sequence, sequences
@@ -28,7 +29,6 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
-from hf_posenc.scheme import Block, Geometry, NativeTable
 from hf_posenc.schemes._buckets import Buckets
 
 

@@ -19,13 +19,13 @@ from transformers.models.vit.modeling_vit import (
 
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
+from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, check_coords, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
-from hf_posenc.scheme import Geometry, NativeTable
 
 
 class PosencViTConfig(PosencConfig, ViTConfig):

@@ -22,7 +22,7 @@ from hf_posenc.attention.blocks import blocks
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.sdpa import touches_the_matrix
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Block, Projection, Tokens
+from hf_posenc.operands import Block, Projection, Tokens
 
 # The package has a function of the module's name.
 blocks_module = importlib.import_module("hf_posenc.attention.blocks")

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaModel
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, build
-from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import ExportError, OptionError, PositionError
-from hf_posenc.scheme import Projection, Tokens
+from hf_posenc.operands import Projection, Tokens
 from hf_posenc.schemes._generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
+from hf_posenc.structures import Rotation
 
 # The matrix has these schemes on models as well.
 pytestmark = pytest.mark.variant

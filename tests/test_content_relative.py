@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError, ShapeError
-from hf_posenc.scheme import Block, Tokens
+from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes.disentangled import log_buckets
 from hf_posenc.schemes.transformer_xl import TransformerXL
 

@@ -381,7 +381,7 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
         torch.randn(1, heads, length, HEAD_DIM).double().requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     projected = scheme.project(
-        hf_posenc.scheme.Tokens(positions=Positions(places, places), hidden=torch.randn(1, length, HIDDEN).double()),
+        hf_posenc.operands.Tokens(positions=Positions(places, places), hidden=torch.randn(1, length, HIDDEN).double()),
         q,
         k,
         v,

@@ -11,11 +11,11 @@ from transformers import ViTConfig, ViTModel
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, ShapeError
+from hf_posenc.operands import Block, Positions
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation.curve import context_curve
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.training.fit_bias import additive, fit
-from hf_posenc.scheme import Block, Positions
 
 
 def patched(architecture: str, scheme: str, **options: Any) -> Any:

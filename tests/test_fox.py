@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_posenc
 from hf_posenc import Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.scheme import Block, Tokens
+from hf_posenc.operands import Block, Tokens
 
 SUMS = "log_forget_sums"
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)

@@ -21,8 +21,8 @@ from transformers import Cache, LlamaModel, T5Config, T5Model
 import hf_posenc
 from hf_posenc import CacheError, DirectionError, Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
 from hf_posenc.attention import executors
+from hf_posenc.operands import Tokens
 from hf_posenc.patches.cache import PosencDynamicLayer
-from hf_posenc.scheme import Tokens
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}

@@ -20,11 +20,11 @@ from transformers import LlamaModel, PreTrainedModel, Trainer, TrainingArguments
 import hf_posenc
 from hf_posenc import Geometry, attend, build
 from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotPatchedError, OptionError
+from hf_posenc.operands import Block, Positions, Tokens
 from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.training.annealing import Annealing
 from hf_posenc.recipes.training.handover import Handover
-from hf_posenc.scheme import Block, Positions, Tokens
 
 # Of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

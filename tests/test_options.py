@@ -21,7 +21,7 @@ from hf_posenc import (
     schemes,
 )
 from hf_posenc.attention import executors
-from hf_posenc.scheme import NativeTable
+from hf_posenc.operands import NativeTable
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 

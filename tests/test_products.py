@@ -17,7 +17,7 @@ import hf_posenc
 from hf_posenc import Geometry, Scheme
 from hf_posenc.attention import kernel
 from hf_posenc.attention.products import ProductsBias
-from hf_posenc.scheme import Block
+from hf_posenc.operands import Block
 from hf_posenc.structures import RelativeProducts, Vectors
 
 fused = importlib.import_module("hf_posenc.attention.fused")

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
-from hf_posenc.scheme import Block, Tokens
+from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes._pairs import rotate_halves, rotate_neighbours
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -22,7 +22,7 @@ from torch import Tensor
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import DirectionError
-from hf_posenc.scheme import Block
+from hf_posenc.operands import Block
 
 GOLDENS = Path(__file__).parent / "goldens"
 VALUES = load_file(GOLDENS / "sba.safetensors")

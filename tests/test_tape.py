@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaModel, T5EncoderModel
 
 import hf_posenc
-from hf_posenc.scheme import Geometry, Positions, Tokens
+from hf_posenc.operands import Geometry, Positions, Tokens
 
 GOLDENS = Path(__file__).parent / "goldens"
 VALUES = load_file(GOLDENS / "tape.safetensors")

@@ -30,9 +30,10 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import attention, cli
+from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches.vit import grid_coords
 from hf_posenc.recipes.loading import load
-from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
+from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
 HEADS = {

@@ -19,7 +19,8 @@ from hf_posenc.attention.mask import Mask, from_tensor
 from hf_posenc.attention.sdpa import applies, sdpa, touches_the_matrix
 from hf_posenc.attention.task import Task
 from hf_posenc.errors import OptionError, PositionError, ShapeError
-from hf_posenc.scheme import Positions, Scheme, Tokens
+from hf_posenc.operands import Positions, Tokens
+from hf_posenc.scheme import Scheme
 
 __all__ = [
     "Choice",

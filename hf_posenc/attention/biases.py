@@ -17,7 +17,8 @@ from hf_posenc.attention import far
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.reading import reading
 from hf_posenc.attention.task import Index, Task, outlines
-from hf_posenc.scheme import Block, Positions, Scheme
+from hf_posenc.operands import Block, Positions
+from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Added, ContentBias
 
 

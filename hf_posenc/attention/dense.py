@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Block, Scheme, grouped_matmul
+from hf_posenc.operands import Block
+from hf_posenc.scheme import Scheme, grouped_matmul
 
 
 def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:

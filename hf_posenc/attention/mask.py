@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.scheme import Positions
+from hf_posenc.operands import Positions
 
 # What is added to logits to hide keys: -inf, the smallest number of some dtype, or -1e4, which bfloat16 rounds to -9,984.
 _HIDDEN = -9000.0

@@ -23,7 +23,8 @@ from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.reading import reading
 from hf_posenc.attention.task import Task
 from hf_posenc.hiding import fill_hidden_
-from hf_posenc.scheme import Block, Scheme, grouped_matmul
+from hf_posenc.operands import Block
+from hf_posenc.scheme import Scheme, grouped_matmul
 
 # Queries of a block: the more, the fewer calls, and the more keys that are not near to all of them.
 _ROWS = 80

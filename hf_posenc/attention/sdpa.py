@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from hf_posenc.attention.layout import shows_ahead
 from hf_posenc.attention.mask import Mask
 from hf_posenc.attention.task import Task
-from hf_posenc.scheme import Block, Scheme
+from hf_posenc.operands import Block
+from hf_posenc.scheme import Scheme
 
 _TOUCHES_THE_MATRIX = ("score", "weigh", "mix")
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_posenc.scheme import Block, Positions
+from hf_posenc.operands import Block, Positions
 
 # Picks a part of a tensor.
 Index: TypeAlias = tuple[slice, ...]

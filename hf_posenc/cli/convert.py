@@ -53,7 +53,7 @@ def schemes() -> None:
 @app.command()
 def info(scheme: SchemeName) -> None:
     """Describe a scheme and its options."""
-    from hf_posenc.describing import describe
+    from hf_posenc.registry import describe
 
     typer.echo(str(describe(scheme)))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc import equivalents
-from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.errors import OptionError
-from hf_posenc.scheme import Block, Geometry, Positions, Scheme, set_start
-from hf_posenc.structures import Added, DistanceTable
+from hf_posenc.operands import Block, Geometry, Positions
+from hf_posenc.scheme import Scheme, set_start
+from hf_posenc.structures import Added, DistanceTable, Equivalent, Nothing, StockBias
 
 
 class AdditiveBias(Scheme):
@@ -111,7 +110,7 @@ class DistanceBias(AdditiveBias):
             with torch.no_grad():
                 return self.added_at(distance, torch.float64)
 
-        return equivalents.DistanceTable(at, self.reach())
+        return StockBias(at, self.reach())
 
     def added(self) -> Added | None:
         return Added(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.scheme import Geometry
+from hf_posenc.operands import Geometry
 from hf_posenc.schemes._block_rotary import BlockRotary, Init
 from hf_posenc.schemes._generators import skew
 

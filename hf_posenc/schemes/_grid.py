@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.scheme import Block, Geometry
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.schemes._additive import DistanceBias
 
 

@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import OptionError
-from hf_posenc.scheme import Geometry, Positions, Scheme
+from hf_posenc.operands import Geometry, Positions
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._pairs import Layout, turn_pairs
+from hf_posenc.structures import Rotation
 
 
 class RotaryScheme(Scheme):

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, set_start
+from hf_posenc.scheme import set_start
 from hf_posenc.schemes._grid import GridBias
 
 

@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.equivalents import Equivalent, Nothing
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
 from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.schemes.alibi import ALiBi
@@ -17,6 +17,7 @@ from hf_posenc.schemes.nope import NoPE
 from hf_posenc.schemes.sandwich import Sandwich
 from hf_posenc.schemes.t5 import T5Bias
 from hf_posenc.schemes.t5_clipped import T5Clipped
+from hf_posenc.structures import Equivalent, Nothing
 
 _SLOPE = 0.01
 

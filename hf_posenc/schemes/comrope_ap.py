@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry
 from hf_posenc.schemes._comrope import ComRoPE
 
 

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry
 from hf_posenc.schemes._comrope import ComRoPE
 
 

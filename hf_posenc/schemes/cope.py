@@ -3,14 +3,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.hiding import fill_hidden_
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, grouped_matmul
+from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.structures import GateCount, Nearest, Walk
+from hf_posenc.structures import Equivalent, GateCount, Nearest, Nothing, Walk
 
 # The name under which the keys of `separate_keys` are cached.
 _GATE_KEYS = "gate_keys"

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, require
 from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.structures import Added, PiecewiseLinear

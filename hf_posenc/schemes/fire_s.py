@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry
 from hf_posenc.schemes.fire import FIRE
 
 

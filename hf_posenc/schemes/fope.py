@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.equivalents import Equivalent
+from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Projection, Tokens
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._pairs import turn_pairs
 from hf_posenc.schemes._rotary import Annealed, RotaryScheme, geometric_frequencies
+from hf_posenc.structures import Equivalent
 
 # The context that is assumed of a model that names none.
 _CONTEXT = 2048

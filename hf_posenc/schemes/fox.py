@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Projection, Scheme, Tokens, set_start
+from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.structures import Added, KeyBias

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Projection, Tokens
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.schemes.fox import FoX

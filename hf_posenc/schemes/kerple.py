@@ -5,11 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Equivalent
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry
 from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Added
+from hf_posenc.structures import Added, Equivalent
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01

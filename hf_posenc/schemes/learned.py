@@ -4,11 +4,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Nothing, PositionTable
 from hf_posenc.errors import PositionError
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import learned_table_start, require
+from hf_posenc.structures import Nothing, PositionTable
 
 
 @register_scheme("learned", paper="1705.03122", family="absolute")

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry
 from hf_posenc.schemes._block_rotary import BlockRotary, Turn
 from hf_posenc.schemes._generators import rotate_blocks, upper_skew
 

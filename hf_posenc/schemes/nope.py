@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from hf_posenc.equivalents import Nothing
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Nothing
 
 
 @register_scheme("nope", paper="2305.19466", family="absolute", directions=("causal", "bidirectional"))

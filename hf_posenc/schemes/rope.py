@@ -4,10 +4,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_posenc.equivalents import Rotation
+from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Projection, Tokens
 from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.structures import Rotation
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary")

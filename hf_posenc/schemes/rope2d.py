@@ -6,12 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Rotation
+from hf_posenc.operands import Geometry, Positions, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Positions, Projection, Scheme, Tokens, set_start
+from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._pairs import Layout, turn_pairs
 from hf_posenc.schemes._rotary import frozen_cautions, geometric_frequencies
+from hf_posenc.structures import Rotation
 
 # Ratio of the wavelengths in the official code.
 _THETA = {"axial": 100.0, "mixed": 10.0}

@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Equivalent, Nothing
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance, sums_by_distance
-from hf_posenc.scheme import Block, Geometry, Scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
-from hf_posenc.structures import Nearest
+from hf_posenc.structures import Equivalent, Nearest, Nothing
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")

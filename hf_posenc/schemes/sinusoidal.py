@@ -6,11 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Nothing, PositionTable
 from hf_posenc.errors import ExportError
+from hf_posenc.operands import Geometry, Positions
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, Positions, Scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
+from hf_posenc.structures import Nothing, PositionTable
 
 
 @register_scheme("sinusoidal", paper="1706.03762", family="absolute")

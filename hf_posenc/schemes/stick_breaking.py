@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.hiding import fill_hidden_
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Scheme, grouped_matmul, set_start
+from hf_posenc.scheme import Scheme, grouped_matmul, set_start
 from hf_posenc.schemes._stick import broken
 from hf_posenc.structures import Nearest, Stick, Walk
 

@@ -6,8 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Geometry, NativeTable, set_start
+from hf_posenc.scheme import set_start
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._buckets import Buckets
 from hf_posenc.schemes._grid import GridBias

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.equivalents import Equivalent
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
+from hf_posenc.scheme import grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.schemes._pairs import rotate_halves
 from hf_posenc.schemes._rotary import RotaryScheme
-from hf_posenc.structures import Folded
+from hf_posenc.structures import Equivalent, Folded
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per head
 # and frequency.

@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.equivalents import Equivalent
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Block, Geometry, Projection, Tokens, grouped_matmul
+from hf_posenc.scheme import grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._pairs import Layout
 from hf_posenc.schemes._rotary import Annealed, RotaryScheme
-from hf_posenc.structures import Folded
+from hf_posenc.structures import Equivalent, Folded
 
 # The first pair fades most: to (0 + 0.4) / 1.4 within `scale_base` tokens.
 _SMALLEST = 0.4 / 1.4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_posenc.equivalents import Rotation
+from hf_posenc.structures import Rotation
 
 # The angle of the slowest rotation that float32 can tell from none, per position: 1e-7 at a million positions.
 _STILL = 1e-13

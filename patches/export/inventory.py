@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.equivalents import Equivalent, Nothing, Rotation
 from hf_posenc.errors import ExportError
+from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Equivalent, Nothing, Rotation
 
 # What can be done in place of an export.
 KEEP = "Load the converted checkpoint where hf-posenc is installed instead."

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.equivalents import DistanceTable, Nothing, PositionTable, Rotation
 from hf_posenc.errors import ExportError
+from hf_posenc.operands import Geometry
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.export.folding import Folded, fold
 from hf_posenc.patches.export.inventory import KEEP, Layer, Stack, unfit
-from hf_posenc.scheme import Geometry
 from hf_posenc.schemes._buckets import Buckets
+from hf_posenc.structures import Nothing, PositionTable, Rotation, StockBias
 
 # What stands for no rotation in a table of frequencies, which stock models have as reciprocals: the angle at a million
 # positions is 1e-24, whose cosine is 1 in any precision.
@@ -26,7 +26,7 @@ _STILL = 1e-30
 _DOES = {
     Rotation: "turns queries and keys by their positions",
     PositionTable: "adds a vector per position to the embeddings of the tokens",
-    DistanceTable: "adds a bias of the distance to the logits",
+    StockBias: "adds a bias of the distance to the logits",
 }
 
 
@@ -299,7 +299,7 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
     assert native.max_distance is not None
     own = (len(native.weight), native.max_distance)
     far = max(native.max_distance, *(_reach(layer, max_positions) for stack in stacks for layer in stack.layers))
-    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, DistanceTable)]
+    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, StockBias)]
     if max_positions is not None and all(table.reach is not None for table in added):
         raise ExportError(
             f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds all of it. "
@@ -325,7 +325,7 @@ def _reach(layer: Layer, max_positions: int | None) -> int:
     """Return the distance from which the bias of a layer may be taken to be constant."""
     if isinstance(layer.added, Nothing):
         return 0
-    if not isinstance(layer.added, DistanceTable):
+    if not isinstance(layer.added, StockBias):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table for distances only")
     if layer.added.reach is not None:
         return layer.added.reach
@@ -350,7 +350,7 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
     found: list[Tensor] = []
     for layer in stack.layers:
         bias = layer.native * own
-        if isinstance(layer.added, DistanceTable):
+        if isinstance(layer.added, StockBias):
             bias = bias + layer.strength * layer.added.values(distance).cpu()
         found.append(bias)
         if not torch.equal(bias, found[0]):

@@ -9,13 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
+from hf_posenc.operands import Geometry
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.directories import OutputError, whole_directory
 from hf_posenc.patches.export.inventory import read_stack
 from hf_posenc.patches.export.restating import Draft, restate
 from hf_posenc.patches.preparation import refuse_wrapped
-from hf_posenc.scheme import Geometry
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
+from hf_posenc.operands import Tokens
 from hf_posenc.recipes.plots import by_distance
 from hf_posenc.recipes.plots.kind import Kind
 from hf_posenc.recipes.plots.probe import nothing
 from hf_posenc.recipes.plots.subject import Layer, Part
-from hf_posenc.scheme import Tokens
 
 
 def operands(part: Part, layer: Layer) -> tuple[Tensor, Tensor, Tokens | None]:

@@ -11,10 +11,11 @@ from matplotlib.figure import FigureBase
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from hf_posenc.operands import Positions, Tokens
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.probe import added
 from hf_posenc.recipes.plots.subject import Layer, Part
-from hf_posenc.scheme import Positions, Scheme, Tokens
+from hf_posenc.scheme import Scheme
 
 # Gives the query of each head `[H, D]`, the key of each kv head `[G, D]`, and what a scheme needs beside.
 Operands = Callable[[Part, Layer], tuple[Tensor, Tensor, Tokens | None]]

@@ -10,10 +10,10 @@ from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import Tensor
 
+from hf_posenc.operands import Positions
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.kind import Kind
 from hf_posenc.recipes.plots.subject import Layer, Part, layer_names
-from hf_posenc.scheme import Positions
 from hf_posenc.schemes._rotary import RotaryScheme
 
 # Of a token or patch; angles stay below half a turn, so that they can be told from their cosine and sine.

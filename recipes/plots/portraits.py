@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from hf_posenc import registry
 from hf_posenc.attention import Mask, Task, run
+from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.recipes.plots import probe as probing
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.style import log_distance, spread
-from hf_posenc.scheme import Geometry, Positions, Scheme, Tokens
+from hf_posenc.scheme import Scheme
 
 Variants = Sequence[Mapping[str, Any]]
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import reach
+from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.recipes.plots.subject import Layer, Part
-from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens, grouped_matmul
+from hf_posenc.scheme import Scheme, grouped_matmul
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.operands import Positions, Tokens
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.modes import evaluating
 from hf_posenc.patches.seams import CONTEXT
-from hf_posenc.scheme import Positions, Tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.errors import NotPatchedError, WrappedModelError
+from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.preparation import refuse_wrapped
 from hf_posenc.recipes.plots.record import Seen, see
-from hf_posenc.scheme import Geometry, Scheme
+from hf_posenc.scheme import Scheme
 
 # What a model that states no length is drawn for, in tokens.
 _LENGTH = 512

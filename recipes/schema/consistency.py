@@ -239,7 +239,7 @@ def _example(name: str, conversion: Conversion) -> Scheme | None:
     import torch
 
     from hf_posenc import registry
-    from hf_posenc.scheme import Geometry
+    from hf_posenc.operands import Geometry
 
     geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
     # Reading a recipe draws nothing from the caller's random numbers, and takes no memory, whatever the size.

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import schemes_of
 from hf_posenc.patches.modes import evaluating
 from hf_posenc.patches.patch import disabled
 from hf_posenc.recipes.training.restore import kept
-from hf_posenc.scheme import Block, Geometry, Positions, Scheme, Tokens
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import AdditiveBias
 from hf_posenc.schemes._buckets import Buckets
 

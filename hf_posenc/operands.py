@@ -1,0 +1,267 @@
+"""The operands of a scheme: a layer's geometry, positions, fresh tokens, blocks of rows, and projections.
+
+Letters in shape comments: B batch, H query heads, G kv heads, Q queries, K keys, D head_dim, E hidden size. A size
+that may also be 1, to be broadcast, is written `B|1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import OptionError, PositionError, ShapeError
+
+if TYPE_CHECKING:
+    from hf_posenc.scheme import Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class NativeTable:
+    """The table of a model's own encoding, which a scheme of the same kind can start from.
+
+    Attributes:
+        kind: `"learned"` (GPT-2, `[positions, E]`) or `"t5"` (log buckets, `[buckets, H]`).
+        weight: The table.
+        max_distance: Distance from which all keys share the last bucket (`"t5"` only).
+    """
+
+    kind: str
+    weight: Tensor
+    max_distance: int | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Geometry:
+    """The shape of one attention layer, all that a scheme may know of the model around it.
+
+    Attributes:
+        heads: Query heads H.
+        kv_heads: Key/value heads G; H must be a multiple of it.
+        head_dim: Channels per head D.
+        hidden_size: Channels of the residual stream E.
+        scale: Factor on `q @ k.T`; `None` means `head_dim ** -0.5` (T5 uses 1).
+        layer: Index of the layer in its stack.
+        causal: Whether queries see earlier keys only (decoders) or all keys (encoders).
+        axes: Coordinates that say where a token stands: 1 in a text; 2 in an image, whose class token has position 0.
+        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one.
+        max_positions: The length the model was trained for, if it says so.
+        rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
+        rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
+        inv_freq_long: The frequencies beyond that length, if these are the same for all lengths (longrope).
+        native: The model's own table of positions or distances, if it has one.
+        embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
+        first: Whether no earlier layer has the same scheme, so that nothing is carried to this one.
+        last: Whether no later layer has the same scheme, so that nothing reads what this one would carry on.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    scale: float | None = None
+    layer: int = 0
+    causal: bool = True
+    axes: int = 1
+    inv_freq: Tensor | None = None
+    max_positions: int | None = None
+    rotary_scaling: float = 1.0
+    rotary_limit: int | None = None
+    inv_freq_long: Tensor | None = None
+    native: NativeTable | None = None
+    embedding_rms: float | None = None
+    first: bool = True
+    last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim", "hidden_size", "axes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(f"Geometry({name}={value!r}): expected a positive integer.")
+        if self.heads % self.kv_heads:
+            raise OptionError(
+                f"Geometry(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a multiple of kv_heads."
+            )
+        if self.scale is None:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
+
+    def native_table(self, kind: str) -> NativeTable | None:
+        """Return the model's own table if it is of this kind."""
+        return self.native if self.native is not None and self.native.kind == kind else None
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Where queries and keys stand, in tokens (never where they are stored).
+
+    Attributes:
+        query: int64 `[B|1, Q]`.
+        key: int64 `[B|1, K]`.
+        query_coords: Where the queries' tokens stand in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` for tokens of
+            a text, which have the same coordinate, their position, on every axis.
+        key_coords: The same of the keys' tokens, `[B|1, K, n]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    query_coords: Tensor | None = None
+    key_coords: Tensor | None = None
+
+    def of_queries(self, axes: int, dtype: torch.dtype) -> Tensor:
+        """Return the coordinates of the queries' tokens, `[B|1, Q, axes]`."""
+        return _coordinates(self.query, self.query_coords, axes, dtype)
+
+    def of_keys(self, axes: int, dtype: torch.dtype) -> Tensor:
+        """Return the coordinates of the keys' tokens, `[B|1, K, axes]`."""
+        return _coordinates(self.key, self.key_coords, axes, dtype)
+
+    def rows(self, start: int, stop: int, keys: int, first: int = 0) -> Positions:
+        """Return those of the queries `start:stop` and of the keys `first:keys`."""
+        return Positions(
+            self.query[:, start:stop],
+            self.key[:, first:keys],
+            None if self.query_coords is None else self.query_coords[:, start:stop],
+            None if self.key_coords is None else self.key_coords[:, first:keys],
+        )
+
+
+def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
+    if coords is None:
+        return positions.to(dtype)[..., None].expand(*positions.shape, axes)
+    if coords.shape[-1] != axes:
+        raise PositionError(f"Got coordinates with {coords.shape[-1]} axes; the scheme has {axes}.")
+    return coords.to(dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """The fresh tokens of one call, whose queries, keys and values a layer has just projected.
+
+    S is the number of fresh keys. Inside a model every fresh token is a query too; in `attend` the queries may be the last
+    Q of them.
+
+    Attributes:
+        positions: Of the queries and of the fresh keys.
+        hidden: The hidden states that were projected, `[B, S, E]`, where the caller has them.
+        real: Which tokens are no padding, bool `[B|1, S]`; `None` means all.
+        past: What the cache holds of the token before the first fresh one: `positions` and the scheme's own state, each
+            `[B, 1, ...]`, all zero if there is none; empty without a cache.
+        carried: What the layer before handed on with `carry` and `feed`; `None` at the first.
+        common: The part of the scheme that all layers share, see `Scheme.make_common`.
+        host: The layer's own projection of `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`.
+    """
+
+    positions: Positions
+    hidden: Tensor | None = None
+    real: Tensor | None = None
+    past: Mapping[str, Tensor] = field(default_factory=dict)
+    carried: Tensor | None = None
+    common: Scheme | None = None
+    host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def hidden_states(self, scheme: str) -> Tensor:
+        """Return the hidden states of the keys' tokens `[B, S, E]`.
+
+        Raises:
+            ShapeError: The caller of `attend` gave none, or those of the queries only.
+        """
+        if self.hidden is None:
+            raise ShapeError(
+                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape [batch, keys, "
+                "hidden_size]."
+            )
+        return self.hidden
+
+    def previous(self, x: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Shift per-token values by one token, within each sequence, over padding and over the end of the cache.
+
+        A sequence begins where positions do not grow. Padding inside of one is stepped over, so that it changes nothing.
+
+        Args:
+            x: Values of the fresh tokens, `[B, S, ...]`.
+            name: Of the values, among what the cache keeps.
+
+        Returns:
+            The value of the real token before each token, zero at the first of a sequence, `[B, S, ...]`; and what the
+            next call needs, to be handed out in `Projection.recent`: value and position of the last real token up to each.
+        """
+        batch, length = x.shape[:2]
+        position = self.positions.key.expand(batch, -1)
+        # Not the position of the last slot in the cache: padding there may have been given any.
+        place = f"{name}_position"
+        before, before_position = self.past.get(name), self.past.get(place)
+        if before is None or before_position is None:
+            before, before_position = x.new_zeros(x[:, :1].shape), position[:, :1]
+        values = torch.cat([before.to(x), x], dim=1)  # slot 0 is the past
+        positions = torch.cat([before_position.to(position), position], dim=1)
+        latest = torch.arange(1, length + 1, device=x.device).expand(batch, -1)
+        if self.real is not None:
+            latest = latest.where(self.real.to(x.device), latest.new_zeros(())).cummax(dim=1).values
+        earlier = torch.nn.functional.pad(latest[:, :-1], (1, 0))
+        begins = positions.gather(1, earlier) >= position
+        row = torch.arange(batch, device=x.device)[:, None]
+        shifted = values[row, earlier].masked_fill(begins.view(*begins.shape, *(1,) * (x.ndim - 2)), 0)
+        return shifted, {name: values[row, latest], place: positions[row, latest]}
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some rows of the attention matrix: the unit on which `score`, `weigh` and `mix` are defined.
+
+    Attributes:
+        positions: Positions of these rows, and of all keys.
+        reach: A bound on the distance between any query and any key; lets tables be sized without reading tensors.
+        keep: Which keys each row may see, bool `[B|1, H|1, q|1, K]`; `None` means all.
+        values: Values of the keys, `[B, G, K, D]`.
+        native: Whether the logits that `score` gets hold the model's own encoding, beside the product of `q` and `k`.
+        state: Per-token state of the keys that `project` handed out, each `[B, K, ...]`.
+        own: The same of these rows' tokens, each `[B, q, ...]`.
+        tables: What `project` made once for the whole call.
+    """
+
+    positions: Positions
+    reach: int
+    keep: Tensor | None = None
+    values: Tensor | None = None
+    native: bool = False
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def distance(self) -> Tensor:
+        """Return query position minus key position, int64 `[B|1, q, K]`; negative for keys ahead of the query."""
+        return self.positions.query[:, :, None] - self.positions.key[:, None, :]
+
+    def consecutive(self) -> bool:
+        """Whether queries and keys stand at consecutive positions, the same in all rows of the batch."""
+        query, key = self.positions.query, self.positions.key
+        # To read numbers makes a GPU wait, and a graph that is being compiled has none.
+        if query.device.type != "cpu" or torch.compiler.is_compiling() or len(query) > 1 or len(key) > 1:
+            return False
+        return bool((query.diff() == 1).all()) and bool((key.diff() == 1).all())
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What `Scheme.project` returns.
+
+    Attributes:
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, S, D]`, as they are cached.
+        v: Values `[B, G, S, D]`, as they are cached.
+        state: Per-token state to be cached with them, each `[B, S, ...]`.
+        recent: Per-token state of which the cache keeps the last `Scheme.history` tokens only, each `[B, S, ...]`; the
+            next call finds it in `Tokens.past`.
+        tables: Tensors of any shape that the block seams read, made once per call: parameters brought into form, products
+            of tables with projections.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    recent: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
