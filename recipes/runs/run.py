@@ -42,8 +42,7 @@ from hf_posenc.recipes.runs import files as saving
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress, counting
-from hf_posenc.recipes.schema import consistency, suitability
-from hf_posenc.recipes.schema import fields as schema
+from hf_posenc.recipes.schema import consistency, fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
 from hf_posenc.recipes.training.distillation import Teacher
@@ -394,7 +393,7 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         return []
     kept = _record(folder).get(_KEPT)
     # Runs of earlier versions kept their recipe in its file alone.
-    there = Recipe.read(folder / RECIPE) if kept is None else schema.build(Recipe, kept, where=str(folder / RUN))
+    there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
     return _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_posenc.errors import PosencError, RecipeError
-from hf_posenc.recipes.schema import fields as schema
+from hf_posenc.recipes.schema import fields
 
 if TYPE_CHECKING:
     from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
@@ -100,7 +100,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         section = getattr(recipe, need.section)
         for entry in dataclasses.fields(section):
             value = getattr(section, entry.name)
-            if entry.name in need.keys and not need.is_met and value != schema.default(entry):
+            if entry.name in need.keys and not need.is_met and value != fields.default(entry):
                 key = f"{need.section}.{entry.name}"
                 yield f"{key} is {value!r}, which does nothing without {need.words}. Give that, or leave {key} out."
 

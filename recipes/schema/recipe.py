@@ -1,41 +1,50 @@
-"""What a recipe says: which model gets which scheme, on which text, trained how. Every field is a key of its YAML file."""
+"""A recipe: a model, its scheme, the text and the training. Every field is a key of its YAML file."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AllowInfNan, ConfigDict, Strict, StringConstraints
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import library
-from hf_posenc.recipes.schema import consistency, plain_yaml
-from hf_posenc.recipes.schema import fields as schema
-from hf_posenc.recipes.schema.fields import Such
+from hf_posenc.recipes.schema import consistency, fields, plain_yaml
 
-Count = Annotated[int, Such("of at least 1", lambda value: value >= 1)]
-Length = Annotated[int, Such("of at least 2", lambda value: value >= 2)]
-CountOrNone = Annotated[int, Such("of at least 0", lambda value: value >= 0)]
-Seed = Annotated[int, Such("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
-Amount = Annotated[float, Such("of at least 0", lambda value: value >= 0)]
-Positive = Annotated[float, Such("above 0", lambda value: value > 0)]
-Share = Annotated[float, Such("from 0 to 1", lambda value: 0 <= value <= 1)]
-SomeShare = Annotated[float, Such("above 0 and up to 1", lambda value: 0 < value <= 1)]
-PartialShare = Annotated[float, Such("from 0 to below 1", lambda value: 0 <= value < 1)]
-Name = Annotated[str, Such("that is not empty", bool)]
-Names = Annotated[list[Name], Such("(at least one)", bool)]
-Counts = Annotated[list[Count], Such("(at least one)", bool)]
-Indices = Annotated[list[int], Such("(at least one)", bool)]
-Pattern = Annotated[str, Such('like "every:4"', lambda value: re.fullmatch("every:[1-9][0-9]*", value) is not None)]
-Stacks = Annotated[list[Literal["encoder", "decoder"]], Such("(at least one)", bool)]
+Whole = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+Switch = Annotated[bool, Strict()]
+Count = Annotated[Whole, Ge(1)]
+Length = Annotated[Whole, Ge(2)]
+CountOrNone = Annotated[Whole, Ge(0)]
+Seed = Annotated[Whole, Ge(0), Lt(2**32)]
+Amount = Annotated[Number, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+Share = Annotated[Number, Ge(0), Le(1)]
+SomeShare = Annotated[Number, Gt(0), Le(1)]
+PartialShare = Annotated[Number, Ge(0), Lt(1)]
+Name = Annotated[str, MinLen(1)]
+Names = Annotated[list[Name], MinLen(1)]
+Counts = Annotated[list[Count], MinLen(1)]
+Indices = Annotated[list[Whole], MinLen(1)]
+Pattern = Annotated[str, StringConstraints(pattern="^every:[1-9][0-9]*$")]
+Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
 Schedule = Literal[
     "cosine", "linear", "polynomial", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"
 ]
 
 
+class Section:
+    """Base of the sections: an unknown key is an error."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class Conversion(Section):
     """The swap itself.
 
     Attributes:
@@ -61,7 +70,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Section):
     """The text to train and to measure on.
 
     Attributes:
@@ -83,14 +92,14 @@ class Data:
     split: Name = "train"
     column: Name = "text"
     held_out: Name | None = None
-    held_out_share: Annotated[float, Such("between 0 and 1", lambda value: 0 < value < 1)] = 0.1
-    streaming: bool = False
+    held_out_share: Annotated[Number, Gt(0), Lt(1)] = 0.1
+    streaming: Switch = False
     packing: Literal["windows", "documents"] = "windows"
     limit: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(Section):
     """How long and how fast.
 
     Attributes:
@@ -126,12 +135,12 @@ class Training:
     mixed_lengths: Counts | None = None
     skip_to: Count | None = None
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Switch = False
     seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
+class Distillation(Section):
     """Learning from the model as it was, or from another.
 
     Attributes:
@@ -151,7 +160,7 @@ class Distillation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class Adapter(Section):
     """Training a small adapter instead of all weights.
 
     Attributes:
@@ -168,11 +177,11 @@ class Adapter:
     alpha: Positive = 16.0
     dropout: PartialShare = 0.0
     targets: Names | None = None
-    four_bit: bool = False
+    four_bit: Switch = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Section):
     """What is measured before, during and after.
 
     Attributes:
@@ -187,7 +196,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class Saving(Section):
     """What is kept while it runs.
 
     Attributes:
@@ -202,7 +211,7 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Section):
     """A conversion and its adaptation.
 
     Attributes:
@@ -254,8 +263,7 @@ class Recipe:
         content = plain_yaml.parse(text, str(source))
         if not isinstance(content, dict):
             raise RecipeError(f"{source} is {_kind(content)}; expected keys, such as model and conversion.")
-        schema.override(cls, content, overrides)
-        recipe = schema.build(cls, content, where=str(source))
+        recipe = fields.build(cls, content, where=str(source), overrides=overrides)
         consistency.check(recipe, str(source))
         return recipe
 
