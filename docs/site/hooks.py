@@ -80,10 +80,10 @@ def formula(source: str, *_: Any, **__: Any) -> str:
 def recipes() -> str:
     """Return a page with every recipe that comes with the package."""
     lines = [
-        "# Recipes that come along",
+        "# Built-in recipes",
         "",
-        "What `hf-posenc recipes` lists, and what each says where it differs from",
-        "[the defaults](adaptation.md#what-a-recipe-says). `hf-posenc recipes show NAME` prints every key.",
+        "Each recipe, as far as it differs from [the defaults](adaptation.md#what-a-recipe-says).",
+        "`hf-posenc recipes show NAME` prints every key.",
         "",
     ]
     for path in sorted((ROOT / "recipes/library").glob("*.yaml")):
@@ -93,7 +93,7 @@ def recipes() -> str:
 
 def results() -> str:
     """Return a page that lists all measurements."""
-    lines = ["# Results", "", "What was measured, with machine, versions, date and command.", ""]
+    lines = ["# Results", "", "Each result names its machine, versions, date and command.", ""]
     for source, place in ELSEWHERE.items():
         if source.startswith(RESULTS) and source.endswith(".md"):
             title = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
