@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,33 @@ from torch import Tensor, nn
 from hf_posenc.errors import PositionError
 from hf_posenc.operands import Block
 from hf_posenc.scheme import Scheme
+
+
+class _Disabled(threading.local):
+    """The ids of the modules whose patch is disabled in the running thread."""
+
+    def __init__(self) -> None:
+        # On the instance: torch.compile guards what is there, and does not notice what comes later.
+        self.modules: frozenset[int] = frozenset()
+
+
+DISABLED = _Disabled()
+
+
+class Switch:
+    """Mixin of modules that run their stock forward where `disabled` says so."""
+
+    posenc_replica_disabled: bool = False
+
+    def is_disabled(self) -> bool:
+        """Whether the running thread has disabled the patch of this module."""
+        return id(self) in DISABLED.modules or self.posenc_replica_disabled
+
+    def _replicate_for_data_parallel(self) -> Any:
+        # The threads that run replicas compute a part of the caller's forward.
+        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
+        replica.posenc_replica_disabled = self.is_disabled()
+        return replica
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
-from hf_posenc.patches.context import Context
+from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
@@ -90,14 +90,13 @@ class PosencGPT2Block(PosencLayer, GPT2Block):
         return module
 
 
-class PosencPositionTable(nn.Embedding):
+class PosencPositionTable(Switch, nn.Embedding):
     """GPT-2's position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
 
     posenc_stock = nn.Embedding
-    posenc_disabled: Any = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.posenc_disabled:
+        if self.is_disabled():
             return super().forward(input)
         if not vars(self).get("posenc_removed"):
             strengths: Strengths = vars(self).get("posenc_strengths", FULL)

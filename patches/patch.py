@@ -12,6 +12,7 @@ from torch import nn
 from hf_posenc.errors import NotPatchedError
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.preparation import prepare, refuse_wrapped
 from hf_posenc.patches.selection import Layers
 
@@ -108,19 +109,16 @@ def unpatch(model: Model) -> Model:
     return model
 
 
-class _Yes:
-    """True, and False in copies and pickles: nobody would ever enable these again."""
-
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        return bool, ()
-
-
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Give a patched model its original function for a while, for instance as the teacher of a distillation.
 
-    Works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs instead of
-    the patched one. A copy that is made meanwhile has its schemes.
+    It acts on the calling thread only, and on the replicas that `DataParallel` makes for it. Other threads, also those
+    that are started meanwhile, go on with the schemes, and so do copies of the model. Do not wait for another task of an
+    event loop inside: tasks share a thread.
+
+    Works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs instead
+    of the patched one.
 
     Args:
         model: A patched model, or something that holds one.
@@ -129,14 +127,12 @@ def disabled(model: nn.Module) -> Iterator[None]:
         NotPatchedError: There is no patched model in it.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    switches: list[Any] = [m for m in modules if surgery.is_patched(m) and hasattr(type(m), "posenc_disabled")]
+    switches = [module for module in modules if isinstance(module, Switch) and surgery.is_patched(module)]
     if not switches:
         raise NotPatchedError(f"disabled: there is no patched model in the {type(model).__name__}. Patch it first.")
-    before = [vars(module).get("posenc_disabled", False) for module in switches]
-    for module in switches:
-        module.posenc_disabled = _Yes()
+    mine = {id(module) for module in switches} - DISABLED.modules
+    DISABLED.modules |= mine
     try:
         yield
     finally:
-        for module, value in zip(switches, before, strict=True):
-            module.posenc_disabled = value
+        DISABLED.modules -= mine

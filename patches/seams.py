@@ -20,6 +20,7 @@ from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
     Context,
     Passage,
+    Switch,
     check_coords,
     is_this_thread,
     real_tokens,
@@ -265,15 +266,13 @@ def _feed(scheme: Scheme, carried: Tensor, fed: Tensor) -> Tensor:
     return scheme.feed(carried, fed)
 
 
-class PosencBody:
+class PosencBody(Switch):
     """Mixin of patched bodies: finds out positions, applies `embed`, and hands the context down."""
 
     if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # `disabled` sets it on the instance. (torch.compile does not notice what is new in `vars`.)
-    posenc_disabled: Any = False
     # Names of the arguments of the stock forward, in order.
     posenc_arguments: ClassVar[tuple[str, ...]]
 
@@ -295,7 +294,7 @@ class PosencBody:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         coords = self.given_coords(call)
-        if self.posenc_disabled:
+        if self.is_disabled():
             call.pop(REAL, None)
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)

@@ -22,7 +22,7 @@ from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
-from hf_posenc.patches.context import Context, check_coords, is_this_thread, real_tokens, this_thread
+from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
@@ -73,23 +73,22 @@ class PosencViTLayer(PosencLayer, ViTLayer):
         return module
 
 
-class PosencViTEmbeddings(ViTEmbeddings):
+class PosencViTEmbeddings(Switch, ViTEmbeddings):
     """Embeddings with the position table at part of its strength; once a patch has removed it, images have any size."""
 
     posenc_stock = ViTEmbeddings
-    posenc_disabled: Any = False
 
     def forward(
         self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, interpolate_pos_encoding: bool | None = False
     ) -> Tensor:
-        if not self.posenc_disabled:
+        if not self.is_disabled():
             fits = vars(self).get("posenc_removed") or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
             interpolate_pos_encoding = interpolate_pos_encoding or fits
         embeddings: Tensor = super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
         return embeddings
 
     def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor:
-        if self.posenc_disabled:
+        if self.is_disabled():
             stock: Tensor = super().interpolate_pos_encoding(embeddings, height, width)
             return stock
         if vars(self).get("posenc_removed"):

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,37 @@ def test_a_copy_made_while_a_model_is_disabled_has_its_schemes(architecture: str
     assert torch.equal(models.logits(twin, architecture, ids), want)
     with hf_posenc.disabled(twin):
         assert torch.equal(models.logits(twin, architecture, ids), stock)
+
+
+def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> None:
+    ids = models.tokens(architecture, 2, 12)
+    model = moved(hf_posenc.patch(models.stock(architecture), "fire"))
+    compiled = torch.compile(model, backend="eager")
+    want = models.logits(model, architecture, ids)
+    with hf_posenc.disabled(model):
+        stock = models.logits(model, architecture, ids)
+        # A replica computes a part of its caller's forward, in a thread of its own.
+        replica = model.get_decoder() if architecture == "t5" else model.base_model
+        assert replica._replicate_for_data_parallel().posenc_replica_disabled
+        assert torch.equal(in_a_thread(lambda: models.logits(model, architecture, ids)), want)
+        torch.testing.assert_close(models.logits(compiled, architecture, ids), stock)
+        torch.testing.assert_close(in_a_thread(lambda: models.logits(compiled, architecture, ids)), want)
+        with hf_posenc.disabled(model):
+            pass
+        assert torch.equal(models.logits(model, architecture, ids), stock)
+    torch.testing.assert_close(models.logits(compiled, architecture, ids), want)
+    assert not replica._replicate_for_data_parallel().posenc_replica_disabled
+    assert torch.equal(models.logits(model, architecture, ids), want)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)

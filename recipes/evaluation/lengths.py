@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, PositionError, RecipeError
 from hf_posenc.patches.architecture import of_config
+from hf_posenc.patches.context import Switch
 from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_curve, spread_windows
 
 
@@ -102,7 +103,7 @@ def table_end(model: nn.Module) -> int | None:
     ends = []
     for body in architecture.stacks(model).values():
         for table in architecture.swapped(body):
-            state = vars(table)
-            if isinstance(table, nn.Embedding) and (state.get("posenc_disabled") or not state.get("posenc_removed")):
+            in_force = not vars(table).get("posenc_removed") or (isinstance(table, Switch) and table.is_disabled())
+            if isinstance(table, nn.Embedding) and in_force:
                 ends.append(table.num_embeddings)
     return min(ends, default=None)
