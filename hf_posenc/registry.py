@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
 from hf_posenc.operands import Geometry
 from hf_posenc.scheme import Scheme, option_names
@@ -161,8 +163,10 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
         raise DirectionError(
             f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
         )
-    scheme = info.cls(geometry, **options)
-    scheme.common = scheme.make_common()
+    # Parameters that are made in inference mode can never be trained.
+    with torch.inference_mode(False):
+        scheme = info.cls(geometry, **options)
+        scheme.common = scheme.make_common()
     return scheme
 
 

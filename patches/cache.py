@@ -152,6 +152,31 @@ class PosencStaticLayer(_TokenState, StaticLayer):
 _WITH_STATE: dict[type, type] = {DynamicLayer: PosencDynamicLayer, StaticLayer: PosencStaticLayer}
 
 
+def mark_packed(output: Any) -> None:
+    """Remember that the rows of the cache among a model's outputs hold packed sequences."""
+    for value in output.values() if isinstance(output, Mapping) else output:
+        if isinstance(value, Cache):
+            value.posenc_packed = True
+
+
+def packed_positions(cache: Cache | None) -> Tensor | None:
+    """Return the positions of the tokens in a cache, int64 `[B, P]`, if packed sequences were written to it.
+
+    Raises:
+        CacheError: The cache is static: it does not tell in time which of its slots are filled.
+    """
+    if not getattr(cache, "posenc_packed", False):
+        return None
+    layers = (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers  # type: ignore[union-attr]
+    slot: Any = next(layer for layer in layers if isinstance(layer, _TokenState) and layer.token_state)
+    if isinstance(slot, PosencStaticLayer):
+        raise CacheError(
+            "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
+        )
+    positions: Tensor = slot.token_state["positions"]
+    return positions
+
+
 def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:
     """Return the state of the last token in one layer of a cache, each `[B, 1, ...]`; empty or zeros if there is none."""
     if isinstance(cache, EncoderDecoderCache):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PositionError
+from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Block
 from hf_posenc.scheme import Scheme
 
@@ -75,6 +75,8 @@ class Context:
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: What the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The present layer's share of it.
+        packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
+            one sequence.
     """
 
     positions: Tensor | None = None
@@ -89,6 +91,7 @@ class Context:
     carried: dict[int, Tensor | None] = field(default_factory=dict)
     passage: Passage | None = None
     coords: Tensor | None = None
+    packed: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
@@ -102,6 +105,31 @@ class Context:
             rotation = cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking)
         positions = self.positions.to(device, non_blocking=non_blocking)
         return replace(self, positions=positions, coords=coords, real=real, native_rotation=rotation)
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Raise if an attention mask means something else than its values say; transformers follows such masks in silence.
+
+    Values of floating masks only are read, and none while a graph is traced.
+
+    Raises:
+        ShapeError: A 2-D mask is to be added, a 4-D one is not, or one holds NaN.
+    """
+    if mask is None or not mask.is_floating_point() or torch.compiler.is_compiling():
+        return
+    zeros_and_ones = (mask == 0) | (mask == 1)
+    if mask.ndim == 2 and not bool(zeros_and_ones.all()):
+        raise ShapeError(
+            "Got a 2-D attention_mask with other values than 0 and 1; expected 1 for a token and 0 for padding. Pass "
+            "masks that are added to logits in 4-D: [batch, 1, queries, keys]."
+        )
+    if mask.ndim == 4 and bool(mask.isnan().any()):
+        raise ShapeError("Got an attention_mask with NaN in it; expected 0 where a key may be seen, -inf where not.")
+    if mask.ndim == 4 and bool((mask == 1).any()) and bool(zeros_and_ones.all()):
+        raise ShapeError(
+            "Got a 4-D attention_mask of floating zeros and ones, which would be added to logits and hide nothing. Pass "
+            "it as bool (True may be seen), or with 0 and -inf."
+        )
 
 
 def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
@@ -125,17 +153,54 @@ def sequences(positions: Tensor) -> Tensor | None:
     return torch.nn.functional.pad(number, (1, 0))
 
 
+def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None, *, is_given: bool) -> Tensor | None:
+    """Number the packed sequences of the tokens in a cache and the new ones, int64 `[B|1, P + S]`; `None` if none are packed.
+
+    Args:
+        positions: Positions of the new tokens, int64 `[B|1, S]`.
+        held: Positions of the tokens in the cache, int64 `[B, P]`, if packed sequences were written to it.
+        real: Which new tokens are no padding, bool `[B|1, S]`; `None` means all.
+        is_given: Whether the caller gave the positions.
+
+    Raises:
+        PositionError: The new tokens do not go on with the last sequence of their row, or rows are padded too.
+    """
+    if real is not None:
+        restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
+        if bool(restarts.any()):
+            raise PositionError(
+                "Got position_ids that start again inside of rows, beside padding; a row is padded or packed. Leave the "
+                "padding out, or give a 4-D attention_mask."
+            )
+    if held is None:
+        return None if real is not None else sequences(positions)
+    rows = max(len(held), len(positions))
+    found = sequences(torch.cat((held.expand(rows, -1), positions.to(held.device).expand(rows, -1)), dim=1))
+    if found is None or not held.shape[1] or not bool(found[:, held.shape[1] - 1].any()):
+        return found
+    last, first = held[:, -1], positions[:, 0].to(held.device)
+    lost = ((first != last + 1) & (first != 0)).expand(rows)
+    if not is_given or real is not None or bool(lost.any()):
+        row = int(lost.long().argmax())
+        raise PositionError(
+            f"The cache holds packed sequences, the last of which ends at position {int(last.expand(rows)[row])} (row "
+            f"{row}); got {f'position {int(first.expand(rows)[row])}' if is_given else 'no position_ids'}. Give the next "
+            "position to go on with it, or 0 to begin another one; earlier sequences of a row cannot go on."
+        )
+    return found
+
+
 def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:
     """Return a mask `[B|1, 1, Q, K]` that lets tokens see those of their own sequence only.
 
     Args:
         queries: Sequence numbers of the queries, `[B|1, Q]`.
         keys: Sequence numbers of the keys, `[B|1, K]`.
-        causal: Hide keys in later slots too.
+        causal: Hide keys in later slots too; the queries are the last of the keys.
         float_dtype: Make a mask to be added, of this dtype; `None` makes a bool one.
     """
     keep = queries[:, :, None] == keys[:, None, :]
-    keep = (keep.tril() if causal else keep)[:, None]
+    keep = (keep.tril(keys.shape[1] - queries.shape[1]) if causal else keep)[:, None]
     if float_dtype is None:
         return keep
     hidden = torch.finfo(float_dtype).min
@@ -176,7 +241,7 @@ def resolve_positions(
             raise PositionError(
                 f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input token."
             )
-        if given.is_floating_point():
+        if given.is_floating_point() or given.dtype == torch.bool:
             raise PositionError(f"Got position_ids of dtype {given.dtype}; expected int64.")
         positions = given.to(device=device, dtype=torch.long)
         if positions.numel() and int(positions.min()) < 0:

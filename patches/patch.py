@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from hf_posenc.errors import NotPatchedError
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
+# Under inference mode new parameters could never be trained.
+@torch.inference_mode(False)
 def patch(
     model: Model,
     scheme: str,

@@ -22,11 +22,12 @@ from hf_posenc.patches.context import (
     Passage,
     Switch,
     check_coords,
+    check_mask,
     is_this_thread,
+    packed_sequences,
     real_tokens,
     resolve_positions,
     same_sequence,
-    sequences,
     this_thread,
 )
 from hf_posenc.patches.record import FULL, Strengths
@@ -298,7 +299,12 @@ class PosencBody(Switch):
             call.pop(REAL, None)
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
-        return self.run(self.prepare(call, coords))
+        call = self.prepare(call, coords)
+        output = self.run(call)
+        context: Context | None = call.get(CONTEXT)
+        if context is not None and context.packed is not None:
+            token_cache.mark_packed(output)
+        return output
 
     def run(self, call: dict[str, Any]) -> Any:
         """Call the stock forward with the arguments that `prepare` returned."""
@@ -320,14 +326,10 @@ class PosencBody(Switch):
         if call.get("cache") is not None:
             raise CacheError(NO_CONTINUOUS_BATCHING)
         batch, length = inputs.shape[:2]
-        given, mask, past = (
-            self.given_positions(call),
-            call.get("attention_mask"),
-            tokens_in(call.get("past_key_values")),
-        )
+        given, mask, cache = self.given_positions(call), call.get("attention_mask"), call.get("past_key_values")
+        past = tokens_in(cache)
+        check_mask(mask)
         positions = resolve_positions(given, mask, past, batch, length, inputs.device)
-        if given is not None and mask is None and not int(past):
-            call["attention_mask"] = self.mask_of(positions, batch)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
         reach = int(positions.max()) if positions.numel() else 0
@@ -335,6 +337,19 @@ class PosencBody(Switch):
         if real is None:
             real = real_tokens(mask, past, length)
         context = self.context(positions, reach, real, coords)
+        held = token_cache.packed_positions(cache)
+        if (mask is None or mask.ndim == 2) and (
+            held is not None or (given is not None and length > 1 and not int(past))
+        ):
+            packed = packed_sequences(positions, held, real, is_given=given is not None)
+            if packed is not None:
+                call["attention_mask"] = same_sequence(
+                    packed[:, -length:], packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype()
+                )
+                context = replace(context, packed=packed[:, -length:])
+            elif mask is None and held is None and bool((positions.diff(dim=-1) != 1).any()):
+                # transformers takes any jump for the start of a sequence, unless there is a mask.
+                call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)
         if self.embedders():
             call["inputs_embeds"] = self.embedded(self.inputs_of(call), context)
         return self.hand_down(call, context)
@@ -365,18 +380,6 @@ class PosencBody(Switch):
     def axes(self) -> set[int]:
         """Return how many coordinates of a token the schemes of this body read."""
         return {module.axes for module in self.modules() if isinstance(module, Scheme)}
-
-    def mask_of(self, positions: Tensor, batch: int) -> Tensor | None:
-        """Return the mask that explicit positions of the first tokens ask for.
-
-        transformers finds packed sequences only where no cache is made, and takes any jump for the start of one.
-        """
-        packed = sequences(positions)
-        if packed is not None:
-            return same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
-        if bool((positions.diff(dim=-1) != 1).any()):
-            return torch.ones(batch, positions.shape[1], dtype=torch.long, device=positions.device)
-        return None
 
     def mask_dtype(self) -> torch.dtype | None:
         """Return the dtype of the masks that the attention implementation adds; `None` if it takes booleans."""

@@ -114,7 +114,7 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
             and decoder is not None
             and call.get("encoder_attention_mask") is None
         ):
-            own, others = sequences(decoder), sequences(encoder)
+            own, others = context.packed, sequences(encoder)
             if own is not None and others is not None:
                 call["encoder_attention_mask"] = same_sequence(own, others, causal=False, float_dtype=self.mask_dtype())
         owner = self.block[0].layer[0].SelfAttention

@@ -191,6 +191,48 @@ def test_parameters_changed_before_the_backward_pass_are_noticed(scheme: str) ->
         output.sum().backward()
 
 
+# -- calls that mean something else than they say ------------------------------------------------------------------------
+
+
+def causal_floats(length: int) -> Tensor:
+    return torch.ones(length, length).tril()[None, None]
+
+
+WRONG_CALLS: dict[str, tuple[dict[str, Tensor], str]] = {
+    "2-D mask to be added": (
+        {"attention_mask": torch.tensor([[-torch.inf, 0.0, 0.0, 0.0]])},
+        "other values than 0 and 1",
+    ),
+    "4-D mask of ones": ({"attention_mask": causal_floats(4)}, "floating zeros and ones"),
+    "4-D mask with NaN": ({"attention_mask": causal_floats(4).log() * torch.nan}, "NaN in it"),
+    "bool positions": ({"position_ids": torch.ones(1, 4, dtype=torch.bool)}, "dtype torch.bool; expected int64"),
+    "packed beside padding": (
+        {"position_ids": torch.tensor([[0, 1, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])},
+        "a row is padded or packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+@decoders
+def test_masks_and_positions_that_would_be_misread_are_refused(architecture: str, case: str) -> None:
+    given, words = WRONG_CALLS[case]
+    model = hf_posenc.patch(models.stock(architecture), "alibi")
+    with pytest.raises(hf_posenc.PosencError, match=words):
+        model(models.tokens(architecture, 1, 4), **given)
+
+
+@pytest.mark.parametrize("scheme", ["fire", "learned", "fox_pro", "liere"])
+def test_a_model_patched_in_inference_mode_can_be_trained(scheme: str) -> None:
+    model = models.stock("llama")
+    with torch.inference_mode():
+        hf_posenc.patch(model, scheme)
+        built = build(scheme, Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8, max_positions=16))
+    models.loss(model, "llama", models.tokens("llama", 1, 12)).backward()
+    assert all(parameter.grad is not None for parameter in models.new_parameters(model).values())
+    assert not any(parameter.is_inference() for parameter in built.parameters())
+
+
 # -- copies, parts and devices ------------------------------------------------------------------------------------------
 
 
