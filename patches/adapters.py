@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, belonging, surgery
+from hf_posenc.patches import auto, belonging, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import check_record, refuse_wrapped
@@ -142,6 +142,7 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
         belonging.own_configs(undo, model)
+        unsaved.rename(undo, model)
         for config in surgery.configs(model):
             undo.set(config, "posenc", copy.deepcopy(schemes))
         attach_recorded(architecture, model, undo)

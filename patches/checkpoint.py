@@ -37,8 +37,7 @@ class PosencConfig:
     posenc_lock: ClassVar[tuple[str, Any]]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Written for loaders without this package; here the classes are known.
-        kwargs.pop("auto_map", None)
+        kwargs.pop("auto_map", None)  # a property here
         record.from_config(self)  # Raises if it is damaged or newer.
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
@@ -49,6 +48,17 @@ class PosencConfig:
                 "from the original checkpoint, or convert the model again."
             )
         super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """What each `Auto` class loads from the stub; other libraries choose a class by it."""
+        return auto_map(type(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as data, without what is known of this object in memory only."""
+        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        found.pop("posenc_origin", None)
+        return found
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return config.json, locked and with the way to this package in it."""
@@ -101,7 +111,9 @@ def write_beside(path: Path, text: str) -> None:
         raise
 
 
-def write_companions(directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str]) -> None:
+def write_companions(
+    directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str], origin: str
+) -> None:
     """Write the stub and the model card of a converted model.
 
     A card that is there already keeps its text; only the part that this package wrote earlier is replaced.
@@ -111,25 +123,24 @@ def write_companions(directory: str | os.PathLike[str], config: Any, head: str, 
         config: Its config.
         head: Name of the model's class without "Posenc".
         starts: How each group started, by id.
+        origin: Name of the model that was converted, if known.
     """
     folder = Path(directory)
     write_beside(folder / f"{STUB}.py", stub_source(type(config)))
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    write_beside(readme, card(text, config, head, starts))
+    write_beside(readme, card(text, config, head, starts, origin))
 
 
-def card(existing: str, config: Any, head: str, starts: Mapping[int, str]) -> str:
-    """Return the text of the model card, with this package's part in it."""
+def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origin: str = "") -> str:
+    """Return the text of the model card, with this package's part in it; `origin` names the model it was made of."""
     from huggingface_hub import ModelCard, ModelCardData
 
     groups = record.from_config(config)
     if existing.strip():
         model_card = ModelCard(existing)
     else:
-        model_card = ModelCard(
-            f"---\n{ModelCardData().to_yaml()}\n---\n\n# {getattr(config, 'name_or_path', '') or head}\n"
-        )
+        model_card = ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n\n# {origin or head}\n")
     data: Any = model_card.data
     tags = list(data.tags or [])
     tags += [tag for tag in ("hf_posenc", *(group.scheme for group in groups)) if tag not in tags]

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
-from hf_posenc.patches import belonging, checkpoint, record, surgery
+from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme
@@ -104,7 +104,11 @@ class PosencModel:
 
     def _write_companions(self, directory: str | os.PathLike[str]) -> None:
         checkpoint.write_companions(
-            directory, self.config, type(self).__name__.removeprefix("FSDP").removeprefix("Posenc"), starts(self)
+            directory,
+            self.config,
+            type(self).__name__.removeprefix("FSDP").removeprefix("Posenc"),
+            starts(self),
+            unsaved.origin(self.config),
         )
 
     @classmethod

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import NotPatchedError
-from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches import belonging, record, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.preparation import prepare, refuse_wrapped
@@ -36,7 +36,8 @@ def patch(
     """Replace the positional encoding of a loaded model, in place.
 
     Only this instance changes, and only if everything can be done. Patching again replaces the scheme; calls on disjoint
-    `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer.
+    `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer. The model's
+    name (`config._name_or_path`) no longer leads to what it computes, so it leads to an error until the model is saved.
 
     Args:
         model: A Llama, GPT-2, T5 or ViT model of transformers with any head, not wrapped by anything.
@@ -58,6 +59,7 @@ def patch(
     architecture, group = prepared.architecture, prepared.group
     with surgery.all_or_nothing() as undo:
         belonging.own_configs(undo, model)
+        unsaved.rename(undo, model)
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
         surgery.swap_classes(undo, architecture, model, chosen)
         belonging.mark_parts(undo, model)
@@ -97,6 +99,7 @@ def unpatch(model: Model) -> Model:
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
         belonging.own_configs(undo, model)
+        unsaved.rename_stock(undo, model)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
             surgery.release(undo, architecture, body, patched)

@@ -7,7 +7,7 @@ import dataclasses
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import NotPatchedError, OptionError
-from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches import belonging, record, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.record import Group, Strengths
 
@@ -81,5 +81,6 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
 def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
     with surgery.all_or_nothing() as undo:
         surgery.set_strengths(undo, of_model(model), model, strengths)
+        unsaved.rename(undo, model)
         for config in surgery.configs(model):
             undo.set(config, "posenc", record.to_dict(groups, strengths))
