@@ -244,6 +244,8 @@ def test_no_positions_means_none_at_a_million(tmp_path: Path) -> None:
     export_stock(hf_posenc.patch(llama(), "nope"), tmp_path / "out")
     config = LlamaConfig.from_pretrained(tmp_path / "out")
     assert config.head_dim == 8
+    # Of longrope, llama.cpp's converter for Llama writes the name and drops the factors.
+    assert config.rope_parameters["rope_type"] == "llama3"
     positions = torch.cat((torch.arange(1000), torch.arange(1000, 1_000_001, 997), torch.tensor([1_000_000])))[None]
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     assert bool((cos == 1).all())
@@ -256,7 +258,8 @@ def test_no_positions_means_none_at_a_million(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theta", [50.0, 1e6])
 def test_frequencies_are_those_of_the_scheme(theta: float, tmp_path: Path) -> None:
-    export_stock(hf_posenc.patch(llama(), "rope", theta=theta), tmp_path / "out")
+    export = export_stock(hf_posenc.patch(llama(), "rope", theta=theta), tmp_path / "out")
+    assert "llama.cpp" in str(export)
     found = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path / "out")).inv_freq
     torch.testing.assert_close(found, theta ** -(torch.arange(0, 8, 2) / 8), rtol=3e-7, atol=0)
 

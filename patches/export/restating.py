@@ -125,6 +125,8 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
         f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token" if len(moving) else "all zero, no positions"
     )
     draft.changes.append(f"config: rotary frequencies, {said}")
+    if len(moving):
+        draft.changes.append("note: llama.cpp's converter drops these frequencies for Llama and would rotate as RoPE does")
     if draft.replaced:
         draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
 
@@ -234,8 +236,20 @@ def _fold_projections(draft: Draft, projections: Mapping[str, nn.Linear], spread
 
 
 def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
-    """Return rotary parameters with these frequencies, of the one type that takes any: a factor for each, at all lengths."""
+    """Return rotary parameters with these frequencies."""
     theta = config.rope_parameters["rope_theta"]
+    if not bool(folded.frequencies.any()):
+        # All wavelengths are longer than an original length of 1, so each frequency is divided by the factor. Every
+        # implementation of this type computes that, converters to other formats included.
+        return {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": 1 / _STILL,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1,
+        }
+    # The one type that takes any frequencies: a factor for each, the same at all lengths.
     # As transformers computes them, in float32.
     wavelengths = (theta ** (torch.arange(0, folded.width, 2).float() / folded.width)).double()
     factors = (1 / (folded.frequencies.clamp_min(_STILL) * wavelengths)).tolist()
