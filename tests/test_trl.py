@@ -1,14 +1,16 @@
-"""TRL's `SFTTrainer` adapts a converted model with no code beyond `patch`; on demand.
+"""TRL trains a converted model with no code beyond `patch`, and finds the right reference model; on demand.
 
 Needs trl, which is no dependency of this package:
 
-    pip install trl    # or: pip install --no-deps --target somewhere, and PYTHONPATH=somewhere
+    pip install trl==1.16.0    # or: pip install --no-deps --target somewhere, and PYTHONPATH=somewhere
     python -m pytest tests/test_trl.py -m slow
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,68 @@ def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None
         for start, end in zip(starts, [*starts[1:], None], strict=True):
             alone = model(batch["input_ids"][:, start:end], use_cache=False).logits[0]
             torch.testing.assert_close(together[start:end], alone, atol=2e-4, rtol=1e-4)
+
+
+# -- trainers that load a reference model by the name in the config -----------------------------------------------------
+
+
+def preferences(model: Any, folder: Path, reference: Any = None) -> list[float]:
+    """Return the losses of two DPO steps."""
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {"prompt": ["Once upon a time"], "chosen": [" there was a dog."], "rejected": [" xyz abc."]}
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(output_dir=str(folder / "dpo"), max_length=48, **STEPS),
+        train_dataset=Dataset.from_dict({key: 8 * value for key, value in rows.items()}),
+        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def rewards(model: Any, folder: Path, reference: None = None) -> list[float]:
+    """Return the divergences from the reference of two GRPO steps."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=GRPOConfig(
+            output_dir=str(folder / "grpo"), num_generations=2, max_completion_length=8, beta=0.04, **STEPS
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["Once upon a time"] * 8}),
+        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+    )
+    trainer.train()
+    return [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+
+
+STEPS: dict[str, Any] = {
+    "max_steps": 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-6,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "dataloader_pin_memory": False,
+}
+
+
+@pytest.mark.parametrize(("train", "start"), [(preferences, math.log(2)), (rewards, 0.0)])
+def test_the_reference_is_the_patched_model_or_an_error(train: Any, start: float, tmp_path: Path) -> None:
+    with pytest.raises(hf_posenc.CheckpointError, match=r"was not saved\. Save it and load the folder"):
+        train(converted("fire"), tmp_path)
+    converted("fire").save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(DIRECTORIES["llama"]).save_pretrained(tmp_path / "saved")
+    for model in (AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), str(tmp_path / "saved")):
+        assert train(model, tmp_path)[0] == pytest.approx(start, abs=1e-5)
+
+
+def test_a_copy_serves_as_reference(tmp_path: Path) -> None:
+    model = converted("fire")
+    assert preferences(model, tmp_path, copy.deepcopy(model))[0] == pytest.approx(math.log(2), abs=1e-5)

@@ -126,7 +126,9 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
     )
     draft.changes.append(f"config: rotary frequencies, {said}")
     if len(moving):
-        draft.changes.append("note: llama.cpp's converter drops these frequencies for Llama and would rotate as RoPE does")
+        draft.changes.append(
+            "note: llama.cpp's converter drops these frequencies for Llama and would rotate as RoPE does"
+        )
     if draft.replaced:
         draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
 
