@@ -44,16 +44,25 @@ class PosencConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # a property here
+        if isinstance(self.posenc, dict) and "digest" in self.posenc:
+            self.posenc = dict(self.posenc)
+            if self.posenc.pop("digest") != record.digest(self.posenc):
+                raise CheckpointError(
+                    "The entry 'posenc' of config.json was changed after it was written. Restore config.json from the "
+                    "original checkpoint, or convert the model again."
+                )
         record.from_config(self)  # Raises if it is damaged or newer.
+        field, refused = self.posenc_lock
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
             self.posenc_locked = self.posenc.pop("locked")
-            setattr(self, self.posenc_lock[0], copy.deepcopy(self.posenc_locked))
-        elif getattr(self, self.posenc_lock[0]) == self.posenc_lock[1]:
+        elif getattr(self, field) == refused:
             raise CheckpointError(
                 "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore config.json "
                 "from the original checkpoint, or convert the model again."
             )
+        if "posenc_locked" in vars(self):
+            setattr(self, field, copy.deepcopy(self.posenc_locked))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     @property
@@ -74,6 +83,7 @@ class PosencConfig:
         if self.posenc:
             field, refused = self.posenc_lock
             data["posenc"] = {**self.posenc, "locked": data.get(field, getattr(self, field))}
+            data["posenc"]["digest"] = record.digest(data["posenc"])
             data[field] = refused
             data["auto_map"] = auto_map(type(self))
         return json.dumps(data, indent=2, sort_keys=True) + "\n"

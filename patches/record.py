@@ -93,7 +93,7 @@ def digest(posenc: Mapping[str, Any]) -> str:
 
     The version of the plugin does not count: saving a checkpoint again with another release changes nothing.
     """
-    bound = {key: value for key, value in posenc.items() if key != "plugin_version"}
+    bound = {key: value for key, value in posenc.items() if key not in ("plugin_version", "digest")}
     return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
 
 
