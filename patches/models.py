@@ -11,7 +11,7 @@ from torch import nn
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.seams import check_backend
+from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
 
@@ -25,6 +25,12 @@ class PosencModel:
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            # Callers read from the signature what a model takes.
+            with_signature_of(vars(cls)["posenc_stock"], cls, "__init__")
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -43,6 +49,14 @@ class PosencModel:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return whether weights are drawn without looking whether they are loaded, as foreign code may; not here.
+
+        Otherwise transformers skips modules without parameters of their own, from which stock models draw those of others.
+        """
+        return False
 
     def _get_name(self) -> str:
         # By this name Trainer tells whether labels must be shifted for its smoothed loss.
@@ -83,7 +97,9 @@ class PosencModel:
                 f"The checkpoint {pretrained_model_name_or_path} is not that of a converted model. Load it with "
                 f"{cls.__name__.removeprefix('Posenc')} and use hf_posenc.patch."
             )
-        checkpoint.check_loaded(pretrained_model_name_or_path, info, accepts_misshapen=accepts_misshapen)
+        # No path and an empty state dict ask for a model at its start.
+        if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
+            checkpoint.check_loaded(pretrained_model_name_or_path, info, accepts_misshapen=accepts_misshapen)
         # Loading makes parameters anew, trainable all of them.
         architecture = of_model(model)
         for body in architecture.stacks(model).values():
