@@ -37,6 +37,7 @@ from transformers.models import gpt2, llama, t5, vit
 import hf_posenc
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.auto import config_pair
+from hf_posenc.scheme import Scheme
 
 STOCK = "stock"
 
@@ -292,10 +293,10 @@ def test_case(name: str, scheme: str) -> type[unittest.TestCase]:
     classes, make, more = family.classes, stock_config, {}
     if scheme != STOCK:
         learn_names(common, stock_config, twin_config)
-        seed_schemes()
         causal = "bidirectional" not in hf_posenc.schemes()[scheme].directions
         options = {"stacks": "decoder"} if causal and len(stacks(family)) > 1 else {}
         model = hf_posenc.patch(classes[0](family.config(stock_config)), scheme, **options)
+        seed_schemes()  # The patch has imported the scheme.
         more = {"posenc": model.config.posenc}
         classes, make = tuple(architecture.twins[cls] for cls in classes), twin_config
 
@@ -348,10 +349,12 @@ def learn_names(common: ModuleType, stock: type, twin: type) -> None:
             setattr(common, name, {**mapping, twin.model_type: f"Posenc{mapping[stock.model_type]}"})
 
 
-def seed_schemes() -> None:
+def seed_schemes(base: type[Scheme] = Scheme) -> None:
     """Let schemes draw the same weights whenever they do: the tests seed what `_init_weights` draws; schemes draw when built."""
-    for info in hf_posenc.schemes().values():
-        info.cls.reset_parameters = seeded(info.cls.reset_parameters)
+    if "reset_parameters" in vars(base):
+        base.reset_parameters = seeded(base.reset_parameters)
+    for scheme in base.__subclasses__():
+        seed_schemes(scheme)
 
 
 def seeded(function: Callable[..., None]) -> Callable[..., None]:
