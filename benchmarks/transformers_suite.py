@@ -5,7 +5,7 @@ python benchmarks/transformers_suite.py --scheme fire --architecture llama
 
 The tests come from the sdist of the transformers that is installed, which pip downloads, or from `--tests`: an sdist or a directory
 `tests` of a checkout. They are unpacked into a temporary folder. An sdist holds `ModelTesterMixin` only; `GenerationTesterMixin`
-runs where the directory has it. Needs pytest and parameterized. A single test: `--test test_save_load`.
+runs where the directory has it. Needs parameterized, of the extra `benchmarks`. A single test: `--test test_save_load`.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def unpacked(given: Path | None, folder: Path) -> Path:
         return given.resolve()
     if given is None:
         what = f"transformers=={version('transformers')}"
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*pip, "--no-build-isolation", what, "--dest", str(folder)], check=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
+        subprocess.run([*pip, what, "--dest", str(folder)], check=True)
         given = next(folder.glob("*.tar.gz"))
     with tarfile.open(given) as archive:
         members = [member for member in archive.getmembers() if "tests" in Path(member.name).parts[1:2]]
