@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -333,10 +333,10 @@ def common_tests() -> ModuleType:
         ("exporters.test_export", "ExportTesterMixin"),
         ("generation.test_utils", "GenerationTesterMixin"),
     ):
-        try:
-            importlib.import_module(f"tests.{name}")
-        except ModuleNotFoundError:
-            for module in (f"tests.{name.split('.')[0]}", f"tests.{name}"):
+        package = name.split(".")[0]
+        # Not imported here, since it may import the common tests itself.
+        if importlib.util.find_spec(f"tests.{package}") is None:
+            for module in (f"tests.{package}", f"tests.{name}"):
                 sys.modules.setdefault(module, ModuleType(module))
             setattr(sys.modules[f"tests.{name}"], mixin, type(mixin, (), {}))
     return importlib.import_module("tests.test_modeling_common")
