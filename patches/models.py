@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_posenc.errors import CheckpointError, DirectionError, LayerSelectionError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.seams import check_backend
+from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
 _RESTORE = "Restore config.json, or convert the model again."
@@ -33,6 +33,12 @@ class PosencModel:
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            # Callers read from the signature what a model takes.
+            with_signature_of(vars(cls)["posenc_stock"], cls, "__init__")
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -54,6 +60,14 @@ class PosencModel:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return whether weights are drawn without looking whether they are loaded, as foreign code may; not here.
+
+        Otherwise transformers skips modules without parameters of their own, from which stock models draw those of others.
+        """
+        return False
 
     def _get_name(self) -> str:
         # By this name Trainer tells whether labels must be shifted for its smoothed loss.
@@ -84,9 +98,11 @@ class PosencModel:
             )
         except SafetensorError as error:
             raise checkpoint.unreadable(pretrained_model_name_or_path, error) from error
-        # What could not be told from the headers, such as quantised weights.
-        missing = owed(model, info["missing_keys"])
-        checkpoint.check_complete(pretrained_model_name_or_path, missing, (), (), accepts_misshapen=True)
+        # No path and an empty state dict ask for a model at its start.
+        if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
+            # Some of it cannot be told from the headers, such as quantised weights.
+            missing = owed(model, info["missing_keys"])
+            checkpoint.check_complete(pretrained_model_name_or_path, missing, (), (), accepts_misshapen=True)
         # Loading makes parameters anew, trainable all of them.
         architecture = of_model(model)
         for body in architecture.stacks(model).values():
@@ -230,22 +246,17 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
 def owed(model: Any, missing: Iterable[str], mapping: Iterable[Any] = ()) -> list[str]:
     """Return those of the tensors missing in a checkpoint that it should have; not those of a head that it was not saved with."""
     saved = model.config.architectures or ()
-    if type(model).__name__.removeprefix("FSDP") in saved:
-        return list(missing)
+    is_same = type(model).__name__.removeprefix("FSDP") in saved
     architecture, wanted = of_model(model), model.state_dict(keep_vars=True)
     bodies = architecture.stacks(model).values()
     inside = {id(x) for body in bodies for x in body.state_dict(keep_vars=True).values()}
-    in_layers = {
-        id(x)
-        for body in bodies
-        for layer in architecture.layers(body)
-        for x in layer.state_dict(keep_vars=True).values()
-    }
+    layers = [layer for body in bodies for layer in architecture.layers(body)]
+    in_layers = {id(x) for layer in layers for x in layer.state_dict(keep_vars=True).values()}
     sure = [name for name in missing if id(wanted.get(name)) in in_layers or checkpoint.is_of_scheme(name)]
-    rest = [name for name in missing if id(wanted.get(name)) in inside and name not in sure]
+    rest = [name for name in missing if (is_same or id(wanted.get(name)) in inside) and name not in sure]
     kinds: list[Any] = [kind for kind in architecture.twins.values() if kind.__name__ in saved]
     if rest and kinds:
-        # Some heads have a part less in their body.
+        # Some heads have a part less in their body, and arguments of a class may ask for more than a config does.
         with torch.device("meta"):
             other = kinds[0](copy.deepcopy(model.config))
         had = {_target(name, model, wanted, mapping)[0] for name in other.state_dict()}

@@ -55,9 +55,22 @@ def check_backend(name: str | None) -> None:
     """Raise unless the attention implementation honours schemes."""
     if name is not None and name not in BACKENDS:
         raise AttentionBackendError(
-            f"attn_implementation={name!r} would ignore the positional scheme. Use 'sdpa' (fastest executor that fits the "
-            "scheme) or 'eager' (dense, gives attention weights): model.set_attn_implementation('sdpa')."
+            # As transformers begins it, where callers look for that.
+            f"Specified `attn_implementation=\"{name}\"` is not supported: it would ignore the positional scheme. Use 'sdpa' "
+            "(fastest executor that fits the scheme) or 'eager' (dense, gives attention weights): "
+            "model.set_attn_implementation('sdpa')."
         )
+
+
+def with_signature_of(stock: type, twin: type, name: str) -> None:
+    """Give a method of a patched class the signature of the stock one."""
+    method = getattr(twin, name)
+
+    @functools.wraps(getattr(stock, name))
+    def with_stock_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    setattr(twin, name, with_stock_signature)
 
 
 def without_context(module: object) -> NotPatchedError:
@@ -283,14 +296,8 @@ class PosencBody(Switch):
             return  # FSDP derives classes of its own from ours.
         stock = vars(cls)["posenc_stock"]
         cls.posenc_arguments = tuple(inspect.signature(stock.forward).parameters)[1:]
-        forward = cls.forward
-
         # Trainers read from the signature which columns of a dataset a model takes.
-        @functools.wraps(stock.forward)
-        def with_stock_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *args, **kwargs)
-
-        cls.forward = with_stock_signature  # type: ignore[method-assign]
+        with_signature_of(stock, cls, "forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs

@@ -849,13 +849,13 @@ def cases() -> list[Case]:
         patching(llama, "alibi", OptionError, "native='drop'", "'remove'", "'keep'", native="drop"),
         patching(llama, "alibi", OptionError, "native=True", "'remove'", native=True),
         # Attention implementations.
-        patching(flex_llama, "alibi", AttentionBackendError, "'flex_attention'", "set_attn_implementation('sdpa')"),
+        patching(flex_llama, "alibi", AttentionBackendError, '"flex_attention"', "set_attn_implementation('sdpa')"),
         calling(
             "<alibi llama>.set_attn_implementation('flex_attention')",
             alibi,
             lambda m: m.set_attn_implementation("flex_attention"),
             AttentionBackendError,
-            "'flex_attention'",
+            '"flex_attention"',
             "'eager'",
         ),
         Case(
@@ -863,14 +863,14 @@ def cases() -> list[Case]:
             None,
             checkpoint(lambda folder: None, attn_implementation="flex_attention"),
             AttentionBackendError,
-            ("'flex_attention'", "'eager'"),
+            ('"flex_attention"', "'eager'"),
         ),
         calling(
             "<alibi llama>.config._attn_implementation = 'flex_attention', then a forward",
             alibi,
             forward_with_flex,
             AttentionBackendError,
-            "'flex_attention'",
+            '"flex_attention"',
             "'eager'",
         ),
         # Masks.

@@ -92,6 +92,17 @@ def test_every_head(name: str, stock: type, scheme: str) -> None:
     assert torch.equal(first_output(model, ids()), before)
 
 
+@pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
+def test_new_weights_are_drawn_as_in_the_stock_class(name: str, stock: type) -> None:
+    patched = hf_posenc.patch(make(stock, small(name)), "alibi")
+    found = []
+    for kind, config in [(stock, small(name)), (type(patched), patched.config)]:
+        torch.manual_seed(0)
+        found.append(kind.from_pretrained(None, config=config, state_dict={}).state_dict())
+    for key, weight in found[0].items():
+        assert torch.equal(found[1][key], weight), key
+
+
 def test_every_head_class_of_transformers_is_known() -> None:
     from transformers.models.gpt2 import modeling_gpt2
     from transformers.models.llama import modeling_llama
@@ -228,6 +239,7 @@ def test_signatures_stay_those_of_the_stock_classes() -> None:
         for stock, twin in architecture.twins.items():
             if issubclass(stock, PreTrainedModel):
                 assert inspect.signature(twin.forward) == inspect.signature(stock.forward)
+                assert inspect.signature(twin.__init__) == inspect.signature(stock.__init__)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

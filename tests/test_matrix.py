@@ -414,18 +414,24 @@ def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_
 
 
 @by_scheme
-def test_attentions_of_all_layers(case: tuple[str, str, dict[str, Any]]) -> None:
+def test_attentions_of_all_layers_and_their_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case, attn_implementation="eager")
     ids = tokens(architecture, 2, 13)
-    with torch.no_grad():
-        out = model(**inputs(architecture, ids), output_attentions=True, use_cache=False)
+    out = model(**inputs(architecture, ids), output_attentions=True, use_cache=False)
     stacks = [out.encoder_attentions, out.decoder_attentions] if architecture == "t5" else [out.attentions]
+    seen = [weights for layers in stacks for weights in layers]
+    for weights in seen + list(out.get("cross_attentions") or ()):
+        weights.retain_grad()
+    out.logits.square().mean().backward()
     for layers in stacks:
         assert len(layers) == model.config.num_hidden_layers
-        for weights in layers:
-            assert weights.shape == (2, model.config.num_attention_heads, 13, 13)
-            if all(scheme.weights_sum_to_one() for scheme in model.modules() if isinstance(scheme, hf_posenc.Scheme)):
-                torch.testing.assert_close(weights.sum(-1), torch.ones(2, weights.shape[1], 13))
+    for weights in seen:
+        assert weights.shape == (2, model.config.num_attention_heads, 13, 13)
+        if all(scheme.weights_sum_to_one() for scheme in model.modules() if isinstance(scheme, hf_posenc.Scheme)):
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, weights.shape[1], 13))
+    for weights in seen + list(out.get("cross_attentions") or ()):
+        assert weights.grad is not None
+        assert weights.grad.abs().sum() > 0
 
 
 def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,15 @@ def test_first_layer_of_a_model(options: dict[str, Any], architecture: str) -> N
     torch.testing.assert_close(got.double(), beta * left, rtol=0, atol=2e-5)
 
 
+def test_weights_beside_a_remainder_have_gradients() -> None:
+    model = hf_posenc.patch(stock("llama", attn_implementation="eager"), "stick_breaking", remainder="head_bias")
+    out = model(tokens("llama", 2, 13), output_attentions=True)
+    for weights in out.attentions:
+        weights.retain_grad()
+    out.logits.square().mean().backward()
+    assert all(weights.grad is not None and weights.grad.abs().sum() > 0 for weights in out.attentions)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 @variants
 def test_cached_chunks_and_padding(options: dict[str, Any], architecture: str) -> None:

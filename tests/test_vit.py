@@ -262,11 +262,14 @@ def test_executors_agree_and_attentions_can_be_seen(scheme: str, monkeypatch: py
     torch.testing.assert_close(states(model), chosen, **SAME)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(states(model), chosen, **SAME)
-    with torch.no_grad():
-        seen = model(images(), output_attentions=True, output_hidden_states=True)
+    seen = model(images(), output_attentions=True, output_hidden_states=True)
+    for weights in seen.attentions:
+        weights.retain_grad()
+    seen.logits.square().sum().backward()
+    assert all(weights.grad is not None and weights.grad.abs().sum() > 0 for weights in seen.attentions)
     assert [weights.shape for weights in seen.attentions] == [(2, 4, 1 + PATCHES, 1 + PATCHES)] * 2
     assert [hidden.shape for hidden in seen.hidden_states] == [(2, 1 + PATCHES, 64)] * 3
-    torch.testing.assert_close(model.vit.layernorm(seen.hidden_states[-1]), chosen, **SAME)
+    torch.testing.assert_close(model.vit.layernorm(seen.hidden_states[-1].detach()).detach(), chosen, **SAME)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -38,7 +38,13 @@ def from_logits(
     weights = scheme.weigh(logits, block).to(task.v.dtype)
     if task.dropout:
         weights = F.dropout(weights, task.dropout)
-    return scheme.mix(weights, task.v, block), weights[..., : k.shape[2]]
+    keys = k.shape[2]
+    seen = weights
+    if weights.shape[-1] > keys:
+        # `mix` must read what is returned, or no gradient reaches it.
+        seen = weights[..., :keys]
+        weights = torch.cat((seen, weights[..., keys:]), dim=-1)
+    return scheme.mix(weights, task.v, block), seen
 
 
 def block_of(task: Task, keep: Tensor | None) -> Block:
