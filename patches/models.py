@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
@@ -91,11 +93,25 @@ class PosencModel:
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the converted model with its stub and model card, as `PreTrainedModel.save_pretrained` does."""
+        """Save the converted model, or its adapter, with stub and model card, as `PreTrainedModel.save_pretrained` does."""
         # A stock checkpoint may have had other names for its weights; those of the patched class have always been these.
         super().save_pretrained(save_directory, *args, **{**kwargs, "save_original_format": False})  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
+            if getattr(self, "peft_config", None):
+                # Only now are the weights there; with the configuration came those of an earlier save at most.
+                from hf_posenc import binding
+
+                binding.bind(Path(save_directory))
             self._write_companions(save_directory)
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load weights into a model, or into its adapter after checking them; `load_adapter` finds them just before this."""
+        if getattr(model, "peft_config", None):
+            from hf_posenc import adapters
+
+            adapters.check_pending(model, checkpoint_files)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         # transformers puts a card of its own here, just before uploading.
