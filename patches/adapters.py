@@ -25,9 +25,8 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import SafetensorError
 from torch import nn
 
-from hf_posenc import binding, record
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, belonging, surgery, unsaved
+from hf_posenc.patches import auto, belonging, binding, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import check_record, refuse_wrapped
@@ -48,7 +47,7 @@ class PosencAdapter:
     """
 
     posenc: dict[str, Any] | None = field(default=None, metadata={"help": "The schemes; taken from the model."})
-    base_weights: dict[str, str | None] | None = field(default=None, metadata={"help": "Taken from the model."})
+    base_weights: dict[str, list[str]] | None = field(default=None, metadata={"help": "Taken from the model."})
     any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
     def __post_init__(self) -> None:
@@ -90,6 +89,15 @@ class PosencAdapter:
         """Keep to the schemes of a model from now on: its native encoding may fade and be dropped in the training."""
         self.posenc = copy.deepcopy(model_config.posenc)
         self._model_config = model_config
+
+    def settle(self) -> None:
+        """Note that the weights of a saved adapter are those that go with it."""
+        self._pending, self._undo = False, None
+
+    def take_back(self) -> None:
+        """Take back what a saved adapter that cannot be loaded has done to the model."""
+        if self._undo is not None:
+            self._undo()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `adapter_config.json` holds, with the schemes as they are now."""
@@ -160,6 +168,7 @@ class PosencTuner:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             if config._pending and config._weights is not None:
                 check(_whole(self, adapter_name), adapter_name, config._weights)
+                config.settle()
             elif config._pending:
                 config._undo = undo.roll_back  # transformers looks for the weights after this
 
@@ -237,8 +246,9 @@ class Kind:
             except BaseException:
                 if not config.is_prompt_learning and adapter_name in model.peft_config:
                     model.delete_adapter(adapter_name)
-                take_back(config)
+                config.take_back()
                 raise
+            config.settle()
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -250,29 +260,41 @@ def check(model: Any, adapter_name: str, weights: Path) -> None:
     """
     expected = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     binding.check_tensors(weights, binding.read(weights), expected)
-    model.peft_config[adapter_name]._pending = False
-    model.peft_config[adapter_name]._undo = None
 
 
-def check_pending(model: Any, files: list[str] | None) -> None:
-    """Check an adapter that transformers has put into a converted model, and whose weights it is about to load; all or nothing.
+@contextlib.contextmanager
+def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
+    """Check an adapter that transformers has put into a converted model, and whose weights it loads now; all or nothing.
+
+    Args:
+        model: With the adapter in it.
+        files: Where transformers found the weights.
+
+    Yields:
+        A list for the names of the tensors that find no place in the model.
 
     Raises:
         CheckpointError: They are damaged, or do not fit.
     """
-    for name, config in list(model.peft_config.items()):
-        if files and getattr(config, "_pending", False):
-            try:
-                check(model, name, Path(files[0]))
-            except BaseException:
-                take_back(config)
-                raise
-
-
-def take_back(config: PosencAdapter) -> None:
-    """Take back what an adapter that cannot be loaded has done to the model."""
-    if config._undo is not None:
-        config._undo()
+    pending = {
+        name: config for name, config in model.peft_config.items() if files and getattr(config, "_pending", False)
+    }
+    unused: list[str] = []
+    try:
+        for name in pending:
+            check(model, name, Path(cast("list[str]", files)[0]))
+        yield unused
+        if pending and unused:
+            raise CheckpointError(
+                f"transformers has no place for {sorted(unused)[0]} of {files}: it does not know this kind of adapter well. Load it "
+                "with PeftModel.from_pretrained."
+            )
+    except BaseException:
+        for config in pending.values():
+            config.take_back()
+        raise
+    for config in pending.values():
+        config.settle()
 
 
 def agree(model: Any, config: Any) -> Any:
@@ -318,7 +340,7 @@ def agree(model: Any, config: Any) -> Any:
         )
     weights = binding.fingerprint(model, config.saved)
     if config._pending and not config.any_base:
-        _check_base(config, weights, type(model).__name__)
+        _check_base(config, model, weights)
     config.base_weights = weights
     config.follow(model.config)
     return config
@@ -340,7 +362,6 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
         belonging.own_configs(undo, model)
-        unsaved.rename(undo, model)
         for config in surgery.configs(model):
             undo.set(config, "posenc", copy.deepcopy(schemes))
         attach_recorded(architecture, model, undo)
@@ -402,16 +423,14 @@ def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
         )
 
 
-def _check_base(config: PosencAdapter, weights: dict[str, str | None], model: str) -> None:
+def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) -> None:
     """Raise if the weights under an adapter can be told from those that it was trained over."""
-    other = [
-        part for part, value in (config.base_weights or {}).items() if value and weights[part] not in (value, None)
-    ]
-    if other:
+    parts = binding.differing(config.base_weights or {}, weights)
+    if parts:
         raise CheckpointError(
-            f"The adapter was trained over other weights than those of this {model} ({' and '.join(other)} differ). Load it onto "
-            f"its own base, {config.base_model_name_or_path!r}. If you mean this one (the same in float16, for instance), pass "  # type: ignore[attr-defined]
-            "any_base=True to PeftModel.from_pretrained."
+            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__} "
+            f"({' and '.join(parts)} differ). Load it onto its own base, {config.base_model_name_or_path!r}; or pass any_base=True to "
+            "PeftModel.from_pretrained, if you mean this one."
         )
 
 

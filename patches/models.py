@@ -99,7 +99,7 @@ class PosencModel:
         if kwargs.get("is_main_process", True):
             if getattr(self, "peft_config", None):
                 # Only now are the weights there; with the configuration came those of an earlier save at most.
-                from hf_posenc import binding
+                from hf_posenc.patches import binding
 
                 binding.bind(Path(save_directory))
             self._write_companions(save_directory)
@@ -107,11 +107,15 @@ class PosencModel:
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights into a model, or into its adapter after checking them; `load_adapter` finds them just before this."""
-        if getattr(model, "peft_config", None):
-            from hf_posenc import adapters
+        load = PreTrainedModel._load_pretrained_model
+        if not getattr(model, "peft_config", None):
+            return load(model, state_dict, checkpoint_files, *args, **kwargs)
+        from hf_posenc.patches import adapters
 
-            adapters.check_pending(model, checkpoint_files)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+        with adapters.loading(model, checkpoint_files) as unused:
+            found = load(model, state_dict, checkpoint_files, *args, **kwargs)
+            unused += found[0].unexpected_keys
+        return found
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         # transformers puts a card of its own here, just before uploading.

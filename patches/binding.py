@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hf_posenc import record
 from hf_posenc.errors import CheckpointError
+from hf_posenc.patches import record
 
 _BOUND = "hf_posenc"
 # What may differ between adapter_config.json and the one that the weights were saved with: it says where the base is.
@@ -105,37 +105,46 @@ def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected:
         )
 
 
-def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, str | None]:
+def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
     """Return what tells the weights under an adapter from others.
 
-    It is of names, shapes, and up to 1024 values of each parameter, evenly spaced and rounded to bfloat16, so that a checkpoint
-    has the same one in float32 and in bfloat16. (Not in float16, unless it was saved so.) Two parts are kept apart, because
-    quantisation changes the first only: the matrices of linear layers; and all the rest, which includes schemes.
+    It is of names, shapes, and up to 1024 values of each parameter, evenly spaced. They are rounded twice, to bfloat16 and by way
+    of float16, so that one checkpoint in float32 and in half precision has a digest in common. Two parts are kept apart, because
+    quantisation changes only the first: the matrices of linear layers; and all the rest, which includes schemes.
 
     Args:
         model: Stock or converted, with adapters or without.
         held: The ends of the names of modules that the adapter has weights of its own for, which do not count.
 
     Returns:
-        SHA-256 of the parts `matrices` and `rest`; `None` for one that cannot be read: quantised, sharded or offloaded.
+        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; none for a part that cannot be read: quantised,
+        sharded or offloaded.
     """
-    digests = {"matrices": hashlib.sha256(), "rest": hashlib.sha256()}
+    digests = {part: (hashlib.sha256(), hashlib.sha256()) for part in ("matrices", "rest")}
     unreadable = set()
     for name, module, parameter in _base_parameters(model):
         place = name.rpartition(".")[0]
         if any(place.endswith(end) or f".{end}." in f".{name}" for end in held):
             continue
         scheme = ".hf_posenc" in f".{name}"
-        kind = "matrices" if parameter.ndim > 1 and not scheme and not isinstance(module, nn.Embedding) else "rest"
+        part = "matrices" if parameter.ndim > 1 and not scheme and not isinstance(module, nn.Embedding) else "rest"
         values = parameter.data
         if type(values) is not Tensor or values.is_meta or not values.is_floating_point() or not values.numel():
-            unreadable.add(kind)
+            unreadable.add(part)
             continue
         flat = values.reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLE)].to(torch.bfloat16).view(torch.int16).cpu()
-        digests[kind].update(f"{name} {tuple(values.shape)}".encode())
-        digests[kind].update(sample.numpy().tobytes())
-    return {kind: None if kind in unreadable else digest.hexdigest() for kind, digest in digests.items()}
+        sample = flat[:: max(1, len(flat) // _SAMPLE)].cpu()
+        for digest, rounded in zip(digests[part], (sample, sample.to(torch.float16)), strict=True):
+            digest.update(f"{name} {tuple(values.shape)}".encode())
+            digest.update(rounded.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return {
+        part: [] if part in unreadable else [digest.hexdigest() for digest in both] for part, both in digests.items()
+    }
+
+
+def differing(wanted: Mapping[str, Collection[str]], found: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the parts of two fingerprints that can be compared, and differ."""
+    return [part for part, own in wanted.items() if own and found.get(part) and set(own).isdisjoint(found[part])]
 
 
 def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
