@@ -52,8 +52,8 @@ class PosencAdapter:
 
     def __post_init__(self) -> None:
         self._model_config: Any = None
-        # Of an adapter that is read from a folder: whether its weights are still to come; where they are, if known by now;
-        # and how to take back what it did to the model.
+        # An adapter that is read from a folder waits for its weights; by now it may know where they are; and if they cannot be
+        # loaded, it can take back what it did to the model.
         self._pending = self.posenc is not None
         self._weights: Path | None = None
         self._undo: Callable[[], None] | None = None
@@ -163,8 +163,8 @@ class PosencTuner:
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Put one more adapter in; all of a model's adapters have the same schemes."""
         with surgery.all_or_nothing() as undo:
+            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name], undo)
             surgery.remember(undo, model)
-            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name])
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             if config._pending and config._weights is not None:
                 check(_whole(self, adapter_name), adapter_name, config._weights)
@@ -183,7 +183,9 @@ class PosencTuner:
 
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if kwargs.get("adapter_names") is not None and any(config.has_schemes for config in self.peft_config.values()):
+        if kwargs.get("adapter_names") is not None and any(
+            _ours(config) and config.has_schemes for config in self.peft_config.values()
+        ):
             raise OptionError(
                 "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a whole batch. "
                 "Run one batch for each adapter, after set_adapter."
@@ -212,9 +214,9 @@ class Kind:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a tuner for a model; what else PEFT calls them with, too."""
-        if self.tuner is None or not (surgery.is_patched(args[0]) or _ours(args[1])):
-            return self.stock(*args, **kwargs)
-        return self.tuner(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        for_schemes = self.tuner is not None and any(surgery.is_patched(one) or _ours(one) for one in given)
+        return (self.tuner if for_schemes else self.stock)(*args, **kwargs)
 
     def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what is to be saved of an adapter, whose configuration then gets our class, if it has not yet."""
@@ -222,7 +224,7 @@ class Kind:
         if surgery.is_patched(base) and not isinstance(config, PosencAdapter):
             _adopt(config)
             agree(base, config)
-        elif isinstance(config, PosencAdapter) and not surgery.is_patched(base):
+        elif _ours(config) and config.is_prompt_learning and not any(map(surgery.is_patched, base.modules())):
             config.__class__ = _STOCK[type(config)]  # It was used for a converted model before.
         return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
 
@@ -297,12 +299,13 @@ def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
         config.settle()
 
 
-def agree(model: Any, config: Any) -> Any:
+def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     """Make an adapter and the model under it have the same schemes and weights: convert the model, or take what it has.
 
     Args:
         model: Stock or converted.
-        config: Of the adapter. One of PEFT's own stays as it is; a copy of it goes into the model.
+        config: The adapter's configuration. One of PEFT's own stays as it is; a copy of it goes into the model.
+        undo: What remembers the conversion, where something else can fail after it.
 
     Returns:
         The adapter's configuration.
@@ -320,7 +323,7 @@ def agree(model: Any, config: Any) -> Any:
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:
-        convert(model, config.posenc)
+        convert(model, config.posenc, undo or surgery.Undo())
         if _has_parameters(model) and not config.has_schemes:
             raise OptionError(
                 f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it does not hold, and "
@@ -346,12 +349,13 @@ def agree(model: Any, config: Any) -> Any:
     return config
 
 
-def convert(model: Any, schemes: dict[str, Any]) -> None:
-    """Patch a stock model, in place, with what a converted model's config keeps; all or nothing.
+def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
+    """Patch a stock model, in place, with what a converted model's config keeps.
 
     Args:
         model: A stock model.
         schemes: The entry `posenc` of the config of a converted model.
+        undo: What remembers the changes, so that a failure takes them back.
 
     Raises:
         CheckpointError: The entry cannot be followed.
@@ -360,12 +364,11 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, model)
-        for config in surgery.configs(model):
-            undo.set(config, "posenc", copy.deepcopy(schemes))
-        attach_recorded(architecture, model, undo)
-        belonging.mark_parts(undo, model)
+    belonging.own_configs(undo, model)
+    for config in surgery.configs(model):
+        undo.set(config, "posenc", copy.deepcopy(schemes))
+    attach_recorded(architecture, model, undo)
+    belonging.mark_parts(undo, model)
 
 
 def base_of(folder: str) -> str:

@@ -51,7 +51,7 @@ def bind(folder: Path) -> None:
 def read(weights: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of an adapter, after checking that the file is whole and belongs to the config beside it.
 
-    Nothing but the header is read. Adapters of releases before 0.2 are bound to nothing, and only read.
+    Nothing but the header is read. Adapters of earlier releases are bound to nothing.
 
     Raises:
         CheckpointError: It cannot be read, or one of the two was edited or exchanged.
