@@ -1,8 +1,8 @@
 """Adapters that carry their positional scheme, with or without LoRA: a small file that converts a stock model.
 
-PEFT finds a kind of adapter by its type. On a converted model every adapter is saved under a type of its own, which PEFT
-without this package does not know, and which leads to a configuration class of this module with it. PEFT's own tables say
-which class that is. Stock models, and adapters on them, have the classes of PEFT.
+PEFT finds a kind of adapter by its type. On a converted model every adapter is saved under a type of its own, which
+PEFT without this package does not know; with it, PEFT's tables lead from there to a configuration class of this module.
+Stock models, and adapters on them, have the classes of PEFT.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from safetensors import SafetensorError
 from torch import nn
 
@@ -41,7 +42,7 @@ class PosencAdapter:
     """Mixin of the configurations of adapters on converted models.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model, and again whenever it is saved.
+        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
         base_weights: The fingerprint of the weights under the adapter, taken from the model.
         any_base: Whether the adapter is loaded over other weights, too.
     """
@@ -52,19 +53,19 @@ class PosencAdapter:
 
     def __post_init__(self) -> None:
         self._model_config: Any = None
-        # An adapter that is read from a folder waits for its weights; by now it may know where they are; and if they cannot be
-        # loaded, it can take back what it did to the model.
+        # An adapter that is read from a folder waits for its weights, may know where they are, and can take back what
+        # it did to the model.
         self._pending = self.posenc is not None
         self._weights: Path | None = None
         self._undo: Callable[[], None] | None = None
         if self._pending:
             if not record.from_config(SimpleNamespace(posenc=self.posenc)):
                 raise CheckpointError(
-                    f"The entry 'posenc' of adapter_config.json is damaged ({self.posenc!r}). Restore adapter_config.json from "
-                    "the original adapter, or save the adapter again."
+                    f"The entry 'posenc' of adapter_config.json is damaged ({self.posenc!r}). Restore the file "
+                    "from the original adapter, or save the adapter again."
                 )
             self.posenc = dict(cast("dict[str, Any]", self.posenc))
-            self.task_type = self.posenc.pop("locked", self.task_type)
+            vars(self)["task_type"] = self.posenc.pop("locked", vars(self)["task_type"])
         super().__post_init__()  # type: ignore[misc]
         if not self._pending:
             self.modules_to_save: Any = sorted({*self.saved, *_SCHEMES})
@@ -105,7 +106,7 @@ class PosencAdapter:
         if now is not None:
             self.posenc = copy.deepcopy(now)
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        found["peft_type"] = _type_name(self.peft_type)
+        found["peft_type"] = _type_name(found["peft_type"])
         del found["any_base"]
         if self.posenc is not None:
             found["posenc"]["locked"] = found["task_type"]
@@ -125,16 +126,18 @@ class PosencAdapter:
         binding.bind(Path(save_directory))
 
     @classmethod
-    def from_pretrained(cls, name: str, subfolder: str | None = None, *, any_base: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
         """Read the configuration of a saved adapter.
 
         Raises:
             CheckpointError: Its weights are pickled, damaged, or not those of this configuration.
         """
-        weights = _find_weights(name, subfolder, **cls._split_kwargs(kwargs)[0])  # type: ignore[attr-defined]
+        any_base = kwargs.pop("any_base", False)
+        download = cls._split_kwargs(kwargs)[0]  # type: ignore[attr-defined]
+        weights = _find_weights(pretrained_model_name_or_path, subfolder, **download)
         if any(weights.with_name(file).exists() for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             binding.read(weights)
-        config = super().from_pretrained(name, subfolder=subfolder, **kwargs)  # type: ignore[misc]
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
         config._weights, config.any_base = weights, any_base
         return config
 
@@ -143,19 +146,20 @@ class PosencAdapter:
 class PosencLoraConfig(PosencAdapter, LoraConfig):
     """LoRA on a converted model, with the scheme's own weights in the same adapter.
 
-    Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds converts the
-    stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are trained, by way of
-    `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and they alone are trained.
+    Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds
+    converts the stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are
+    trained, by way of `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and
+    they alone are trained.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model, and again whenever it is saved.
+        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
         base_weights: The fingerprint of the weights under the adapter, taken from the model.
         any_base: Whether the adapter is loaded over other weights, too.
     """
 
 
 class PosencTuner:
-    """Mixin of PEFT's tuners that puts adapters into a converted model, or converts a stock one for them; all or nothing."""
+    """Mixin of PEFT's tuners: adapters go into a converted model, or convert a stock one; all or nothing."""
 
     model: nn.Module
     peft_config: dict[str, Any]
@@ -187,8 +191,8 @@ class PosencTuner:
             _ours(config) and config.has_schemes for config in self.peft_config.values()
         ):
             raise OptionError(
-                "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a whole batch. "
-                "Run one batch for each adapter, after set_adapter."
+                "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a "
+                "whole batch. Run one batch for each adapter, after set_adapter."
             )
         enable = getattr(super(), "_enable_peft_forward_hooks", lambda *args, **kwargs: contextlib.nullcontext())
         with enable(*args, **kwargs):
@@ -196,7 +200,7 @@ class PosencTuner:
 
 
 class Kind:
-    """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, but for what has to do with schemes.
+    """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, and another for converted models.
 
     Args:
         stock: PEFT's class.
@@ -215,8 +219,14 @@ class Kind:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a tuner for a model; what else PEFT calls them with, too."""
         given = (*args, *kwargs.values())
-        for_schemes = self.tuner is not None and any(surgery.is_patched(one) or _ours(one) for one in given)
-        return (self.tuner if for_schemes else self.stock)(*args, **kwargs)
+        patched = any(map(surgery.is_patched, given))
+        if self.tuner is None and patched:
+            raise OptionError(
+                f"{self.stock.__name__} puts layers of its own in place of attentions, which have the positional scheme. "
+                "Use another kind of adapter, LoRA for instance."
+            )
+        ours = self.tuner is not None and (patched or any(map(_ours, given)))
+        return (self.tuner if ours else self.stock)(*args, **kwargs)
 
     def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what is to be saved of an adapter, whose configuration then gets our class, if it has not yet."""
@@ -236,13 +246,13 @@ class Kind:
             try:
                 if not surgery.is_patched(_base(model)):
                     raise NotPatchedError(
-                        f"The adapter was trained with the schemes {_names(config.posenc)}, and the model has none. Load the "
-                        "converted model under it, or patch it first."
+                        f"The adapter was trained with the schemes {_names(config.posenc)}, and the model has none. "
+                        "Load the converted model under it, or patch it first."
                     )
                 agree(_base(model), config)
                 if config._weights is None:
                     raise CheckpointError(
-                        "An adapter of a converted model is checked with its folder: leave out config=, which was read before."
+                        "The folder of an adapter on a converted model is checked as a whole: leave out config=."
                     )
                 check(model, adapter_name, config._weights)
             except BaseException:
@@ -266,7 +276,7 @@ def check(model: Any, adapter_name: str, weights: Path) -> None:
 
 @contextlib.contextmanager
 def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
-    """Check an adapter that transformers has put into a converted model, and whose weights it loads now; all or nothing.
+    """Check an adapter that transformers has put into a model, and whose weights it loads now; all or nothing.
 
     Args:
         model: With the adapter in it.
@@ -288,8 +298,8 @@ def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
         yield unused
         if pending and unused:
             raise CheckpointError(
-                f"transformers has no place for {sorted(unused)[0]} of {files}: it does not know this kind of adapter well. Load it "
-                "with PeftModel.from_pretrained."
+                f"transformers has no place for {min(unused)} of {files}: it does not know this kind of adapter well. "
+                "Load it with PeftModel.from_pretrained."
             )
     except BaseException:
         for config in pending.values():
@@ -326,8 +336,8 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
         convert(model, config.posenc, undo or surgery.Undo())
         if _has_parameters(model) and not config.has_schemes:
             raise OptionError(
-                f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it does not hold, and "
-                "the model has none. Load it onto the converted model."
+                f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it "
+                "does not hold, and the model has none. Load it onto the converted model."
             )
     elif own is None:
         raise NotPatchedError(
@@ -338,8 +348,8 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
         config.modules_to_save = sorted({*config.saved, *_SCHEMES})  # own ones and shared ones go together
     if config.scheme_only and not _has_parameters(model):
         raise OptionError(
-            f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without LoRA there is "
-            "nothing to train. Leave out target_modules, or name the projections to adapt."
+            f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
+            "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
     weights = binding.fingerprint(model, config.saved)
     if config._pending and not config.any_base:
@@ -408,7 +418,8 @@ def _reading(folder: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         words = " ".join(str(error).split())
         raise CheckpointError(
-            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it again."
+            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it "
+            "again."
         ) from error
 
 
@@ -431,19 +442,19 @@ def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) ->
     parts = binding.differing(config.base_weights or {}, weights)
     if parts:
         raise CheckpointError(
-            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__} "
-            f"({' and '.join(parts)} differ). Load it onto its own base, {config.base_model_name_or_path!r}; or pass any_base=True to "
-            "PeftModel.from_pretrained, if you mean this one."
+            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
+            f" ({' and '.join(parts)} differ). Load it onto its own base, {config.base_model_name_or_path!r}; or pass "
+            "any_base=True to PeftModel.from_pretrained, if you mean this one."
         )
 
 
 def _has_parameters(model: nn.Module) -> bool:
     """Whether any scheme in a model has weights."""
-    return any(not {surgery.OWN, surgery.SHARED}.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
+    return any(not _SCHEMES.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
 
 
 def _auto_class(config_class: type, head: str) -> dict[str, str] | None:
-    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing of that kind does."""
+    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing does."""
     names = [name for name, kind in auto.classes_for(config_class).items() if kind.__name__ == head]
     # The one for pretraining is another name for a head that has a better one.
     names.sort(key=lambda name: name == "AutoModelForPreTraining")
@@ -503,7 +514,7 @@ def register_all() -> None:
     """Teach PEFT the types of adapters on converted models, one for each that it has."""
     for kind, stock in list(PEFT_TYPE_TO_CONFIG_MAPPING.items()):
         tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
-        # PEFT asks for what the class for several tasks was made from, so it must be a class.
+        # The tuner for several tasks must be a class: PEFT asks for what it was made from.
         if tuner is None or isinstance(tuner, Kind) or kind == PeftType.MULTITASK_PROMPT_TUNING:
             continue
         config = PosencLoraConfig if stock is LoraConfig else dataclass(_twin(PosencAdapter, stock))
@@ -511,6 +522,8 @@ def register_all() -> None:
         PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(kind)] = config
         own = _twin(PosencTuner, tuner) if issubclass(tuner, BaseTuner) else None
         PEFT_TYPE_TO_TUNER_MAPPING[kind] = cast("Any", Kind(tuner, own))
+    if "posenc" not in CONFIG_KEYS_TO_CHECK[PeftType.LORA]:
+        CONFIG_KEYS_TO_CHECK[PeftType.LORA] += ["posenc", "base_weights"]  # which must be the same to swap weights
 
 
 def _twin(mixin: type, stock: type) -> type:

@@ -27,7 +27,7 @@ _SAMPLE = 1024
 
 
 def bind(folder: Path) -> None:
-    """Write the digest of a folder's `adapter_config.json` into the metadata of the weights beside it, if there are any.
+    """Write the digest of a folder's `adapter_config.json` into the metadata of the weights, if there are any.
 
     Raises:
         CheckpointError: The weights are pickled.
@@ -49,7 +49,7 @@ def bind(folder: Path) -> None:
 
 
 def read(weights: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of an adapter, after checking that the file is whole and belongs to the config beside it.
+    """Return the shape of each tensor of an adapter, if the file is whole and belongs to the config beside it.
 
     Nothing but the header is read. Adapters of earlier releases are bound to nothing.
 
@@ -65,14 +65,14 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(
             f"{pickled} is pickled, which adapters of converted models never are. Save the adapter again."
             if pickled.exists() and not weights.exists()
-            else f"Cannot read the weights of the adapter, {weights} ({error}): missing, truncated or damaged. Download or "
-            "save the adapter again."
+            else f"Cannot read the weights of the adapter, {weights} ({error}): missing, truncated or damaged. "
+            "Download or save the adapter again."
         ) from error
     config = _config(weights)
     if (bound is not None or "base_weights" in config) and bound != _digest(config):
         raise CheckpointError(
-            f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was edited or "
-            "exchanged. Restore both, or save the adapter again."
+            f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was "
+            "edited or exchanged. Restore both, or save the adapter again."
         )
     return shapes
 
@@ -100,25 +100,26 @@ def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected:
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(
-            f"{weights} {'; '.join(sorted(faults)[:3])}{more}. It does not fit the model, or is damaged: load it onto the model "
-            "that it was trained on, or save the adapter again."
+            f"{weights} {'; '.join(sorted(faults)[:3])}{more}. It does not fit the model, or is damaged: load it onto "
+            "the model that it was trained on, or save the adapter again."
         )
 
 
 def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
     """Return what tells the weights under an adapter from others.
 
-    It is of names, shapes, and up to 1024 values of each parameter, evenly spaced. They are rounded twice, to bfloat16 and by way
-    of float16, so that one checkpoint in float32 and in half precision has a digest in common. Two parts are kept apart, because
-    quantisation changes only the first: the matrices of linear layers; and all the rest, which includes schemes.
+    It is of names, shapes, and up to 1024 values of each parameter, evenly spaced. They are rounded twice, to bfloat16
+    and by way of float16, so that one checkpoint in float32 and in half precision has a digest in common. Two parts are
+    kept apart, because quantisation changes only the first: the matrices of linear layers; and all the rest, which
+    includes schemes.
 
     Args:
         model: Stock or converted, with adapters or without.
         held: The ends of the names of modules that the adapter has weights of its own for, which do not count.
 
     Returns:
-        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; none for a part that cannot be read: quantised,
-        sharded or offloaded.
+        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; none for a part that cannot be read:
+        quantised, sharded or offloaded.
     """
     digests = {part: (hashlib.sha256(), hashlib.sha256()) for part in ("matrices", "rest")}
     unreadable = set()
@@ -176,7 +177,7 @@ def _config(weights: Path) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-    """Return the digest of an `adapter_config.json`; the order of names in a list does not count, as PEFT has sets of them."""
+    """Return the digest of an `adapter_config.json`, without the order of names in lists: PEFT has sets of them."""
     bound = {
         key: sorted(value) if isinstance(value, list) and all(isinstance(entry, str) for entry in value) else value
         for key, value in config.items()

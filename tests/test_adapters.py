@@ -1,4 +1,4 @@
-"""Adapters that carry their scheme, with LoRA and without: onto stock models, in fresh processes, merged, and refused."""
+"""Adapters that carry their scheme, with LoRA and without: onto stock models, in fresh processes, merged, refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import ARCHITECTURES, DIRECTORIES, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
-from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModel, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
@@ -66,7 +66,7 @@ def unchanged(model: Any, call: Callable[[], Any], error: Any, match: str) -> No
 
 
 def refused(model: Any, folder: Path, error: Any, match: str) -> None:
-    """Expect that neither PEFT nor transformers loads an adapter, and that the model is as it was and can be patched."""
+    """Expect that neither PEFT nor transformers loads an adapter, and that the model is as it was."""
     unchanged(model, lambda: PeftModel.from_pretrained(model, folder), error, match)
     unchanged(model, lambda: model.load_adapter(folder), error, match)
     hf_posenc.patch(model, "nope")
@@ -600,3 +600,10 @@ def test_scheme_weights_are_one_for_a_whole_batch() -> None:
     model.add_adapter("second", PosencLoraConfig(target_modules=["q_proj"]))
     with pytest.raises(OptionError, match=r"adapter_names: .* one batch for each adapter"):
         model.eval()(input_ids=tokens("llama", 2, 9), adapter_names=["default", "second"])
+
+
+def test_a_config_that_was_read_before_is_not_enough(saved: Path) -> None:
+    config = PeftConfig.from_pretrained(saved)
+    model = stock("llama")
+    call = lambda: PeftModel.from_pretrained(model, saved, config=config)  # noqa: E731
+    unchanged(model, call, CheckpointError, "leave out config=")

@@ -17,6 +17,7 @@ import torch
 from models import ARCHITECTURES, DIRECTORIES, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
@@ -175,6 +176,7 @@ import sys
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -329,6 +331,20 @@ def test_adapters_without_scheme_weights_share_a_batch() -> None:
     for row, name in enumerate(model.peft_config):
         model.set_adapter(name)
         torch.testing.assert_close(logits(model, "llama", ids)[row], both[row])
+
+
+def test_no_adapter_takes_the_place_of_attentions() -> None:
+    with pytest.raises(OptionError, match="AdaptionPromptModel puts layers of its own in place of attentions"):
+        get_peft_model(plain(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
+
+
+def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> None:
+    for scheme in ("alibi", "nope"):
+        get_peft_model(plain(scheme), LoraConfig(init_lora_weights=False, **TWO)).save_pretrained(tmp_path / scheme)
+    model = PeftModel.from_pretrained(plain(), tmp_path / "alibi")
+    hotswap_adapter(model, str(tmp_path / "alibi"), "default")
+    with pytest.raises(ValueError, match="incompatible: for posenc"):
+        hotswap_adapter(model, str(tmp_path / "nope"), "default")
 
 
 def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
