@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, belonging, binding, record, surgery
+from hf_posenc.patches import auto, belonging, binding, record, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import check_record, refuse_wrapped
@@ -355,6 +355,8 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     if config._pending and not config.any_base:
         _check_base(config, model, weights)
     config.base_weights = weights
+    if config.base_model_name_or_path == unsaved.NAME:
+        config.base_model_name_or_path = unsaved.origin(model.config)  # the adapter makes of it what the model is
     config.follow(model.config)
     return config
 
@@ -375,6 +377,7 @@ def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
     belonging.own_configs(undo, model)
+    unsaved.rename(undo, model)
     for config in surgery.configs(model):
         undo.set(config, "posenc", copy.deepcopy(schemes))
     attach_recorded(architecture, model, undo)

@@ -182,10 +182,10 @@ from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 base, ids, *folders = sys.argv[1:]
-for folder in folders:
-    model = AutoModelForCausalLM.from_pretrained(base)
+ways = {ways}
+for folder, load in [(folder, load) for folder in folders for load in ways]:
     try:
-        model = PeftModel.from_pretrained({patched}, folder).eval()
+        model = load(folder).eval()
     except (KeyError, ValueError) as error:
         print("REFUSED", error)
     else:
@@ -210,9 +210,9 @@ def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
         file = edited[kind] / "adapter_config.json"
         file.write_text(file.read_text().replace("HF_POSENC_", ""))  # its type is one of PEFT's then
 
-    def run(extra: str, patched: str, paths: Any) -> list[str]:
+    def run(extra: str, ways: str, paths: Any) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", LOAD_ALL.format(extra=extra, patched=patched)]
+            [sys.executable, "-W", "ignore", "-c", LOAD_ALL.format(extra=extra, ways=ways)]
             + [str(path) for path in (DIRECTORIES["llama"], tmp_path / "ids", *paths)],
             capture_output=True,
             text=True,
@@ -220,10 +220,18 @@ def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
         )
         return [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
 
-    assert run("import hf_posenc", "hf_posenc.patch(model, 'alibi')", folders.values()) == []
+    stock_model = "AutoModelForCausalLM.from_pretrained(base)"
+    patched = f"hf_posenc.patch({stock_model}, 'alibi')"
+    assert (
+        run("import hf_posenc", f"[lambda folder: PeftModel.from_pretrained({patched}, folder)]", folders.values())
+        == []
+    )
     for kind, folder in folders.items():
         assert torch.equal(load_file(folder / "out")["logits"], wanted[kind]), kind
-    assert len(run("", "model", [*folders.values(), *edited.values()])) == 2 * len(KINDS)
+    both = [*folders.values(), *edited.values()]
+    both = [*folders.values(), *edited.values()]
+    ways = f"[AutoModelForCausalLM.from_pretrained, lambda folder: PeftModel.from_pretrained({stock_model}, folder)]"
+    assert len(run("", ways, both)) == 2 * len(both)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -249,6 +257,7 @@ def test_a_plain_adapter_goes_onto_its_schemes_only(kind: str, tmp_path: Path) -
     else:
         assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path).eval(), "llama", ids), wanted)
     # What was given is PEFT's own, and makes an ordinary adapter of a stock model.
+    config.base_model_name_or_path = None
     again = get_peft_model(stock("llama"), config)
     again.save_pretrained(tmp_path / "stock")
     assert type(config).__module__.startswith("peft.")
