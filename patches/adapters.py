@@ -444,9 +444,10 @@ def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) ->
     """Raise if the weights under an adapter can be told from those that it was trained over."""
     parts = binding.differing(config.base_weights or {}, weights)
     if parts:
+        own = f", {config.base_model_name_or_path!r}" if config.base_model_name_or_path else ""
         raise CheckpointError(
             f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
-            f" ({' and '.join(parts)} differ). Load it onto its own base, {config.base_model_name_or_path!r}; or pass "
+            f" ({' and '.join(parts)} differ). Load it onto its own base{own}; or pass "
             "any_base=True to PeftModel.from_pretrained, if you mean this one."
         )
 

@@ -65,7 +65,7 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(
             f"{pickled} is pickled, which adapters of converted models never are. Save the adapter again."
             if pickled.exists() and not weights.exists()
-            else f"Cannot read the weights of the adapter, {weights} ({error}): missing, truncated or damaged. "
+            else f"The weights of the adapter, {weights}, cannot be read ({error}): missing, truncated or damaged. "
             "Download or save the adapter again."
         ) from error
     config = _config(weights)

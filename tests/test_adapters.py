@@ -410,7 +410,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "cut short": (
         cut,
-        "Cannot read the weights of the adapter, .*adapter_model.safetensors .*truncated.* save the adapter again",
+        "The weights of the adapter, .*adapter_model.safetensors, cannot be read .*truncated.* save the adapter again",
     ),
     "pickled": (pickled, "adapter_model.bin is pickled.* Save the adapter again"),
     "no config that goes with it": (
