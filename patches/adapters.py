@@ -1,137 +1,373 @@
-"""Adapters that carry their positional scheme, with or without LoRA: a small file that converts a stock model."""
+"""Adapters that carry their positional scheme, with or without LoRA: a small file that converts a stock model.
+
+PEFT finds a kind of adapter by its type. On a converted model every adapter is saved under a type of its own, which
+PEFT without this package does not know; with it, PEFT's tables lead from there to a configuration class of this module.
+Stock models, and adapters on them, have the classes of PEFT.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
-from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, belonging, surgery, unsaved
+from hf_posenc.patches import auto, belonging, binding, record, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import refuse_wrapped
 
-
-class AdapterType(str, Enum):
-    """The name under which adapters are saved. PEFT without this package does not know it, and raises."""
-
-    LORA = "HF_POSENC_LORA"
+# Begins the name of each type; and is a task that PEFT's own classes refuse, if somebody changes the type.
+_LOCK = "HF_POSENC"
+_SCHEMES = {surgery.OWN, surgery.SHARED}
 
 
 @dataclass
-class PosencLoraConfig(LoraConfig):
-    """LoRA on a converted model, with the scheme's own weights in the same adapter.
-
-    Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds converts the
-    stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are trained, by way of
-    `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and they alone are trained.
+class PosencAdapter:
+    """Mixin of the configurations of adapters on converted models.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model, and again whenever it is saved.
+        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
+        base_weights: The fingerprint of the weights under the adapter, taken from the model.
+        any_base: Whether the adapter is loaded over other weights, too.
     """
 
-    posenc: dict[str, Any] | None = field(
-        default=None, metadata={"help": "The schemes of the converted model; taken from the model."}
-    )
+    posenc: dict[str, Any] | None = field(default=None, metadata={"help": "The schemes; taken from the model."})
+    base_weights: dict[str, list[str]] | None = field(default=None, metadata={"help": "Taken from the model."})
+    any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        self.peft_type: Any = AdapterType.LORA
-        self.modules_to_save: list[str] | None = sorted({*(self.modules_to_save or ()), surgery.OWN, surgery.SHARED})
         self._model_config: Any = None
+        # An adapter that is read from a folder waits for its weights, may know where they are, and can take back what
+        # it did to the model.
+        self._pending = self.posenc is not None
+        self._weights: Path | None = None
+        self._undo: Callable[[], None] | None = None
+        if self._pending:
+            if not record.from_config(SimpleNamespace(posenc=self.posenc)):
+                raise CheckpointError(
+                    f"The entry 'posenc' of adapter_config.json is damaged ({self.posenc!r}). Restore the file "
+                    "from the original adapter, or save the adapter again."
+                )
+            self.posenc = dict(cast("dict[str, Any]", self.posenc))
+            vars(self)["task_type"] = self.posenc.pop("locked", vars(self)["task_type"])
+        super().__post_init__()  # type: ignore[misc]
+        if not self._pending:
+            self.modules_to_save: Any = sorted({*self.saved, *_SCHEMES})
+
+    @property
+    def saved(self) -> list[str]:
+        """The ends of the names of the modules that the adapter has weights of its own for."""
+        return list(getattr(self, "modules_to_save", None) or ())
+
+    @property
+    def has_schemes(self) -> bool:
+        """Whether the schemes' own weights are in the adapter."""
+        return not _SCHEMES.isdisjoint(self.saved)
 
     @property
     def scheme_only(self) -> bool:
         """Whether the weights of the schemes are all that is trained."""
-        return self.target_modules is not None and not self.target_modules and not self.target_parameters
+        targets, parameters = (getattr(self, name, None) for name in ("target_modules", "target_parameters"))
+        return targets is not None and not targets and not parameters and self.has_schemes
 
     def follow(self, model_config: Any) -> None:
         """Keep to the schemes of a model from now on: its native encoding may fade and be dropped in the training."""
         self.posenc = copy.deepcopy(model_config.posenc)
         self._model_config = model_config
 
+    def settle(self) -> None:
+        """Note that the weights of a saved adapter are those that go with it."""
+        self._pending, self._undo = False, None
+
+    def take_back(self) -> None:
+        """Take back what a saved adapter that cannot be loaded has done to the model."""
+        if self._undo is not None:
+            self._undo()
+
     def to_dict(self) -> dict[str, Any]:
         """Return what `adapter_config.json` holds, with the schemes as they are now."""
         now = getattr(self._model_config, "posenc", None)
         if now is not None:
             self.posenc = copy.deepcopy(now)
-        found: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        found["peft_type"] = _type_name(found["peft_type"])
+        del found["any_base"]
+        if self.posenc is not None:
+            found["posenc"]["locked"] = found["task_type"]
+            found["task_type"] = _LOCK
         return found
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`."""
+        """Write `adapter_config.json`, and bind the weights beside it to it.
+
+        Raises:
+            CheckpointError: The weights are pickled.
+        """
         found = kwargs.get("auto_mapping_dict")
         if found:
             kwargs["auto_mapping_dict"] = _auto_class(type(self._model_config), found["base_model_class"]) or found
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        binding.bind(Path(save_directory))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
+        """Read the configuration of a saved adapter.
+
+        Raises:
+            CheckpointError: Its weights are pickled, damaged, or not those of this configuration.
+        """
+        any_base = kwargs.pop("any_base", False)
+        download = cls._split_kwargs(kwargs)[0]  # type: ignore[attr-defined]
+        weights = _find_weights(pretrained_model_name_or_path, subfolder, **download)
+        if any(weights.with_name(file).exists() for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            binding.read(weights)
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
+        config._weights, config.any_base = weights, any_base
+        return config
 
 
-class PosencLoraModel(LoraModel):
-    """Puts an adapter into a model, after converting it if it is a stock one."""
+@dataclass
+class PosencLoraConfig(PosencAdapter, LoraConfig):
+    """LoRA on a converted model, with the scheme's own weights in the same adapter.
+
+    Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds
+    converts the stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are
+    trained, by way of `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and
+    they alone are trained.
+
+    Attributes:
+        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
+        base_weights: The fingerprint of the weights under the adapter, taken from the model.
+        any_base: Whether the adapter is loaded over other weights, too.
+    """
+
+
+class PosencTuner:
+    """Mixin of PEFT's tuners: adapters go into a converted model, or convert a stock one; all or nothing."""
+
+    model: nn.Module
+    peft_config: dict[str, Any]
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Put one more adapter in; all of a model's adapters have the same schemes."""
-        agree(model, self.peft_config[adapter_name])
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        with surgery.all_or_nothing() as undo:
+            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name], undo)
+            surgery.remember(undo, model)
+            super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
+            if config._pending and config._weights is not None:
+                check(_whole(self, adapter_name), adapter_name, config._weights)
+                config.settle()
+            elif config._pending:
+                config._undo = undo.roll_back  # transformers looks for the weights after this
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        if peft_config.scheme_only:
+        if getattr(peft_config, "scheme_only", False):
             # What PEFT calls an adapter that may do without targets; what is saved stays as it was given.
             peft_config = copy.copy(peft_config)
             peft_config.target_modules = DUMMY_TARGET_MODULES
         # PEFT knows by the model type which projections to adapt.
         stock = str(model_config.get("model_type", "")).removeprefix("hf_posenc_")
-        return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[no-untyped-call]
+        return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if kwargs.get("adapter_names") is not None and any(
+            _ours(config) and config.has_schemes for config in self.peft_config.values()
+        ):
+            raise OptionError(
+                "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a "
+                "whole batch. Run one batch for each adapter, after set_adapter."
+            )
+        enable = getattr(super(), "_enable_peft_forward_hooks", lambda *args, **kwargs: contextlib.nullcontext())
+        with enable(*args, **kwargs):
+            yield
 
 
-def agree(model: Any, config: PosencLoraConfig) -> None:
-    """Make an adapter and the model under it have the same schemes: convert the model, or take what it has.
+class Kind:
+    """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, and another for converted models.
+
+    Args:
+        stock: PEFT's class.
+        tuner: The class for converted models; `None` if the kind puts nothing into the model.
+    """
+
+    def __init__(self, stock: Any, tuner: Any) -> None:
+        self.stock = stock
+        self.tuner = tuner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "stock":
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a tuner for a model; what else PEFT calls them with, too."""
+        given = (*args, *kwargs.values())
+        patched = any(map(surgery.is_patched, given))
+        if self.tuner is None and patched:
+            raise OptionError(
+                f"{self.stock.__name__} puts layers of its own in place of attentions, which have the positional scheme. "
+                "Use another kind of adapter, LoRA for instance."
+            )
+        ours = self.tuner is not None and (patched or any(map(_ours, given)))
+        return (self.tuner if ours else self.stock)(*args, **kwargs)
+
+    def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what is to be saved of an adapter, whose configuration then gets our class, if it has not yet."""
+        base = _base(model)
+        if surgery.is_patched(base) and not isinstance(config, PosencAdapter):
+            _adopt(config)
+            agree(base, config)
+        elif _ours(config) and config.is_prompt_learning and not any(map(surgery.is_patched, base.modules())):
+            config.__class__ = _STOCK[type(config)]  # It was used for a converted model before.
+        return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
+
+    def _remap_adapter_state_dict_for_load(
+        self, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Any]
+    ) -> Any:
+        """Return the weights of an adapter under the names that they have in the model, if they fit it."""
+        if getattr(config, "_pending", False):
+            try:
+                if not surgery.is_patched(_base(model)):
+                    raise NotPatchedError(
+                        f"The adapter was trained with the schemes {_names(config.posenc)}, and the model has none. "
+                        "Load the converted model under it, or patch it first."
+                    )
+                agree(_base(model), config)
+                if config._weights is None:
+                    raise CheckpointError(
+                        "The folder of an adapter on a converted model is checked as a whole: leave out config=."
+                    )
+                check(model, adapter_name, config._weights)
+            except BaseException:
+                if not config.is_prompt_learning and adapter_name in model.peft_config:
+                    model.delete_adapter(adapter_name)
+                config.take_back()
+                raise
+            config.settle()
+        return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+
+def check(model: Any, adapter_name: str, weights: Path) -> None:
+    """Raise unless the weights of a saved adapter are whole, and those of the one that was put into a model.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    expected = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    binding.check_tensors(weights, binding.read(weights), expected)
+
+
+@contextlib.contextmanager
+def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
+    """Check an adapter that transformers has put into a model, and whose weights it loads now; all or nothing.
+
+    Args:
+        model: With the adapter in it.
+        files: Where transformers found the weights.
+
+    Yields:
+        A list for the names of the tensors that find no place in the model.
+
+    Raises:
+        CheckpointError: They are damaged, or do not fit.
+    """
+    pending = {
+        name: config for name, config in model.peft_config.items() if files and getattr(config, "_pending", False)
+    }
+    unused: list[str] = []
+    try:
+        for name in pending:
+            check(model, name, Path(cast("list[str]", files)[0]))
+        yield unused
+        if pending and unused:
+            raise CheckpointError(
+                f"transformers has no place for {min(unused)} of {files}: it does not know this kind of adapter well. "
+                "Load it with PeftModel.from_pretrained."
+            )
+    except BaseException:
+        for config in pending.values():
+            config.take_back()
+        raise
+    for config in pending.values():
+        config.settle()
+
+
+def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
+    """Make an adapter and the model under it have the same schemes and weights: convert the model, or take what it has.
 
     Args:
         model: Stock or converted.
-        config: Of the adapter.
+        config: The adapter's configuration. One of PEFT's own stays as it is; a copy of it goes into the model.
+        undo: What remembers the conversion, where something else can fail after it.
+
+    Returns:
+        The adapter's configuration.
 
     Raises:
         NotPatchedError: Neither has a scheme.
         OptionError: They differ, or there is nothing to train.
-        CheckpointError: The adapter's schemes cannot be followed.
+        CheckpointError: The adapter's schemes cannot be followed, or it was trained over other weights.
     """
+    if not isinstance(config, PosencAdapter):
+        config = _adopt(copy.copy(config))
     own = getattr(getattr(model, "config", None), "posenc", None)
     if own is not None:
         surgery.check_record(of_model(model), model)
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:
-        convert(model, config.posenc)
+        convert(model, config.posenc, undo or surgery.Undo())
+        if _has_parameters(model) and not config.has_schemes:
+            raise OptionError(
+                f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it "
+                "does not hold, and the model has none. Load it onto the converted model."
+            )
     elif own is None:
         raise NotPatchedError(
-            f"PosencLoraConfig: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
-            "hf_posenc.patch(model, ...) first, or use peft.LoraConfig."
+            f"{type(config).__name__}: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
+            f"hf_posenc.patch(model, ...) first, or use peft.{_STOCK[type(config)].__name__}."
         )
+    if config.has_schemes:
+        config.modules_to_save = sorted({*config.saved, *_SCHEMES})  # own ones and shared ones go together
     if config.scheme_only and not _has_parameters(model):
         raise OptionError(
-            f"PosencLoraConfig(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without LoRA there is "
-            "nothing to train. Leave out target_modules, or name the projections to adapt."
+            f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
+            "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
+    weights = binding.fingerprint(model, config.saved)
+    if config._pending and not config.any_base:
+        _check_base(config, model, weights)
+    config.base_weights = weights
+    if config.base_model_name_or_path == unsaved.NAME:
+        config.base_model_name_or_path = unsaved.origin(model.config)  # the adapter makes of it what the model is
     config.follow(model.config)
+    return config
 
 
-def convert(model: Any, schemes: dict[str, Any]) -> None:
-    """Patch a stock model, in place, with what a converted model's config keeps; all or nothing.
+def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
+    """Patch a stock model, in place, with what a converted model's config keeps.
 
     Args:
         model: A stock model.
         schemes: The entry `posenc` of the config of a converted model.
+        undo: What remembers the changes, so that a failure takes them back.
 
     Raises:
         CheckpointError: The entry cannot be followed.
@@ -140,13 +376,12 @@ def convert(model: Any, schemes: dict[str, Any]) -> None:
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, model)
-        unsaved.rename(undo, model)
-        for config in surgery.configs(model):
-            undo.set(config, "posenc", copy.deepcopy(schemes))
-        attach_recorded(architecture, model, undo)
-        belonging.mark_parts(undo, model)
+    belonging.own_configs(undo, model)
+    unsaved.rename(undo, model)
+    for config in surgery.configs(model):
+        undo.set(config, "posenc", copy.deepcopy(schemes))
+    attach_recorded(architecture, model, undo)
+    belonging.mark_parts(undo, model)
 
 
 def base_of(folder: str) -> str:
@@ -186,7 +421,8 @@ def _reading(folder: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         words = " ".join(str(error).split())
         raise CheckpointError(
-            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it again."
+            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it "
+            "again."
         ) from error
 
 
@@ -204,13 +440,25 @@ def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
         )
 
 
+def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) -> None:
+    """Raise if the weights under an adapter can be told from those that it was trained over."""
+    parts = binding.differing(config.base_weights or {}, weights)
+    if parts:
+        own = f", {config.base_model_name_or_path!r}" if config.base_model_name_or_path else ""
+        raise CheckpointError(
+            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
+            f" ({' and '.join(parts)} differ). Load it onto its own base{own}; or pass "
+            "any_base=True to PeftModel.from_pretrained, if you mean this one."
+        )
+
+
 def _has_parameters(model: nn.Module) -> bool:
     """Whether any scheme in a model has weights."""
-    return any(not {surgery.OWN, surgery.SHARED}.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
+    return any(not _SCHEMES.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
 
 
 def _auto_class(config_class: type, head: str) -> dict[str, str] | None:
-    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing of that kind does."""
+    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing does."""
     names = [name for name, kind in auto.classes_for(config_class).items() if kind.__name__ == head]
     # The one for pretraining is another name for a head that has a better one.
     names.sort(key=lambda name: name == "AutoModelForPreTraining")
@@ -221,12 +469,73 @@ def _names(schemes: dict[str, Any]) -> str:
     return ", ".join(repr(group["scheme"]) for group in schemes["groups"])
 
 
+def _base(model: Any) -> Any:
+    """Return the transformers model under adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _whole(tuner: Any, adapter_name: str) -> PeftModel:
+    """Return a `PeftModel` around a tuner, which is about to get one: the names of saved weights begin there."""
+    found = PeftModel.__new__(PeftModel)
+    nn.Module.__init__(found)
+    found._is_prompt_learning = False
+    found.active_adapter = adapter_name
+    found.base_model = tuner
+    return found
+
+
+def _find_weights(name: str, subfolder: str | None, **download: Any) -> Path:
+    """Return where the weights of an adapter are, or where they would be, were they not missing."""
+    folder = Path(name, subfolder or "")
+    if not folder.is_dir():
+        with contextlib.suppress(EntryNotFoundError):
+            return Path(hf_hub_download(name, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **download))
+    return folder / SAFETENSORS_WEIGHTS_NAME
+
+
+def _ours(config: Any) -> bool:
+    """Whether a configuration, or one of several by name, is that of an adapter on a converted model."""
+    return any(isinstance(one, PosencAdapter) for one in (config.values() if isinstance(config, dict) else [config]))
+
+
+def _adopt(config: Any) -> Any:
+    """Give a configuration of PEFT's the class that goes with converted models, in place."""
+    config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
+    config.posenc = config.base_weights = config._model_config = config._weights = config._undo = None
+    config.any_base = config._pending = False
+    return config
+
+
+def _type_name(kind: PeftType) -> Any:
+    return f"{_LOCK}_{kind.value}"
+
+
+# PEFT's class for each of the configuration classes here.
+_STOCK: dict[type, type] = {}
+
+
 def register_all() -> None:
-    """Teach PEFT the type of these adapters."""
-    name: Any = AdapterType.LORA
-    PEFT_TYPE_TO_CONFIG_MAPPING[name] = PosencLoraConfig
-    PEFT_TYPE_TO_TUNER_MAPPING[name] = PosencLoraModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[name] = LoraModel.prefix
+    """Teach PEFT the types of adapters on converted models, one for each that it has."""
+    for kind, stock in list(PEFT_TYPE_TO_CONFIG_MAPPING.items()):
+        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
+        # The tuner for several tasks must be a class: PEFT asks for what it was made from.
+        if tuner is None or isinstance(tuner, Kind) or kind == PeftType.MULTITASK_PROMPT_TUNING:
+            continue
+        config = PosencLoraConfig if stock is LoraConfig else dataclass(_twin(PosencAdapter, stock))
+        _STOCK[config] = stock
+        PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(kind)] = config
+        own = _twin(PosencTuner, tuner) if issubclass(tuner, BaseTuner) else None
+        PEFT_TYPE_TO_TUNER_MAPPING[kind] = cast("Any", Kind(tuner, own))
+    if "posenc" not in CONFIG_KEYS_TO_CHECK[PeftType.LORA]:
+        CONFIG_KEYS_TO_CHECK[PeftType.LORA] += ["posenc", "base_weights"]  # which must be the same to swap weights
+
+
+def _twin(mixin: type, stock: type) -> type:
+    """Return a class of PEFT's with a mixin, under a name of this module, by which it is pickled."""
+    name = f"Posenc{stock.__name__}"
+    globals()[name] = type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    found: type = globals()[name]
+    return found
 
 
 register_all()

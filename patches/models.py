@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,10 +114,18 @@ class PosencModel:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
-        # The model has no values yet, and the files were found but not read. Adapters go through here too, with names of their own.
-        if expected_keys is None:
-            check_stored(model, state_dict, checkpoint_files, load_config)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+        """Load weights that were found but not read, into a model without values or into its adapter, after checking them."""
+        load = PreTrainedModel._load_pretrained_model
+        if not getattr(model, "peft_config", None):
+            if expected_keys is None:
+                check_stored(model, state_dict, checkpoint_files, load_config)
+            return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+        from hf_posenc.patches import adapters
+
+        with adapters.loading(model, checkpoint_files) as unused:
+            found = load(model, state_dict, checkpoint_files, load_config, expected_keys)
+            unused += found[0].unexpected_keys
+        return found
 
     def save_pretrained(
         self,
@@ -126,7 +135,7 @@ class PosencModel:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save the converted model with its stub and model card, as `PreTrainedModel.save_pretrained` does.
+        """Save the converted model, or its adapter, with stub and model card, as `PreTrainedModel.save_pretrained` does.
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
@@ -141,6 +150,11 @@ class PosencModel:
         finally:
             undo.roll_back()
         if is_main_process:
+            if getattr(self, "peft_config", None):
+                # Only now are the weights there; with the configuration came those of an earlier save at most.
+                from hf_posenc.patches import binding
+
+                binding.bind(Path(save_directory))
             self._write_companions(save_directory)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ methods do not.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -89,6 +90,10 @@ class Undo:
 
         self._steps.append(back)
 
+    def add(self, step: Callable[[], None]) -> None:
+        """Remember a step of any other kind."""
+        self._steps.append(step)
+
     def roll_back(self) -> None:
         """Take all changes back, the last first."""
         while self._steps:
@@ -104,6 +109,28 @@ def all_or_nothing() -> Iterator[Undo]:
     except BaseException:
         undo.roll_back()
         raise
+
+
+def remember(undo: Undo, model: nn.Module) -> None:
+    """Remember all of a model but the values themselves, for another library that changes it in its own way."""
+    kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
+    values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
+
+    def back() -> None:
+        for part, kind, state in kept:
+            part.__class__ = kind
+            vars(part).clear()
+            vars(part).update(state)
+        for parameter, data, trained in values:
+            parameter.data = data
+            parameter.requires_grad_(trained)
+
+    undo.add(back)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an object, with copies of its containers."""
+    return {name: copy.copy(value) if isinstance(value, (dict, list, set)) else value for name, value in state.items()}
 
 
 def rebind_hook(module: Any) -> None:

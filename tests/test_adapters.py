@@ -1,22 +1,27 @@
-"""Adapters that carry their scheme, with LoRA and without: onto stock models, in fresh processes, merged, and refused."""
+"""Adapters that carry their scheme, with LoRA and without: onto stock models, in fresh processes, merged, refused."""
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import ARCHITECTURES, DIRECTORIES, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
-from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModel, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError, PosencLoraConfig
+from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig
+from hf_posenc.patches import binding
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.handover import Handover
 
@@ -32,6 +37,39 @@ def adapted(architecture: str, scheme: str, *, scheme_only: bool = False, **opti
     torch.manual_seed(4)
     base = hf_posenc.patch(stock(architecture), scheme, **{**stacks_for(architecture, scheme), **options})
     return trained(base, architecture, scheme_only=scheme_only)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the `adapter_config.json` of a saved adapter."""
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    """All of a model that a failed call must leave alone."""
+    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    return modules, trained, type(model.config), model.config.to_dict()
+
+
+def unchanged(model: Any, call: Callable[[], Any], error: Any, match: str) -> None:
+    """Expect an error after which a model is as it was."""
+    before, weights = state(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=match):
+        call()
+    assert state(model) == before
+    after = model.state_dict()
+    assert weights.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
+
+
+def refused(model: Any, folder: Path, error: Any, match: str) -> None:
+    """Expect that neither PEFT nor transformers loads an adapter, and that the model is as it was."""
+    unchanged(model, lambda: PeftModel.from_pretrained(model, folder), error, match)
+    unchanged(model, lambda: model.load_adapter(folder), error, match)
+    hf_posenc.patch(model, "nope")
 
 
 def trained(base: Any, architecture: str, *, scheme_only: bool) -> PeftModel:
@@ -93,17 +131,9 @@ def test_nothing_to_carry() -> None:
 
 def test_a_failed_conversion_leaves_the_stock_model(tmp_path: Path) -> None:
     adapted("llama", "fire").save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text())
-    config["posenc"]["groups"][0]["scheme"] = "unknown"
-    file.write_text(json.dumps(config))
-    model, ids = stock("llama"), tokens("llama", 2, 9)
-    before = logits(model, "llama", ids)
-    with pytest.raises(hf_posenc.CheckpointError, match="'unknown'"):
-        PeftModel.from_pretrained(model, tmp_path)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert not hasattr(model.config, "posenc")
-    assert torch.equal(logits(model, "llama", ids), before)
+    edit(tmp_path, lambda config: config["posenc"]["groups"][0].update(scheme="unknown"))
+    binding.bind(tmp_path)  # by a release that knows it
+    refused(stock("llama"), tmp_path, CheckpointError, "'unknown'")
 
 
 def test_a_plain_adapter_still_works(tmp_path: Path) -> None:
@@ -117,6 +147,7 @@ import sys
 import torch
 {extra}
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -323,3 +354,256 @@ def test_auto_classes_load_an_adapter(architecture: str, scheme_only: bool, tmp_
     model.save_pretrained(tmp_path)
     for loaded in (auto(architecture).from_pretrained(tmp_path), AutoPeftModel.from_pretrained(tmp_path)):
         assert torch.equal(logits(loaded.eval(), architecture, ids), logits(model, architecture, ids))
+
+
+# -- right or not at all -----------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the weights of a saved adapter, and leave what they are bound to."""
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    change(weights)
+    save_file(weights, file, metadata)
+
+
+def without(part: str) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda weights: [weights.pop(key) for key in list(weights) if part in key])
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def misshapen(part: str) -> Callable[[Path], None]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        key = next(key for key in weights if part in key)
+        weights[key] = torch.cat([weights[key], weights[key]])
+
+    return lambda folder: rewrite(folder, change)
+
+
+# What is done to the folder of an adapter, and what the error then names.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "one tensor of LoRA gone": (
+        without("layers.1.self_attn.q_proj.lora_A"),
+        r"adapter_model.safetensors misses model.layers.1.self_attn.q_proj.lora_A.weight.* save the adapter again",
+    ),
+    "all of LoRA gone": (without("lora_"), "adapter_model.safetensors misses .*lora_.* and "),
+    "one tensor of a scheme gone": (
+        without("layers.1.self_attn.hf_posenc.c"),
+        "misses .*layers.1.self_attn.hf_posenc.c",
+    ),
+    "LoRA misshapen": (misshapen("lora_B"), r"has .*lora_B.weight of shape \(\d+, 8\) where \(\d+, 8\) is expected"),
+    "scheme misshapen": (misshapen("hf_posenc.mlp"), r"has .*hf_posenc.mlp.* of shape .* is expected"),
+    "scheme of another width": (
+        lambda folder: (edit(folder, wider), binding.bind(folder)),
+        r"has .*hf_posenc.mlp.* of shape .* is expected",
+    ),
+    "cut short": (
+        cut,
+        "The weights of the adapter, .*adapter_model.safetensors, cannot be read .*truncated.* save the adapter again",
+    ),
+    "pickled": (pickled, "adapter_model.bin is pickled.* Save the adapter again"),
+    "no config that goes with it": (
+        lambda folder: edit(folder, wider),
+        "adapter_config.json is not the one .* Restore both",
+    ),
+}
+
+
+def wider(config: dict[str, Any]) -> None:
+    config["posenc"]["groups"][0]["stacks"]["decoder"]["options"]["width"] = 16
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    adapted("llama", "fire").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_adapter_leaves_the_model_as_it_was(damage: str, saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved, folder)
+    spoil, match = DAMAGES[damage]
+    spoil(folder)
+    refused(stock("llama"), folder, CheckpointError, match)
+    # A second adapter beside one that works.
+    model = adapted("llama", "fire")
+    ids = tokens("llama", 2, 15)
+    before = logits(model, "llama", ids)
+    unchanged(model, lambda: model.load_adapter(folder, "second"), (CheckpointError, OptionError), "adapter")
+    assert list(model.peft_config) == ["default"]
+    assert torch.equal(logits(model, "llama", ids), before)
+
+
+def test_an_adapter_knows_its_base(saved: Path) -> None:
+    ids = tokens("llama", 2, 15)
+    wanted = logits(PeftModel.from_pretrained(stock("llama"), saved).eval(), "llama", ids)
+    for dtype in (torch.bfloat16, torch.float16):
+        PeftModel.from_pretrained(stock("llama").to(dtype), saved)
+    for name, part in (("layers.2.mlp.up_proj", "matrices"), ("model.norm", "rest"), ("embed_tokens", "rest")):
+        other = stock("llama")
+        with torch.no_grad():
+            next(module for key, module in other.named_modules() if key.endswith(name)).weight.mul_(1.01)
+        assert not torch.equal(logits(other, "llama", ids), logits(stock("llama"), "llama", ids))
+        refused(
+            copy.deepcopy(other),
+            saved,
+            CheckpointError,
+            rf"other weights than .* LlamaForCausalLM \({part} differ\).*any_base=True",
+        )
+        accepted = PeftModel.from_pretrained(other, saved, any_base=True).eval()
+        assert not torch.equal(logits(accepted, "llama", ids), wanted)
+        accepted.save_pretrained(saved / name)
+        PeftModel.from_pretrained(hf_posenc.unpatch(accepted.unload()), saved / name)  # it is its base from now on
+
+
+def test_what_cannot_be_read_of_a_base_is_not_compared() -> None:
+    model = stock("llama")
+    whole = binding.fingerprint(model, [])
+    assert binding.differing(whole, binding.fingerprint(model.to("meta"), [])) == []
+    quantised = stock("llama")
+    quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.ones(2, 3, dtype=torch.uint8), requires_grad=False
+    )
+    found = binding.fingerprint(quantised, [])
+    assert found == {"matrices": [], "rest": whole["rest"]}
+    # Adapters and what they hold are no part of it.
+    around = get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    assert binding.fingerprint(around.get_base_model(), []) == whole
+    assert binding.fingerprint(stock("llama"), ["embed_tokens"])["rest"] != whole["rest"]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every entry of a JSON document, the containers too."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*path, key), entry
+        yield from leaves(entry, (*path, key))
+
+
+NAMES = {
+    "scheme": ["alibi", "kerple"],
+    "native": ["keep"],
+    "peft_type": ["LORA", "HF_POSENC_IA3", "IA3"],
+    "bias": ["all"],
+}
+
+
+def others(key: Any, value: Any) -> list[Any]:
+    """Other values for an entry of `adapter_config.json`, of its type and of none."""
+    found: list[Any] = [None]
+    if isinstance(value, bool):
+        found = [not value]
+    elif isinstance(value, (int, float)):
+        found = [value + 1, value / 2, 0]
+    elif isinstance(value, str):
+        found = [*NAMES.get(key, [f"{value}x"]), ""]
+    elif isinstance(value, list):
+        found = [value[:-1], [], None]
+    elif isinstance(value, dict):
+        found = [{}, [], {f"{name}x": entry for name, entry in value.items()}]
+    elif value is None:
+        found = [True, 1, "q_proj", ["v_proj"]]
+    return [other for other in found if other != value]
+
+
+def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, value in leaves(config):
+        for other in [*others(path[-1], value), KeyError]:
+            changed = copy.deepcopy(config)
+            place = changed
+            for key in path[:-1]:
+                place = place[key]
+            if other is KeyError:
+                del place[path[-1]]
+            else:
+                place[path[-1]] = other
+            yield f"{path} -> {other!r}", changed
+    yield "('any_base',) -> True", {**config, "any_base": True}
+
+
+# PEFT warns of entries that it does not know.
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
+def test_no_edit_of_the_config_loads_with_other_logits(tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 15)
+    model = adapted("llama", "fire")
+    wanted = logits(model, "llama", ids)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    free = (
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+        "posenc', 'plugin_version",
+    )
+    base, count = stock("llama"), 0
+    before = state(base)
+    for what, changed in edits(config):
+        file.write_text(json.dumps(changed))
+        try:
+            loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+        except (hf_posenc.PosencError, ValueError, KeyError, TypeError):
+            count += 1
+            assert state(base) == before, what
+        else:
+            assert what.startswith(tuple(f"('{name}'" for name in free)), what
+            assert torch.equal(logits(loaded, "llama", ids), wanted), what
+            base = stock("llama")
+    assert count > 150
+
+
+def test_adapters_of_earlier_releases_load(tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 15)
+    model = adapted("llama", "fire")
+    model.save_pretrained(tmp_path)
+
+    def earlier(config: dict[str, Any]) -> None:
+        del config["base_weights"]
+        config["task_type"] = config["posenc"].pop("locked")
+
+    edit(tmp_path, earlier)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"format": "pt"})
+    assert torch.equal(
+        logits(PeftModel.from_pretrained(stock("llama"), tmp_path).eval(), "llama", ids), logits(model, "llama", ids)
+    )
+    without("layers.0.self_attn.q_proj.lora_B")(tmp_path)
+    refused(stock("llama"), tmp_path, CheckpointError, "misses .*q_proj.lora_B")
+
+
+def test_the_config_alone_can_be_kept(tmp_path: Path) -> None:
+    PosencLoraConfig(r=3, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    found = PosencLoraConfig.from_pretrained(tmp_path)
+    assert (found.r, found.target_modules, found.posenc) == (3, {"q_proj"}, None)
+    get_peft_model(hf_posenc.patch(stock("llama"), "fire"), found)
+    with pytest.raises(CheckpointError, match=r"adapter_model.bin is pickled"):
+        adapted("llama", "fire").save_pretrained(tmp_path / "pickled", safe_serialization=False)
+
+
+def test_scheme_weights_are_one_for_a_whole_batch() -> None:
+    model = adapted("llama", "fire")
+    model.add_adapter("second", PosencLoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(OptionError, match=r"adapter_names: .* one batch for each adapter"):
+        model.eval()(input_ids=tokens("llama", 2, 9), adapter_names=["default", "second"])
+
+
+def test_a_config_that_was_read_before_is_not_enough(saved: Path) -> None:
+    config = PeftConfig.from_pretrained(saved)
+    model = stock("llama")
+    call = lambda: PeftModel.from_pretrained(model, saved, config=config)  # noqa: E731
+    unchanged(model, call, CheckpointError, "leave out config=")

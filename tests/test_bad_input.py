@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -450,6 +451,58 @@ def patching(
 def loading(what: str, spoil: Callable[[Path], object], *words: str, **more: Any) -> Case:
     """A case that loads a spoilt checkpoint."""
     return Case(f"from_pretrained(DIR), {what}", None, checkpoint(spoil, **more), CheckpointError, words)
+
+
+def adapting(what: str, spoil: Callable[[Path], object], *words: str, onto: Any = llama, **more: Any) -> Case:
+    """A case that loads an adapter, spoilt or onto something else than it was trained on."""
+    scheme, kind, error = more.get("scheme", "alibi"), more.get("kind", LoraConfig), more.get("error", CheckpointError)
+
+    def load(model: Any, folder: Path) -> None:
+        base = hf_posenc.patch(llama(), scheme)
+        get_peft_model(base, kind(target_modules=["q_proj"], r=2)).save_pretrained(folder)
+        spoil(folder)
+        PeftModel.from_pretrained(model, folder)
+
+    return Case(f"PeftModel.from_pretrained({what}", onto, load, error, words)
+
+
+def other_llama() -> Any:
+    model = llama()
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    return model
+
+
+def as_saved(folder: Path) -> None:
+    pass
+
+
+def pickle_adapter(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    torch.save(load_file(weights), folder / "adapter_model.bin")
+    weights.unlink()
+
+
+def cut_adapter(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edit_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        weights = load_file(file)
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        change(weights)
+        save_file(weights, file, metadata)
+
+    return edit
+
+
+def scale_adapter(folder: Path) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
 
 
 def reading(name: str, *words: str, given: Sequence[str] = ()) -> Case:
@@ -965,6 +1018,18 @@ def cases() -> list[Case]:
             "no scheme to carry",
             "hf_posenc.patch(model, ...) first",
         ),
+        # Adapters.
+        adapting("<llama>, DIR), one tensor missing", edit_adapter(dict.popitem), "misses", "save the adapter again"),
+        adapting(
+            "<llama>, DIR), weights cut short", cut_adapter, "adapter_model.safetensors", "truncated", "Download or"
+        ),
+        adapting("<llama>, DIR), pickled", pickle_adapter, "adapter_model.bin is pickled", "Save the adapter again"),
+        adapting("<llama>, DIR), scale edited", scale_adapter, "adapter_config.json is not the one", "Restore both"),
+        adapting("<another llama>, DIR)", as_saved, "other weights", "any_base=True", onto=other_llama),
+        adapting(
+            "<nope llama>, DIR of alibi)", as_saved, "'alibi'", "stock", onto=patched(llama, "nope"), error=OptionError
+        ),
+        adapting("<llama>, DIR of fire)", as_saved, "does not hold", "Load it", scheme="fire", error=OptionError),
         # Positions.
         calling(
             "<alibi llama>(position_ids of another length)",

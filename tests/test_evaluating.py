@@ -705,8 +705,8 @@ def test_damaged_adapters_and_weights_are_one_error(command: str, tmp_path: Path
     shutil.copytree(DIRECTORIES["llama"], stock_model)
     for number, (source, name, size, message) in enumerate(
         (
-            (good, "adapter_model.safetensors", 500, "cannot be loaded (SafetensorError: "),
-            (good, "adapter_model.safetensors", -100, "cannot be loaded (SafetensorError: "),
+            (good, "adapter_model.safetensors", 500, "cannot be read (Error while deserializing header"),
+            (good, "adapter_model.safetensors", -100, "cannot be read (Error while deserializing header"),
             (good, "adapter_config.json", 40, "cannot be loaded (JSONDecodeError: "),
             (good, "adapter_config.json", 0, "cannot be loaded (JSONDecodeError: "),
             (stock_model, "model.safetensors", 500, "header"),

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from models import ARCHITECTURES, logits, loss, new_parameters, stacks_for, stock, tokens
+from models import ARCHITECTURES, DIRECTORIES, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError, PosencLoraConfig, RecipeError
+from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig, RecipeError
 from hf_posenc.recipes.schema.recipe import Adapter
 from hf_posenc.recipes.training.adapter import attach, quantization
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # What it says of layers that it adapts well.
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+]
 
 GEOMETRY = hf_posenc.Geometry(heads=4, kv_heads=2, head_dim=4, hidden_size=16, max_positions=64, last=False)
 TRAINED = [name for name in hf_posenc.schemes() if list(hf_posenc.build(name, GEOMETRY).parameters())]
@@ -120,6 +134,233 @@ def test_a_plain_trainer_adapts_and_resumes(config: str, tmp_path: Path) -> None
     base = hf_posenc.patch(stock("llama"), "kerple") if config == "peft" else stock("llama")
     loaded = PeftModel.from_pretrained(base, tmp_path / "a" / "checkpoint-8").eval()
     assert torch.equal(logits(loaded, "llama", ids), logits(run.model.eval(), "llama", ids))
+
+
+# -- plain configurations of every kind --------------------------------------------------------------------------------
+
+TWO: Any = {"target_modules": ["q_proj", "v_proj"]}
+KINDS: dict[str, Any] = {
+    "LoRA": lambda: LoraConfig(**TWO),
+    "DoRA": lambda: LoraConfig(use_dora=True, **TWO),
+    "IA3": lambda: peft.IA3Config(),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(total_step=9, **TWO),
+    "LoHa": lambda: peft.LoHaConfig(**TWO),
+    "LoKr": lambda: peft.LoKrConfig(**TWO),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=4, **TWO),
+    "VeRA": lambda: peft.VeraConfig(**TWO),
+    "LN tuning": lambda: peft.LNTuningConfig(),
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+}
+PROMPTS = "prompt tuning", "p-tuning"
+
+
+def shaken(model: Any) -> Any:
+    """Change what is trained of a model, as a training would."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def plain(scheme: str = "alibi") -> Any:
+    torch.manual_seed(4)
+    return hf_posenc.patch(stock("llama"), scheme)
+
+
+LOAD_ALL = """
+import sys
+{extra}
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+base, ids, *folders = sys.argv[1:]
+ways = {ways}
+for folder, load in [(folder, load) for folder in folders for load in ways]:
+    try:
+        model = load(folder).eval()
+    except (KeyError, ValueError) as error:
+        print("REFUSED", error)
+    else:
+        with torch.no_grad():
+            save_file({{"logits": model(**load_file(ids), use_cache=False).logits}}, folder + "/out")
+"""
+
+
+def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 12)
+    save_file({"input_ids": ids}, tmp_path / "ids")
+    wanted, folders, edited = {}, {}, {}
+    for kind, config in KINDS.items():
+        model = shaken(get_peft_model(plain(), config()))
+        wanted[kind], folders[kind], edited[kind] = (
+            logits(model, "llama", ids),
+            tmp_path / kind,
+            tmp_path / f"{kind} edited",
+        )
+        model.save_pretrained(folders[kind])
+        model.save_pretrained(edited[kind])
+        file = edited[kind] / "adapter_config.json"
+        file.write_text(file.read_text().replace("HF_POSENC_", ""))  # its type is one of PEFT's then
+
+    def run(extra: str, ways: str, paths: Any) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LOAD_ALL.format(extra=extra, ways=ways)]
+            + [str(path) for path in (DIRECTORIES["llama"], tmp_path / "ids", *paths)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+
+    stock_model = "AutoModelForCausalLM.from_pretrained(base)"
+    patched = f"hf_posenc.patch({stock_model}, 'alibi')"
+    assert (
+        run("import hf_posenc", f"[lambda folder: PeftModel.from_pretrained({patched}, folder)]", folders.values())
+        == []
+    )
+    for kind, folder in folders.items():
+        assert torch.equal(load_file(folder / "out")["logits"], wanted[kind]), kind
+    both = [*folders.values(), *edited.values()]
+    both = [*folders.values(), *edited.values()]
+    ways = f"[AutoModelForCausalLM.from_pretrained, lambda folder: PeftModel.from_pretrained({stock_model}, folder)]"
+    assert len(run("", ways, both)) == 2 * len(both)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_plain_adapter_goes_onto_its_schemes_only(kind: str, tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 12)
+    config = KINDS[kind]()
+    model = shaken(get_peft_model(plain(), config))
+    wanted = logits(model, "llama", ids)
+    model.save_pretrained(tmp_path)
+    assert (
+        json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == f"HF_POSENC_{config.peft_type.value}"
+    )
+    # The scheme has no weights, so a stock model can be converted for what goes into it.
+    other, base = plain("nope"), stock("llama")
+    before = logits(other, "llama", ids)
+    with pytest.raises(OptionError, match="trained with the schemes 'alibi', and the model has 'nope'"):
+        PeftModel.from_pretrained(other, tmp_path)
+    assert torch.equal(logits(other, "llama", ids), before)
+    if kind in PROMPTS:
+        with pytest.raises(NotPatchedError, match="trained with the schemes 'alibi', and the model has none"):
+            PeftModel.from_pretrained(base, tmp_path)
+        assert type(base).__name__ == "LlamaForCausalLM"
+    else:
+        assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path).eval(), "llama", ids), wanted)
+    # What was given is PEFT's own, and makes an ordinary adapter of a stock model.
+    config.base_model_name_or_path = None
+    again = get_peft_model(stock("llama"), config)
+    again.save_pretrained(tmp_path / "stock")
+    assert type(config).__module__.startswith("peft.")
+    assert json.loads((tmp_path / "stock" / "adapter_config.json").read_text())["peft_type"] == config.peft_type.value
+    assert type(again.base_model).__module__.startswith(("peft.", "transformers."))
+    PeftModel.from_pretrained(stock("llama"), tmp_path / "stock")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*PROMPTS, "VeRA")])
+def test_adapters_of_transformers(kind: str, tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 12)
+    model = plain("fire")
+    model.add_adapter(KINDS[kind]())
+    wanted = logits(shaken(model), "llama", ids)
+    model.save_pretrained(tmp_path)
+    loaded = plain("fire")
+    if kind == "DoRA":  # transformers has another name for its vectors than PEFT
+        with pytest.raises(CheckpointError, match=r"no place for .*lora_magnitude_vector.* PeftModel.from_pretrained"):
+            loaded.load_adapter(tmp_path)
+        assert not any(isinstance(module, BaseTunerLayer) for module in loaded.modules())
+    else:
+        loaded.load_adapter(tmp_path)
+        assert torch.equal(logits(loaded, "llama", ids), wanted)
+    assert torch.equal(logits(PeftModel.from_pretrained(plain("fire"), tmp_path).eval(), "llama", ids), wanted)
+    for load in (lambda base: base.load_adapter(tmp_path), lambda base: PeftModel.from_pretrained(base, tmp_path)):
+        base = stock("llama")
+        with pytest.raises(
+            OptionError, match="the schemes 'fire', whose weights it does not hold, and the model has none"
+        ):
+            load(base)
+        assert type(base).__name__ == "LlamaForCausalLM"
+        with pytest.raises(CheckpointError, match=r"other weights .*rest differ"):
+            load(shaken(plain("fire")))
+
+
+def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
+    model = get_peft_model(plain(), LoraConfig(**TWO))
+    model.add_adapter("second", LoraConfig(r=4, init_lora_weights=False, **TWO))
+    model.set_adapter("second")
+    wanted = logits(model.eval(), "llama", tokens("llama", 2, 12))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(plain(), tmp_path / "second").eval()
+    assert torch.equal(logits(loaded, "llama", tokens("llama", 2, 12)), wanted)
+    with pytest.raises(OptionError, match="trained with the schemes 'alibi'"):
+        PeftModel.from_pretrained(plain("nope"), tmp_path / "second")
+    # Onto a stock model that has adapters of its own.
+    other = get_peft_model(stock("llama"), LoraConfig(**TWO))
+    names = [name for name, _ in other.named_modules()]
+    with pytest.raises(NotPatchedError, match="and the model has none"):
+        other.load_adapter(tmp_path / "second", "second")
+    assert (list(other.peft_config), [name for name, _ in other.named_modules()]) == (["default"], names)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_scheme_weights_that_a_plain_adapter_trains_are_kept(shared: bool, tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 12)
+    base = hf_posenc.patch(stock("llama"), "fire", shared=shared)
+    model = shaken(get_peft_model(base, LoraConfig(modules_to_save=["hf_posenc"], **TWO)))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(stock("llama"), tmp_path).eval()
+    assert torch.equal(logits(loaded, "llama", ids), logits(model, "llama", ids))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_targets_are_those_of_the_stock_model(architecture: str) -> None:
+    for kind in (LoraConfig, peft.IA3Config, peft.VeraConfig):
+        found, wanted = (
+            get_peft_model(model, kind()).targeted_module_names
+            for model in (hf_posenc.patch(stock(architecture), "kerple"), stock(architecture))
+        )
+        assert found == wanted
+
+
+def test_adapters_without_scheme_weights_share_a_batch() -> None:
+    ids = tokens("llama", 2, 12)
+    model = get_peft_model(plain("fire"), LoraConfig(init_lora_weights=False, **TWO)).eval()
+    model.add_adapter("second", LoraConfig(init_lora_weights=False, **TWO))
+    with torch.no_grad():
+        both = model(input_ids=ids, adapter_names=["default", "second"]).logits
+    for row, name in enumerate(model.peft_config):
+        model.set_adapter(name)
+        torch.testing.assert_close(logits(model, "llama", ids)[row], both[row])
+
+
+def test_no_adapter_takes_the_place_of_attentions() -> None:
+    with pytest.raises(OptionError, match="AdaptionPromptModel puts layers of its own in place of attentions"):
+        get_peft_model(plain(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
+
+
+def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> None:
+    for scheme in ("alibi", "nope"):
+        get_peft_model(plain(scheme), LoraConfig(init_lora_weights=False, **TWO)).save_pretrained(tmp_path / scheme)
+    model = PeftModel.from_pretrained(plain(), tmp_path / "alibi")
+    hotswap_adapter(model, str(tmp_path / "alibi"), "default")
+    with pytest.raises(ValueError, match="incompatible: for posenc"):
+        hotswap_adapter(model, str(tmp_path / "nope"), "default")
+
+
+def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
+    model = get_peft_model(plain(), peft.IA3Config())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.base_model) is type(model.base_model)
+        assert other.peft_config["default"].posenc == model.peft_config["default"].posenc
 
 
 # -- the adapters of recipes -------------------------------------------------------------------------------------------
