@@ -98,6 +98,10 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**(shape | changes))).eval()
 
 
+def wide_llama() -> Any:
+    return llama(head_dim=128)
+
+
 def gpt2(**changes: Any) -> Any:
     torch.manual_seed(0)
     shape = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
@@ -204,6 +208,18 @@ def compiled() -> Any:
 def compiled_in_place() -> Any:
     model = llama()
     model.compile(backend="eager")
+    return model
+
+
+def compiled_layer() -> Any:
+    model = llama()
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
+def layer_compiled_in_place() -> Any:
+    model = llama()
+    model.model.layers[1].compile(backend="eager")
     return model
 
 
@@ -504,8 +520,20 @@ def cases() -> list[Case]:
         patching(llama, "alibi", OptionError, "gate='yes'", "expected bool", gate="yes"),
         patching(llama, "kerple", OptionError, "kernel='cubic'", "expected 'log' or 'power'", kernel="cubic"),
         patching(llama, "fire", OptionError, "width=2.5", "expected int", width=2.5),
-        patching(llama, "fire", OptionError, "width=10000", "int of at most 2,147,483,647", width=10**20),
+        patching(llama, "fire", OptionError, "width=10000", "int of at most 16,777,216", width=10**20),
         patching(llama, "fire", OptionError, "init_c=nan", "expected a finite number", init_c=float("nan")),
+        patching(llama, "fire", OptionError, "threshold=1e+308", "from 1e-12 to 1e+12", threshold=1e308),
+        patching(llama, "rope", OptionError, "theta=1000000", "from 1e-12 to 1e+12", theta=10**30),
+        patching(llama, "xpos", OptionError, "scale_base=1e-320", "from 1e-12 to 1e+12", scale_base=1e-320),
+        patching(llama, "fope", OptionError, "sigma=1000000", "from 1e-12 to 1e+12", sigma=10**30),
+        patching(wide_llama, "cope", OptionError, "npos=16777216", "Choose smaller sizes", npos=2**24),
+        Case(
+            "build('sinusoidal', <geometry of a model whose token embeddings hold NaN>)",
+            None,
+            lambda m, f: hf_posenc.build("sinusoidal", dataclasses.replace(GEOMETRY, embedding_rms=float("nan"))),
+            OptionError,
+            ("scale=None", "token embeddings of the model hold NaN"),
+        ),
         patching(llama, "sinusoidal", OptionError, "scale=inf", "finite number or None", scale=float("inf")),
         patching(llama, "t5", OptionError, "num_buckets='32'", "expected int or None", num_buckets="32"),
         patching(llama, "sandwich", OptionError, "freq_start=2", "expected 0 or 1", freq_start=2),
@@ -593,6 +621,13 @@ def cases() -> list[Case]:
             ("heads=0", "positive integer"),
         ),
         Case(
+            "Geometry(scale=nan, ...)",
+            None,
+            lambda m, f: Geometry(heads=4, kv_heads=2, head_dim=8, hidden_size=32, scale=float("nan")),
+            OptionError,
+            ("scale=nan", "a positive number"),
+        ),
+        Case(
             "Geometry(heads=4, kv_heads=3, ...)",
             None,
             lambda m, f: Geometry(heads=4, kv_heads=3, head_dim=8, hidden_size=32),
@@ -605,6 +640,13 @@ def cases() -> list[Case]:
             attending(scheme="alibi"),
             OptionError,
             ("'alibi'", "hf_posenc.build"),
+        ),
+        Case(
+            "attend(..., k as a list)",
+            None,
+            attending(k=[[0.0]]),
+            ShapeError,
+            ("k of type list", "a torch.Tensor"),
         ),
         Case(
             "attend(..., q of 3 dimensions)",
@@ -725,6 +767,8 @@ def cases() -> list[Case]:
         patching(sharded_layer, "alibi", WrappedModelError, "sharded with FSDP", "then wrap it"),
         patching(compiled, "alibi", WrappedModelError, "torch.compile", "then wrap it"),
         patching(compiled_in_place, "alibi", WrappedModelError, "torch.compile", "then wrap it"),
+        patching(compiled_layer, "alibi", WrappedModelError, "model.layers.1 is compiled", "then wrap it"),
+        patching(layer_compiled_in_place, "alibi", WrappedModelError, "model.layers.1 is compiled", "then wrap it"),
         Case(
             "unpatch(<lora wrapped>)",
             lambda: get_peft_model(alibi(), LoraConfig(target_modules=["q_proj"], r=2)).eval(),
