@@ -53,10 +53,10 @@ def test_also_after_an_error() -> None:
 def test_another_default_dtype(tmp_path: Path) -> None:
     before = hf_posenc.patch(stock("llama"), "disentangled")
     before.save_pretrained(tmp_path)
-    ids = tokens("llama", 2, 9)
+    plain, ids = stock("llama"), tokens("llama", 2, 9)
     torch.set_default_dtype(torch.float64)
     try:
-        models = [hf_posenc.patch(stock("llama"), "disentangled"), AutoModelForCausalLM.from_pretrained(tmp_path)]
+        models = [hf_posenc.patch(plain, "disentangled"), AutoModelForCausalLM.from_pretrained(tmp_path)]
         outputs = [model(ids).logits for model in models]
     finally:
         torch.set_default_dtype(torch.float32)
