@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.directories import storing, whole_files
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme
+
+_SHARD = re.compile(r"model(\..+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 class PosencModel:
@@ -91,9 +97,22 @@ class PosencModel:
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the converted model with its stub and model card, as `PreTrainedModel.save_pretrained` does."""
+        """Save the converted model with its stub and model card, as `PreTrainedModel.save_pretrained` does.
+
+        Raises:
+            StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be uploaded.
+        """
         # A stock checkpoint may have had other names for its weights; those of the patched class have always been these.
-        super().save_pretrained(save_directory, *args, **{**kwargs, "save_original_format": False})  # type: ignore[misc]
+        kwargs = {**kwargs, "save_original_format": False}
+        folder, size = Path(save_directory), sum(parameter.nbytes for parameter in self.parameters())  # type: ignore[attr-defined]
+        # A folder that is uploaded under its name, or that other processes write too, is written as it is.
+        is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if args or is_shared or folder.is_file() or kwargs.get("push_to_hub"):
+            with storing(folder, needed=size):
+                super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        else:
+            with whole_files(folder, needed=size, stale=_SHARD) as beside:
+                super().save_pretrained(beside, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             self._write_companions(save_directory)
 
