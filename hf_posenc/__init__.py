@@ -26,6 +26,7 @@ from hf_posenc.errors import (
     PositionError,
     RecipeError,
     ShapeError,
+    StorageError,
     UnknownSchemeError,
     WrappedModelError,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Scheme",
     "SchemeInfo",
     "ShapeError",
+    "StorageError",
     "UnknownSchemeError",
     "WrappedModelError",
     "attend",

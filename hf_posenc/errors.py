@@ -13,6 +13,7 @@ PosencError
 ├── CacheError              a key/value cache that cannot hold the state of a scheme
 ├── AttentionBackendError   an `attn_implementation` that would ignore the scheme
 ├── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
+├── StorageError            a disk, a quota or a limit on files that is full; also an `OSError`
 ├── ExportError             a converted model that no stock model computes
 └── RecipeError             a recipe that is not as its schema says, or cannot be run
 
@@ -76,6 +77,10 @@ class AttentionBackendError(PosencError):
 
 class CheckpointError(PosencError, RuntimeError):
     """A converted checkpoint is damaged, incomplete, or of a newer format."""
+
+
+class StorageError(PosencError, OSError):
+    """A disk or quota is full, or a file would be larger than the limit on files."""
 
 
 class ExportError(PosencError):

@@ -18,6 +18,23 @@ from hf_posenc.errors import OptionError, PositionError, ShapeError
 if TYPE_CHECKING:
     from hf_posenc.scheme import Scheme
 
+# The largest whole number of a geometry or an option: float32, in which distances are counted, skips some beyond.
+LARGEST_COUNT = 2**24
+# Sizes of other numbers. Products of three of them are float32 numbers.
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-12, 1e12
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that float32 can count to."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_COUNT
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number with which float32 can compute: 0, or of a size that is neither tiny nor huge."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
+
 
 @dataclass(frozen=True, eq=False)
 class NativeTable:
@@ -47,7 +64,8 @@ class Geometry:
         layer: Index of the layer in its stack.
         causal: Whether queries see earlier keys only (decoders) or all keys (encoders).
         axes: Coordinates that say where a token stands: 1 in a text; 2 in an image, whose class token has position 0.
-        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one.
+        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer turn the first
+            channels only.
         max_positions: The length the model was trained for, if it says so.
         rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
         rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
@@ -56,6 +74,9 @@ class Geometry:
         embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
         first: Whether no earlier layer has the same scheme, so that nothing is carried to this one.
         last: Whether no later layer has the same scheme, so that nothing reads what this one would carry on.
+
+    Raises:
+        OptionError: A field is out of range: sizes that are no positive integers, or numbers that are not finite.
     """
 
     heads: int
@@ -79,14 +100,39 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "hidden_size", "axes"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise OptionError(f"Geometry({name}={value!r}): expected a positive integer.")
+            self._require(
+                is_count(value) and value >= 1,
+                name,
+                "a positive integer" + (f" of at most {LARGEST_COUNT:,}" if type(value) is int and value > 0 else ""),
+            )
+        self._require(is_count(self.layer) and self.layer >= 0, "layer", "an integer of at least 0")
         if self.heads % self.kv_heads:
             raise OptionError(
                 f"Geometry(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a multiple of kv_heads."
             )
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
+        for name in ("scale", "rotary_scaling"):
+            value = getattr(self, name)
+            self._require(is_number(value) and value > 0, name, "a positive number, neither tiny nor huge")
+        for name in ("max_positions", "rotary_limit"):
+            value = getattr(self, name)
+            self._require(value is None or (type(value) is int and value >= 1), name, "None or a positive integer")
+        for name in ("inv_freq", "inv_freq_long"):
+            self._check_frequencies(name, getattr(self, name))
+
+    def _check_frequencies(self, name: str, given: Tensor | None) -> None:
+        if given is None:
+            return
+        most = self.head_dim // 2
+        fits = isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 1 and 1 <= len(given) <= most
+        # Those of a model that is being loaded have no values yet.
+        finite = fits and (given.is_meta or bool(given.isfinite().all()))
+        self._require(finite, name, f"None or 1 to {most} finite frequencies, a float tensor of one dimension")
+
+    def _require(self, condition: bool, name: str, expected: str) -> None:
+        if not condition:
+            raise OptionError(f"Geometry({name}={getattr(self, name)!r}): expected {expected}.")
 
     def native_table(self, kind: str) -> NativeTable | None:
         """Return the model's own table if it is of this kind."""

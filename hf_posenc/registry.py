@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
-from hf_posenc.operands import Geometry
+from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
 from hf_posenc.scheme import Scheme, option_names
 
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 Direction = Literal["causal", "bidirectional"]
 
-# Of whole numbers among options: sizes and distances, whose products are still numbers of bytes.
-_LARGEST = 2**31 - 1
+# The most elements of one tensor of a scheme: 4 GiB in float32.
+_LARGEST_TENSOR = 2**30
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
 
     Raises:
         UnknownSchemeError: No scheme has that name.
-        OptionError: An option is unknown, or its value has a wrong type or range.
+        OptionError: An option is unknown, its value has a wrong type or range, or the scheme would take more memory than any does.
         DirectionError: The scheme is not defined for the geometry's direction.
     """
     info = get(name)
@@ -164,10 +166,42 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
             f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
         )
     # Parameters that are made in inference mode can never be trained.
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _Making(name, options):
         scheme = info.cls(geometry, **options)
         scheme.common = scheme.make_common()
+    # What is taken from the model can be wrong too, and could not be read back from a config.
+    check_options(info, scheme.options())
     return scheme
+
+
+class _Making(TorchFunctionMode):
+    """Keeps what a scheme is made of in float32, whatever the default is, and within memory.
+
+    Args:
+        name: The scheme.
+        options: Its options, for the message.
+
+    Raises:
+        OptionError: A tensor is too large. It is never made.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.name, self.options = name, options
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+            if math.prod(size) > _LARGEST_TENSOR:
+                given = ", ".join(f"{key}={value!r}" for key, value in self.options.items()) or "the default options"
+                raise OptionError(
+                    f"{self.name} with {given} needs a tensor of {list(size)}, {math.prod(size) / 2**28:,.0f} GiB; expected at most "
+                    f"{_LARGEST_TENSOR / 2**28:,.0f} GiB. Choose smaller sizes."
+                )
+            if kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
 
 
 def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
@@ -178,10 +212,7 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
         if name not in names:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
-            # What is a whole number already, and is too large for one.
-            is_large = type(value) is int and abs(value) > _LARGEST and not _matches(0.5, hints[name])
-            bound = f" of at most {_LARGEST:,}" if is_large else ""
-            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_readable(hints[name])}{bound}.")
+            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_expected(value, hints[name])}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -194,11 +225,20 @@ def _matches(value: Any, hint: Any) -> bool:
         return value is None
     if hint is float:
         # Neither nan nor infinity can be written into a config, or is a sensible option.
-        largest = sys.float_info.max
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and -largest <= value <= largest
+        return is_number(value)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+        return is_count(value)
     return isinstance(value, hint)
+
+
+def _expected(value: Any, hint: Any) -> str:
+    """Return what was expected, with the bound that a number of the right kind has missed."""
+    bound = ""
+    if type(value) in (int, float) and not is_number(value) and -math.inf < value < math.inf and _matches(0.5, hint):
+        bound = f", 0 or of a size from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+    elif type(value) is int and not is_count(value) and _matches(0, hint):
+        bound = f" of at most {LARGEST_COUNT:,}"
+    return _readable(hint) + bound
 
 
 def _readable(hint: Any) -> str:

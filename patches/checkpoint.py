@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from hf_posenc import registry
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
+from hf_posenc.patches.directories import storing
 
 STUB = "modeling_hf_posenc"
 # Names the digest of the record in the metadata of safetensors files.
@@ -115,18 +116,19 @@ def stub_source(config_class: type) -> str:
 
 def write_beside(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files private; a checkpoint is as readable as the user's other files.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with storing(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            # mkstemp makes files private; a checkpoint is as readable as the user's other files.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(name, 0o666 & ~umask)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def write_companions(

@@ -3,18 +3,98 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, StorageError
 
 
 class OutputError(PosencError):
     """A directory cannot be written."""
+
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file would be larger than the limit on files (ulimit -f)",
+}
+# What safetensors raises has the number in its words, and torch.save says no more than that it could not write.
+_WORDS = re.compile(r"os error (\d+)|PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")
+
+
+@contextlib.contextmanager
+def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
+    """Raise one clear error where what is written to a place does not fit.
+
+    Args:
+        place: What is written.
+        needed: How many bytes it takes, if that is known.
+
+    Raises:
+        StorageError: The disk or the quota is full, or a file is larger than the limit on files.
+    """
+    try:
+        yield
+    except PosencError:
+        raise
+    except Exception as error:
+        reason = _full(error)
+        if reason is None:
+            raise
+        near = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
+        need = "" if needed is None else f", about {needed / 1e6:,.1f} MB needed"
+        raise StorageError(
+            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make room, raise the "
+            "limit, or choose another disk, and try again."
+        ) from error
+
+
+def _full(error: BaseException | None) -> str | None:
+    """Return what is full, if that is why something was raised."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return _FULL[error.errno]
+        if not isinstance(error, OSError) and (words := _WORDS.search(str(error))):
+            return _FULL.get(int(words[1])) if words[1] else _FULL[errno.ENOSPC]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[Path]:
+    """Give a directory to write files to, which go into `out` when the block ends, and vanish if it fails.
+
+    Args:
+        out: A directory, which need not be there; what it holds of other names stays.
+        needed: How many bytes are written.
+        stale: Names of files that are removed from `out` where there is no new one.
+
+    Raises:
+        StorageError: They do not fit. `out` is as before.
+    """
+    with storing(out, needed=needed), contextlib.ExitStack() as undo:
+        if not out.is_dir():
+            out.mkdir(parents=True)
+            undo.callback(shutil.rmtree, out, ignore_errors=True)
+        # In `out`, which may be all that can be written, so on the same file system.
+        folder = out / f".{secrets.token_hex(4)}"
+        with contextlib.ExitStack() as always:
+            always.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+            written = [path.name for path in folder.iterdir()]
+            for name in written:
+                os.replace(folder / name, out / name)
+            for path in out.iterdir():
+                if stale.fullmatch(path.name) and path.name not in written:
+                    path.unlink()
+        undo.pop_all()
 
 
 @contextlib.contextmanager
@@ -32,6 +112,7 @@ def whole_directory(
 
     Raises:
         OutputError: `out` exists and must be kept, or cannot be made.
+        StorageError: It does not fit on the disk.
     """
     parent = out.absolute().parent
     if not parent.is_dir():
@@ -42,7 +123,7 @@ def whole_directory(
         raise OutputError(f"{out} exists and is not empty. Choose another name, or remove it first.")
     # On the same file system, so that it can be renamed.
     folder = parent / f".{out.name}.{secrets.token_hex(4)}"
-    with guard(folder):
+    with storing(out), guard(folder):
         try:
             folder.mkdir()
             yield folder
@@ -50,6 +131,8 @@ def whole_directory(
             if out.is_dir():
                 shutil.rmtree(out)
             os.replace(folder, out)
+        except StorageError as error:
+            raise StorageError(str(error).replace(str(folder), str(out))) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

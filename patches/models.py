@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from transformers.quantizers.base import HfQuantizer
 from hf_posenc.errors import CheckpointError, DirectionError, LayerSelectionError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, record, surgery, unsaved
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.directories import storing, whole_files
 from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
 _RESTORE = "Restore config.json, or convert the model again."
+_SHARD = re.compile(r"model(\..+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 class PosencModel:
@@ -139,22 +142,29 @@ class PosencModel:
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
+            StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be uploaded.
         """
         surgery.check_record(of_model(self), self)
         # A stock checkpoint may have had other names for its weights; those of the patched class have always been these.
         kwargs["save_original_format"] = False
+        folder, size = Path(save_directory), sum(parameter.nbytes for parameter in self.parameters())  # type: ignore[attr-defined]
+        # A folder that is uploaded under its name, or that other processes write too, is written as it is.
+        is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        in_place = bool(args or is_shared or folder.is_file() or kwargs.get("push_to_hub"))
         undo = surgery.Undo()
         undo.set(self, "hf_quantizer", Binding(self, state_dict))
         try:
-            super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
+            with storing(folder, needed=size) if in_place else whole_files(folder, needed=size, stale=_SHARD) as beside:
+                place = save_directory if beside is None else beside
+                super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
+                if is_main_process and getattr(self, "peft_config", None):
+                    # Only now are the weights there; with the configuration came those of an earlier save at most.
+                    from hf_posenc.patches import binding
+
+                    binding.bind(Path(place))
         finally:
             undo.roll_back()
         if is_main_process:
-            if getattr(self, "peft_config", None):
-                # Only now are the weights there; with the configuration came those of an earlier save at most.
-                from hf_posenc.patches import binding
-
-                binding.bind(Path(save_directory))
             self._write_companions(save_directory)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ from hf_posenc.patches.seams import check_backend
 from hf_posenc.patches.selection import Layers, choose_layers, choose_stacks, divide, free_id
 from hf_posenc.scheme import Scheme
 
+_OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -169,16 +171,23 @@ def refuse_wrapped(model: object) -> None:
     advice = "Patch the plain model first, then wrap it."
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
+    names = _class_names(model)
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
-    if "torch._dynamo.eval_frame.OptimizedModule" in names or getattr(model, "_compiled_call_impl", None) is not None:
-        raise WrappedModelError(f"Got a model compiled with torch.compile. {advice}")
     if any(name.startswith("peft.") for name in names) or _has_adapters(model):
         raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
-    for module in model.modules():
-        if any("torch.distributed.fsdp" in kind.__module__ for kind in type(module).__mro__):
+    for name, module in model.named_modules():
+        kinds = _class_names(module)
+        # Compiled code goes on computing what it was compiled from.
+        if _OPTIMIZED in kinds or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"whose {name.removesuffix('._orig_mod')} is compiled" if name else "compiled"
+            raise WrappedModelError(f"Got a model {what} with torch.compile. {advice}")
+        if any("torch.distributed.fsdp" in kind for kind in kinds):
             raise WrappedModelError(f"Got a model sharded with FSDP ({type(module).__name__}). {advice}")
+
+
+def _class_names(module: object) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
 
 
 def _has_adapters(model: nn.Module) -> bool:

@@ -227,6 +227,8 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
         ({"source": "spaces.jsonl"}, "all documents are empty"),
         ({"source": "nulls.jsonl"}, "holds NoneType"),
+        ({"source": "zeros.txt"}, r"zeros\.txt holds no text.*UTF-8, without NUL bytes"),
+        ({"source": "zeros.jsonl"}, "all documents are empty, or hold NUL bytes only"),
         (
             {"source": "other.jsonl"},
             "has no column 'text'; name that of the text, as data.column in a recipe and --column of hf-posenc eval. It has: body.",
@@ -261,6 +263,8 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Pat
     (tmp_path / "blank.jsonl").write_text("\n", encoding="utf-8")
     (tmp_path / "spaces.jsonl").write_text('{"text": ""}\n' * 3, encoding="utf-8")
     (tmp_path / "nulls.jsonl").write_text('{"text": null}\n', encoding="utf-8")
+    (tmp_path / "zeros.txt").write_bytes(bytes(3000))
+    (tmp_path / "zeros.jsonl").write_text('{"text": "\\u0000\\u0000"}\n' * 3, encoding="utf-8")
     write(tmp_path / "other.jsonl", DOCUMENTS, "body")
     write(tmp_path / "numbers.parquet", [1, 2, 3])
     for name, other in (("number", 5), ("list", ["a"])):

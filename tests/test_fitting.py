@@ -190,6 +190,14 @@ def test_numbers_and_options_that_mean_nothing() -> None:
     for wrong in (ids[0], ids[:, :0]):
         with pytest.raises(ShapeError, match="fit: ids has the shape"):
             fit(model, ids=wrong)
+    for wrong, said in (
+        (ids.tolist(), "type list"),
+        (ids.double(), "torch.float64"),
+        (ids - 10**6, "token -"),
+        (ids + 10**6, "to"),
+    ):
+        with pytest.raises(ShapeError, match=f"fit: ids (is of|has) .*{said}"):
+            fit(model, ids=wrong)
 
 
 def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

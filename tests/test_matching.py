@@ -220,6 +220,12 @@ def test_bad_input() -> None:
     for wrong in (ids[0], ids[:, :1], ids[:0]):
         with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
             match(patched("llama", "fire"), wrong)
+    for wrong in (ids.tolist(), ids.float()):
+        with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
+            match(patched("llama", "fire"), wrong)
+    for token in (-1, 10**6):
+        with pytest.raises(ShapeError, match=f"match: ids has token {token}; expected 0 to "):
+            match(patched("llama", "fire"), ids.masked_fill(ids == ids[1, 1], token))
     for number in ({"steps": 0}, {"batch_size": 0}, {"micro_batch_size": -1}, {"learning_rate": 0.0}):
         with pytest.raises(OptionError, match="expected steps and windows of at least 1"):
             match(patched("llama", "fire"), ids, **number)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from models import DIRECTORIES, stock
-from transformers import AutoTokenizer
+import torch
+from models import DIRECTORIES, stock, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.patches.modes import evaluating
@@ -46,3 +48,18 @@ def test_also_after_an_error() -> None:
     with pytest.raises(RuntimeError), evaluating(model):
         fail()
     assert [module.training for module in model.modules()] == before
+
+
+def test_another_default_dtype(tmp_path: Path) -> None:
+    before = hf_posenc.patch(stock("llama"), "disentangled")
+    before.save_pretrained(tmp_path)
+    plain, ids = stock("llama"), tokens("llama", 2, 9)
+    torch.set_default_dtype(torch.float64)
+    try:
+        models = [hf_posenc.patch(plain, "disentangled"), AutoModelForCausalLM.from_pretrained(tmp_path)]
+        outputs = [model(ids).logits for model in models]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for model in models:
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(outputs[1], before(ids).logits)

@@ -1,10 +1,14 @@
 """Every wrong option, geometry, name and operand is refused at the door, in words that say what to do."""
 
+import itertools
 import re
+import typing
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_posenc import (
     Geometry,
@@ -16,12 +20,13 @@ from hf_posenc import (
     UnknownSchemeError,
     attend,
     build,
+    operands,
     register_scheme,
     registry,
     schemes,
 )
 from hf_posenc.attention import executors
-from hf_posenc.operands import NativeTable
+from hf_posenc.operands import LARGEST_COUNT, NativeTable
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 
@@ -104,7 +109,7 @@ def test_unknown_option_suggests_the_nearest(name: str, got: str, meant: str) ->
 WRONG_TYPES = {
     bool: [1, "yes", None],
     int: [True, 2.0, "2"],
-    float: [True, "2", None, float("nan"), float("inf"), 10**400],
+    float: [True, "2", None, float("nan"), float("inf")],
     str: ["nonsense", 1, True],
 }
 TYPED = [
@@ -243,6 +248,130 @@ def test_a_native_table_is_the_start(init: str) -> None:
     assert torch.equal(scheme.weight, table)
 
 
+# At and beyond the ends of what is accepted; for this test whole numbers end earlier, to save time.
+LARGEST = 2**18
+EXTREMES = {
+    int: [-LARGEST, -1, 0, 1, 2, LARGEST // 4, LARGEST, LARGEST + 1, 2**31 - 1, 10**30],
+    float: [-1e12, 0.0, 5e-324, 1e-320, 1e-38, 1e-12, 1 + 1e-15, 1e12, 10**12, 1e13, 10**30, 3e38, 1e308, 10**400],
+}
+ORDINARY = {int: [8, 4, 2, 1, 6, 64, 600], float: [8.0, 0.5]}
+NUMERIC = [
+    (name, option, kind)
+    for name, info in schemes().items()
+    for option, hint in typing.get_type_hints(info.cls.__init__).items()
+    for kind in (int, float)
+    if option in info.option_defaults() and kind in (hint, *typing.get_args(hint))
+]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps how many elements the largest tensor had that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                # What is expanded takes no memory.
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def use(scheme: Scheme) -> list[torch.Tensor]:
+    """Return all that comes out of a forward and a backward pass."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.tensor([[0, 1, 2, 30, 63]]).clamp_max((scheme.end_of_positions() or 64) - 1)
+    inputs, q, k, v = (
+        torch.randn(1, *shape, generator=generator, dtype=torch.float32).requires_grad_()
+        for shape in ((5, HIDDEN), (HEADS, 5, HEAD_DIM), (KV_HEADS, 5, HEAD_DIM), (KV_HEADS, 5, HEAD_DIM))
+    )
+    hidden = scheme.embed(inputs, places)
+    output = attend(scheme, q, k, v, query_positions=places, key_positions=places, hidden=hidden)
+    (output * torch.randn(output.shape, generator=generator, dtype=torch.float32)).sum().backward()
+    hidden.sum().backward()
+    learned = [*scheme.parameters(), inputs, q, k, v]
+    return [hidden, output, *learned, *(x.grad for x in learned if x.grad is not None)]
+
+
+def with_others(name: str, shape: Geometry, option: str, kind: type) -> dict[str, object]:
+    """Return other options with which an ordinary value of an option is accepted: some go together."""
+    info = schemes()[name]
+    hints = typing.get_type_hints(info.cls.__init__)
+    choices = [
+        (other, choice)
+        for other in info.option_defaults()
+        for choice in ([True, False] if hints[other] is bool else flat(hints[other]))
+        if other != option and not isinstance(choice, type)
+    ]
+    for others in (combination for count in range(3) for combination in itertools.combinations(choices, count)):
+        if any(builds(name, shape, **{**dict(others), option: value}) is not None for value in ORDINARY[kind]):
+            return dict(others)
+    raise AssertionError(f"{name}: no ordinary {option} is accepted")
+
+
+def flat(hint: object) -> list[object]:
+    inside = typing.get_args(hint)
+    return [x for part in inside for x in flat(part)] if inside else [hint]
+
+
+def builds(name: str, shape: Geometry, **options) -> Scheme | None:
+    try:
+        with LargestTensor() as memory:
+            scheme = build(name, shape, **options)
+    except OptionError:
+        return None
+    assert memory.elements <= 2 * LARGEST + 1  # a table of all distances, on both sides
+    return scheme
+
+
+@pytest.mark.parametrize(("name", "option", "kind"), NUMERIC)
+def test_extreme_numbers_are_refused_or_work(name: str, option: str, kind: type, monkeypatch) -> None:
+    monkeypatch.setattr(operands, "LARGEST_COUNT", LARGEST)
+    monkeypatch.setattr(registry, "_LARGEST_TENSOR", LARGEST)
+    own = 100.0 ** -(torch.arange(HEAD_DIM // 2) / 3)
+    shapes = [geometry(inv_freq=own), geometry(), geometry(inv_freq=own, causal=False)]
+    for shape in shapes:
+        if not shape.causal and "bidirectional" not in schemes()[name].directions:
+            continue
+        others = with_others(name, shape, option, kind)
+        for value in EXTREMES[kind]:
+            if (scheme := builds(name, shape, **{option: value}, **others)) is not None:
+                with LargestTensor() as memory:
+                    made = use(scheme)
+                assert all(tensor.isfinite().all() for tensor in made), value
+                assert memory.elements <= 32 * LARGEST, value
+
+
+def test_no_scheme_takes_all_memory() -> None:
+    with refused(
+        OptionError, "learned with num_positions=16777216 needs a tensor of [16777216, 4096], 256 GiB", "at most 4"
+    ):
+        build("learned", geometry(hidden_size=4096), num_positions=LARGEST_COUNT)
+    with refused(OptionError, "cope with npos=16777216 needs a tensor of "):
+        build("cope", geometry(head_dim=128), npos=LARGEST_COUNT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@every_scheme
+def test_another_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    shape = geometry(inv_freq=100.0 ** -(torch.arange(HEAD_DIM // 2) / 3))
+
+    def make() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        scheme = build(name, shape)
+        assert {x.dtype for x in (*scheme.parameters(), *scheme.buffers())} <= {torch.float32}
+        return use(scheme)
+
+    want = make()
+    torch.set_default_dtype(dtype)
+    try:
+        got = make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 NEUTRAL = [
     (name, direction)
     for name, info in schemes().items()
@@ -288,6 +417,46 @@ def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> N
 def test_geometry_sizes(field: str, got: object) -> None:
     with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer."):
         geometry(**{field: got})
+
+
+FREQUENCIES = 100.0 ** -(torch.arange(HEAD_DIM // 2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "got", "expected"),
+    [
+        ("heads", 10**30, "a positive integer of at most 16,777,216."),
+        ("layer", -1, "an integer of at least 0."),
+        *(
+            ("scale", got, "a positive number")
+            for got in (float("nan"), float("inf"), 0.0, -1.0, 1e-320, 1e308, "1", True)
+        ),
+        *(("rotary_scaling", got, "a positive number") for got in (float("nan"), 0, None)),
+        *(("max_positions", got, "None or a positive integer") for got in (0, -1, 64.5, True)),
+        ("rotary_limit", 0, "None or a positive integer"),
+        *(
+            (field, got, "None or 1 to 3 finite frequencies, a float tensor of one dimension")
+            for field in ("inv_freq", "inv_freq_long")
+            for got in (
+                FREQUENCIES * float("nan"),
+                FREQUENCIES / 0,
+                FREQUENCIES[:0],
+                FREQUENCIES.repeat(2),
+                FREQUENCIES[None],
+                FREQUENCIES.tolist(),
+                torch.arange(3),
+            )
+        ),
+    ],
+)
+def test_geometry_numbers(field: str, got: object, expected: str) -> None:
+    with refused(OptionError, f"Geometry({field}={got!r}): expected ", expected):
+        geometry(**{field: got})
+
+
+def test_geometry_without_values() -> None:
+    with torch.device("meta"):
+        assert geometry(inv_freq=torch.empty(3)).inv_freq.is_meta
 
 
 def test_geometry_heads_in_groups() -> None:
@@ -392,6 +561,34 @@ def call(name: str = "alibi", **changes):
 
 def test_the_operands_that_the_errors_start_from() -> None:
     assert call().shape == (2, HEADS, QUERIES, HEAD_DIM)
+
+
+@pytest.mark.parametrize("got", [[[1.0]], 1.0, "q", None])
+@pytest.mark.parametrize(
+    "operand", ["q", "k", "v", "query_positions", "key_positions", "hidden", "mask", "query_coords"]
+)
+def test_operands_are_tensors(operand: str, got: object) -> None:
+    optional = operand in ("hidden", "mask", "query_coords")
+    if optional and got is None:
+        return
+    expected = "a torch.Tensor or None." if optional else "a torch.Tensor."
+    with refused(ShapeError, f"Got {operand} of type {type(got).__name__}; expected {expected}"):
+        call(**{operand: got})
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_operands_are_floats(operand: str) -> None:
+    shape = (2, HEADS if operand == "q" else KV_HEADS, QUERIES if operand == "q" else KEYS, HEAD_DIM)
+    with refused(ShapeError, f"Got {operand} of dtype torch.int64; expected a float type."):
+        call(**{operand: torch.ones(shape, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_coordinates_are_finite(bad: float) -> None:
+    coords = torch.zeros(1, KEYS, 1)
+    coords[0, 1] = bad
+    with refused(PositionError, "Got key_coords that are not finite; expected a number"):
+        call("comrope_ap", key_coords=coords)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ PUBLIC = [
     "Scheme",
     "SchemeInfo",
     "ShapeError",
+    "StorageError",
     "UnknownSchemeError",
     "WrappedModelError",
     "attend",

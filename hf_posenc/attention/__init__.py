@@ -223,13 +223,19 @@ def attend(
         The output `[B, H, Q, D]`, or a pair with the weights.
 
     Raises:
-        ShapeError: The shapes do not fit together or to the scheme's geometry.
-        PositionError: A position is negative, or coordinates do not fit the scheme or the positions.
+        ShapeError: The shapes do not fit together or to the scheme's geometry, or an operand is no tensor.
+        PositionError: A position is negative, or coordinates are not finite or do not fit the scheme or the positions.
         OptionError: The first argument is no scheme, or the executor cannot run it.
     """
     if not isinstance(scheme, Scheme):
         raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
     geometry = scheme.geometry
+    given = {"q": q, "k": k, "v": v, "query_positions": query_positions, "key_positions": key_positions}
+    for name, tensor in given.items():
+        _check_tensor(name, tensor, optional=False)
+    may_be_given = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
+    for name, operand in may_be_given.items():
+        _check_tensor(name, operand, optional=True)
     _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
     if executor is not None and executor not in executors(scheme, q.device):
         raise OptionError(
@@ -303,6 +309,14 @@ def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind
             f"Got {kind}_coords of shape {shape} and dtype {coords.dtype}; expected floats of shape [{rows}, {length}, "
             f"{scheme.axes}]: a coordinate on each axis of each token."
         )
+    if not bool(coords.isfinite().all()):
+        raise PositionError(f"Got {kind}_coords that are not finite; expected a number for each axis of each token.")
+
+
+def _check_tensor(name: str, given: object, *, optional: bool) -> None:
+    if not isinstance(given, Tensor) and not (optional and given is None):
+        kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+        raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' if optional else ''}.")
 
 
 def _check_shapes(
@@ -318,6 +332,8 @@ def _check_shapes(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [batch, heads, length, head_dim].")
+        if not tensor.is_floating_point():
+            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected a float type.")
     batch, keys = q.shape[0], k.shape[2]
     expected_q = [batch, geometry.heads, q.shape[2], geometry.head_dim]
     expected_k = [batch, geometry.kv_heads, keys, geometry.head_dim]

@@ -9,6 +9,9 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes._additive import DistanceBias, require
 
+# Every distance has half as many waves.
+_WIDEST = 2**16
+
 
 @register_scheme("sandwich", paper="2212.10356", family="additive")
 class Sandwich(DistanceBias):
@@ -40,7 +43,8 @@ class Sandwich(DistanceBias):
         shared: bool = True,
     ) -> None:
         super().__init__(geometry, gate=gate, shared=shared)
-        require(dim >= 2 and dim % 2 == 0, "sandwich", "dim", dim, "an even number, at least 2")
+        fits = 2 <= dim <= _WIDEST and dim % 2 == 0
+        require(fits, "sandwich", "dim", dim, f"an even number, at least 2 and at most {_WIDEST:,}")
         require(base > 1, "sandwich", "base", base, "a number above 1")
         self.dim, self.base, self.freq_start = dim, base, freq_start
 

@@ -51,6 +51,13 @@ class Sinusoidal(Scheme):
         require(base > 1, "sinusoidal", "base", base, "a number above 1")
         if scale is None:
             rms = geometry.embedding_rms
+            require(
+                rms is None or math.isfinite(rms),
+                "sinusoidal",
+                "scale",
+                scale,
+                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights anew",
+            )
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
         self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None

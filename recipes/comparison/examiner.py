@@ -27,7 +27,7 @@ from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.evaluation.workers import Workers
 from hf_posenc.recipes.loading import load, trained_length
-from hf_posenc.recipes.runs.files import UNFINISHED, publish
+from hf_posenc.recipes.runs.files import published
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion
@@ -184,6 +184,5 @@ def _draw(model: Any, tokenizer: Any, path: Path) -> None:
         (figure,) = plots.figures(model, tokenizer, what="overview").values()
     except PosencError:
         return
-    beside = path.with_name(f"{UNFINISHED}-{path.name}")
-    figure.savefig(beside, format="png", dpi=100)
-    publish(beside, path)
+    with published(path) as beside:
+        figure.savefig(beside, format="png", dpi=100)

@@ -14,7 +14,7 @@ from hf_posenc.recipes.comparison.page import Block, Cell, Heading, Picture, Poi
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO, Quantity
 from hf_posenc.recipes.evaluation.intervals import Interval, of_mean
-from hf_posenc.recipes.runs.files import UNFINISHED, publish, write_text
+from hf_posenc.recipes.runs.files import published, write_text
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
 _CURVES, _TRADE = "length.png", "trade.png"
@@ -62,9 +62,8 @@ def write(
 
 
 def _draw(path: Path, draw: Any) -> None:
-    beside = path.with_name(f"{UNFINISHED}-{path.name}")
-    draw(beside)
-    publish(beside, path)
+    with published(path) as beside:
+        draw(beside)
 
 
 def _blocks(

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from hf_posenc import __version__
-from hf_posenc.errors import CheckpointError, OptionError
+from hf_posenc.errors import CheckpointError, OptionError, StorageError
 from hf_posenc.patches.directories import OutputError
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant, contestants
@@ -196,7 +196,7 @@ def _complete(
             found[each.name] = examiner.examine(each)
         # Whatever goes wrong with one scheme, the others are of interest.
         except Exception as error:
-            if each.name == NATIVE:
+            if each.name == NATIVE or isinstance(error, StorageError):
                 raise
             failed[each.name] = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RuntimeError: ")
             if console is not None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
+from datasets.arrow_writer import SchemaInferenceError
 from datasets.exceptions import DatasetsError
 
 from hf_posenc.errors import RecipeError
@@ -142,6 +143,8 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
     # What `datasets` raises for names, splits, files and a network that are not there, and for files it cannot read.
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if isinstance(cause, SchemaInferenceError):  # There was not one row.
+            raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error
         raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}") from error
     if first is None:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")

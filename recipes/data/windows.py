@@ -38,6 +38,8 @@ SHUFFLE_BUFFER = 1024
 # A tokenizer needs some hundred bytes per character while it works, so longer texts go in parts, cut at blank lines.
 _PART = 2**20
 _BATCH = 64
+# What a file that was never written to its end, or is no text at all, is full of.
+_NUL = "\0"
 
 _IDS = Features({"ids": List(Value("int32"))})
 
@@ -133,7 +135,7 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
     """Tokenise documents, each with the end-of-sequence token after it, until there are `most` tokens."""
     count = 0
     for batch in documents.iter(batch_size=_BATCH):
-        texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text]
+        texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text and text.strip(_NUL)]
         parts = iter(_encode(tokenizer, [part for text in texts for part in text]))
         for text in texts:
             ids = list(itertools.chain.from_iterable(itertools.islice(parts, len(text))))
@@ -142,7 +144,7 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
             if most is not None and count >= most:
                 return
     if not count:
-        raise RecipeError("There is no text: all documents are empty.")
+        raise RecipeError("There is no text: all documents are empty, or hold NUL bytes only.")
 
 
 def _checked(text: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_posenc.recipes.evaluation import pictures
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point
-from hf_posenc.recipes.runs.files import UNFINISHED, publish, write_text
+from hf_posenc.recipes.runs.files import published, write_text
 
 DATA, TEXT = "report.json", "report.md"
 
@@ -114,9 +114,8 @@ class Report:
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         for section in self.sections:
-            beside = folder / f"{UNFINISHED}-{section.picture}"
-            pictures.draw(beside, section.title, section.quantities(), section.mark)
-            publish(beside, folder / section.picture)
+            with published(folder / section.picture) as beside:
+                pictures.draw(beside, section.title, section.quantities(), section.mark)
         write_text(folder / DATA, json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
         write_text(folder / TEXT, self.markdown())
 

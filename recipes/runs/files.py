@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.patches.directories import storing
 
 try:
     import fcntl
@@ -28,11 +31,26 @@ MARKER = "complete.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
+@contextlib.contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """Give a name to write a file under, which is `path` when the block ends, and vanishes if it fails.
+
+    Raises:
+        StorageError: It does not fit on the disk.
+    """
+    beside = path.with_name(f"{UNFINISHED}-{path.name}")
+    with storing(path):
+        try:
+            yield beside
+            publish(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, so that there is the old one or the new one at any time."""
-    beside = path.with_name(f"{UNFINISHED}-{path.name}")
-    beside.write_text(text, encoding="utf-8")
-    publish(beside, path)
+    with published(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def publish(unfinished: Path, final: Path) -> None:

@@ -16,7 +16,7 @@ from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, Estimate
 from hf_posenc.recipes.plots.curves import plot_run
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.files import UNFINISHED, publish, write_text
+from hf_posenc.recipes.runs.files import published, write_text
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -251,19 +251,18 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
         way = Handover(recipe.conversion.handover)
         strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
-    beside = path.with_name(f"{UNFINISHED}-{path.name}")
-    plot_run(
-        beside,
-        subjects,
-        trained_length=facts.trained_length,
-        title=f"{_title(facts)}: perplexity on held-out text",
-        losses=_losses(log),
-        course=[(step, curve.perplexity(length)) for step, curve in measurements.course() if length in curve.contexts],
-        native=native.perplexity(length) if native is not None and length in native.contexts else None,
-        course_length=length,
-        strength=strength,
-    )
-    publish(beside, path)
+    with published(path) as beside:
+        plot_run(
+            beside,
+            subjects,
+            trained_length=facts.trained_length,
+            title=f"{_title(facts)}: perplexity on held-out text",
+            losses=_losses(log),
+            course=[(at, curve.perplexity(length)) for at, curve in measurements.course() if length in curve.contexts],
+            native=native.perplexity(length) if native is not None and length in native.contexts else None,
+            course_length=length,
+            strength=strength,
+        )
 
 
 # -- the model card ----------------------------------------------------------------------------------------------------

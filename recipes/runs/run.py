@@ -30,7 +30,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
 
-from hf_posenc.errors import CheckpointError, RecipeError
+from hf_posenc.errors import CheckpointError, RecipeError, StorageError
+from hf_posenc.patches.directories import storing
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.recipes.data.windows import Prepared, load_data
@@ -100,6 +101,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
 
     Raises:
         RecipeError: The recipe cannot be run, or the folder holds something else.
+        StorageError: The disk is full. What was complete is kept, and `resume` goes on from there.
         PosencError: What `patch` raises.
     """
     # A recipe that was not read from a file is not checked yet.
@@ -128,7 +130,16 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         divide_batch(recipe.training, together.num_processes)
         if together.is_main_process:
             saving.check_writable(folder)
-        return _Run(recipe, folder, console, command, measurements, lock).complete()
+        with storing(folder):
+            return _Run(recipe, folder, console, command, measurements, lock).complete()
+    except StorageError as error:
+        for place in (folder, folder / CHECKPOINTS) if together.is_main_process else ():
+            saving.clear(place)
+        if not (folder / RECIPE).is_file():
+            raise
+        raise StorageError(
+            f"{error} Every complete checkpoint is kept: hf-posenc resume {shlex.quote(str(folder))} goes on."
+        ) from error
     finally:
         lock.release()
 

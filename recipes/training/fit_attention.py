@@ -18,6 +18,7 @@ from hf_posenc.patches.modes import evaluating
 from hf_posenc.patches.patch import disabled
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.distillation import without_jumps
+from hf_posenc.recipes.training.fit_bias import check_windows
 from hf_posenc.recipes.training.restore import kept
 from hf_posenc.scheme import Scheme
 
@@ -82,7 +83,7 @@ def match(
         NotPatchedError: The model is not patched.
         OptionError: The schemes have no weights in attention, the model's own encoding is none of attention, a number is
             out of range, or the model takes no positions and some are given.
-        ShapeError: There is no window of at least two tokens, or there are not as many positions.
+        ShapeError: There is no window of at least two tokens that the model knows, or there are not as many positions.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -104,6 +105,7 @@ def match(
             f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot be told apart. "
             "Give windows of one document each."
         )
+    check_windows("match", model, ids, least=2)
     longest = trained_length(model.config.get_text_config())
     places = None if position_ids is None else _positions(position_ids, ids, longest, model.device)
     ids = _windows(ids, longest).to(model.device)
@@ -161,10 +163,6 @@ def _matchable(model: PreTrainedModel) -> list[nn.Module]:
 
 def _windows(ids: Tensor, length: int | None) -> Tensor:
     """Return windows `[N, S]` of at most the trained length."""
-    if ids.dim() != 2 or ids.shape[1] < 2 or not len(ids):
-        raise ShapeError(
-            f"match: ids has the shape {list(ids.shape)}; expected [windows, tokens], at least 1 of at least 2."
-        )
     if length is None or ids.shape[1] <= length:
         return ids
     return ids[:, : ids.shape[1] // length * length].reshape(-1, length)

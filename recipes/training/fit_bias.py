@@ -79,7 +79,7 @@ def fit(
         NotPatchedError: The model is not patched.
         OptionError: A scheme adds no bias of the distance or has no parameters, there is nothing to fit it to, a number is out
             of range, or there are options without a scheme `like`.
-        ShapeError: `ids` are no windows of tokens.
+        ShapeError: `ids` are no windows of tokens that the model knows.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -90,10 +90,8 @@ def fit(
             f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the scheme to fit to, "
             "and the native encoding has none. Leave them out, or name a scheme: fit(model, 'kerple')."
         )
-    if ids is not None and (ids.dim() != 2 or not ids.numel()):
-        raise ShapeError(
-            f"fit: ids has the shape {list(ids.shape)}; expected [windows, tokens], at least 1 of at least 1."
-        )
+    if ids is not None:
+        check_windows("fit", model, ids, least=1)
     architecture = of_model(model)
     # Nothing else needs the means, and a model with a table of positions may be unable to read the text.
     rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
@@ -139,6 +137,27 @@ def fit(
     count = sum(len(schemes_of(architecture, model, group)) for group in record.from_config(model.config))
     before, after, spread = (sums / max(1, count)).sqrt().tolist()
     return Fit(before, after, spread)
+
+
+def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: int) -> None:
+    """Raise unless `ids` are windows `[N, S]` of at least so many tokens, all of them in the model's vocabulary.
+
+    Raises:
+        ShapeError: They are not.
+    """
+    expected = f"expected [windows, tokens], integers, at least 1 of at least {least}"
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        got = f"is of dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is of type {type(ids).__name__}"
+        raise ShapeError(f"{caller}: ids {got}; {expected}.")
+    if ids.dim() != 2 or ids.shape[1] < least or not len(ids):
+        raise ShapeError(f"{caller}: ids has the shape {list(ids.shape)}; {expected}.")
+    known = model.get_input_embeddings().weight.shape[0]
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= known:
+        raise ShapeError(
+            f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the model. Tokenise "
+            "the text with its own tokenizer."
+        )
 
 
 def additive() -> list[str]:

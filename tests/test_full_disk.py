@@ -1,0 +1,195 @@
+"""A full disk is one error that says so; nothing is left half written, and what was there before is as it was.
+
+A limit on the size of files stands for the disk: it stops the same writes, in this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stock
+from safetensors import SafetensorError
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc import cli
+from hf_posenc.errors import PosencError, RecipeError, StorageError
+from hf_posenc.patches.directories import storing
+from hf_posenc.recipes.data import sources
+from hf_posenc.recipes.runs import files, run
+from hf_posenc.recipes.schema.recipe import Recipe
+
+resource = pytest.importorskip("resource", reason="Windows has no limit on files")
+
+RECIPE = """
+model: tiny-llama
+conversion: {{scheme: fire, options: {{threshold: 64.0}}}}
+data: {{source: {text}}}
+training: {{steps: 3, length: 32, batch_size: 2}}
+evaluation: {{contexts: [64], windows: 2, every: 100}}
+saving: {{every: 1}}
+"""
+
+
+def limit(size: int | None) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    limit(size)
+    try:
+        yield
+    finally:
+        limit(None)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Return a digest of every file in a folder, hidden ones too."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def fail(error: BaseException) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        raise error
+
+    return act
+
+
+def wrapped(folder: Path) -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError as error:
+        raise RuntimeError("could not write") from error
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (fail(OSError(errno.ENOSPC, "No space left on device")), "the disk is full"),
+        (fail(OSError(errno.EDQUOT, "Disk quota exceeded")), "the quota is used up"),
+        (fail(SafetensorError("Error while serializing: I/O error: No space (os error 28)")), "the disk is full"),
+        (fail(RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")), "the disk is full"),
+        (wrapped, "the disk is full"),
+        (lambda folder: torch.save(torch.zeros(10**5), folder / "x"), "the disk is full"),
+        (lambda folder: (folder / "x").write_bytes(bytes(10**5)), "a file would be larger than the limit on files"),
+    ],
+)
+def test_what_a_full_disk_raises(write: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
+    expected = rf"/place cannot be written: {reason}.* \([\d,.]+ MB free, about 2\.0 MB needed\)\. Make room"
+    with (
+        files_of_at_most(10**4),
+        pytest.raises(StorageError, match=expected) as raised,
+        storing(tmp_path / "place", needed=2 * 10**6),
+    ):
+        write(tmp_path)
+    # Who catches what a write raises catches it.
+    assert isinstance(raised.value, OSError)
+    assert isinstance(raised.value, PosencError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EACCES, "Permission denied"),
+        RuntimeError("out of memory"),
+        RecipeError("No"),
+        SafetensorError("os error 5"),
+    ],
+)
+def test_nothing_else_is_a_full_disk(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised, storing(tmp_path):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("shards", ["5GB", "500KB"])
+def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("llama"), "fire")
+    model.save_pretrained(tmp_path / "old", max_shard_size=shards)
+    before = content(tmp_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    for name in ("old", "new"):
+        with (
+            files_of_at_most(3 * 10**5),
+            pytest.raises(StorageError, match=f"/{name} cannot be .*, about 1.9 MB needed"),
+        ):
+            model.save_pretrained(tmp_path / name, max_shard_size="1GB")
+    assert content(tmp_path) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"old"}
+    # With room for it the new one takes the place of the old one, shards and all.
+    model.save_pretrained(tmp_path / "old", max_shard_size="1GB")
+    assert not any("-of-" in name for name in content(tmp_path / "old"))
+    loaded = type(model).from_pretrained(tmp_path / "old")
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:40_000], encoding="utf-8")
+    return path
+
+
+def test_a_run_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text), encoding="utf-8")
+    recipe = Recipe.read(tmp_path / "recipe.yaml")
+    run.train(recipe, tmp_path / "other")
+    folder, publish = tmp_path / "run", files.publish
+
+    def publish_and_fill(unfinished: Path, final: Path) -> None:
+        publish(unfinished, final)
+        if final.name == "checkpoint-1":
+            limit(10**6)
+
+    monkeypatch.setattr(files, "publish", publish_and_fill)
+    try:
+        with pytest.raises(StorageError, match=f"cannot be written: .* hf-posenc resume {folder} goes on"):
+            run.train(recipe, folder)
+    finally:
+        limit(None)
+    monkeypatch.undo()
+    assert [path.name for path in files.checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
+    assert not list(folder.rglob(f"{files.UNFINISHED}*"))
+    run.resume(folder)
+    assert content(folder / "model")["model.safetensors"] == content(tmp_path / "other" / "model")["model.safetensors"]
+    # Before there is a recipe in the folder, there is nothing to go on with.
+    with files_of_at_most(100), pytest.raises(StorageError, match=r"recipe\.yaml cannot be written") as raised:
+        run.train(recipe, tmp_path / "new")
+    assert "resume" not in str(raised.value)
+    assert not content(tmp_path / "new")
+
+
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "convert": ("convert", DIRECTORIES["llama"], "alibi", "OUT"),
+    "export": ("export", "CONVERTED", "OUT"),
+    "eval": ("eval", DIRECTORIES["llama"], "--measures", "perplexity", "--contexts", "64", "--out", "OUT"),
+    "plot": ("plot", "CONVERTED", "--what", "frequencies", "--out", "OUT"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_say_it_in_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "builtin_documents", lambda split: [topics["assert"] * 20])
+    hf_posenc.patch(stock("llama"), "rope").save_pretrained(tmp_path / "converted")
+    places = {"OUT": tmp_path / "out", "CONVERTED": tmp_path / "converted"}
+    arguments = [str(places.get(word, word)) for word in COMMANDS[command]]
+    with files_of_at_most(500):
+        done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()[-1:]
+    assert line.startswith(f"hf-posenc: {tmp_path / 'out'}")
+    assert "cannot be written: a file would be larger than the limit on files (ulimit -f)" in line
+    assert "Traceback" not in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"converted"}
