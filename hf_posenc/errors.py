@@ -16,7 +16,8 @@ PosencError
 ├── ExportError             a converted model that no stock model computes
 └── RecipeError             a recipe that is not as its schema says, or cannot be run
 
-All of them are `ValueError`s, and every message says what was got, what was expected and what to do.
+All of them are `ValueError`s, and every message says what was got, what was expected and what to do. A `CheckpointError` is a
+`RuntimeError` too, since that is what callers of transformers catch where weights do not fit.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class AttentionBackendError(PosencError):
     """The attention implementation would ignore the scheme."""
 
 
-class CheckpointError(PosencError):
+class CheckpointError(PosencError, RuntimeError):
     """A converted checkpoint is damaged, incomplete, or of a newer format."""
 
 

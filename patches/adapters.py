@@ -19,7 +19,7 @@ from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, Pose
 from hf_posenc.patches import auto, belonging, surgery, unsaved
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
-from hf_posenc.patches.preparation import check_record, refuse_wrapped
+from hf_posenc.patches.preparation import refuse_wrapped
 
 
 class AdapterType(str, Enum):
@@ -108,7 +108,7 @@ def agree(model: Any, config: PosencLoraConfig) -> None:
     """
     own = getattr(getattr(model, "config", None), "posenc", None)
     if own is not None:
-        check_record(of_model(model), model)
+        surgery.check_record(of_model(model), model)
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:

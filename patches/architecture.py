@@ -31,6 +31,7 @@ class Architecture(ABC):
             attentions and whatever else changes behaviour.
         attention: The stock class of the attention modules that can be patched.
         parts: Stock model classes that occur inside of others only, with a config of their own.
+        other_stacks: Names of stacks that some models of the family lack, and whose schemes their config names all the same.
         native: What the family's own encoding is, in words.
         native_per_layer: Whether that encoding can be removed from some layers only.
         native_fades: Whether it can be at part of its strength, see `set_strength`.
@@ -40,6 +41,7 @@ class Architecture(ABC):
     twins: ClassVar[Mapping[type, type]]
     attention: ClassVar[type[nn.Module]]
     parts: ClassVar[tuple[type, ...]] = ()
+    other_stacks: ClassVar[tuple[str, ...]] = ()
     native: ClassVar[str]
     native_per_layer: ClassVar[bool] = True
     native_fades: ClassVar[bool] = False

@@ -2,17 +2,19 @@
 
 A converted model has a model type of its own, so that `AutoModel` without this package refuses it. A second lock is put
 into config.json for those who name a stock class: one field holds a value that the class rejects, its true value is kept
-under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package.
+under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package. The header of every file of
+weights holds the digest of the record, so that an edited record is noticed where all shapes still fit.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,6 +23,8 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
 
 STUB = "modeling_hf_posenc"
+# Names the digest of the record in the metadata of safetensors files.
+DIGEST = "hf_posenc_record"
 _CARD_BEGIN = "<!-- hf_posenc begin -->"
 _CARD_END = "<!-- hf_posenc end -->"
 
@@ -30,10 +34,12 @@ class PosencConfig:
 
     Attributes:
         posenc: The record of the patch, see `hf_posenc.patches.record`.
+        posenc_locked: The true value of the locked field, as config.json has it.
         posenc_lock: A field of the config, and a value that makes stock classes refuse it.
     """
 
     posenc: dict[str, Any] | None
+    posenc_locked: Any
     posenc_lock: ClassVar[tuple[str, Any]]
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -41,7 +47,8 @@ class PosencConfig:
         record.from_config(self)  # Raises if it is damaged or newer.
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
-            setattr(self, self.posenc_lock[0], self.posenc.pop("locked"))
+            self.posenc_locked = self.posenc.pop("locked")
+            setattr(self, self.posenc_lock[0], copy.deepcopy(self.posenc_locked))
         elif getattr(self, self.posenc_lock[0]) == self.posenc_lock[1]:
             raise CheckpointError(
                 "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore config.json "
@@ -57,7 +64,8 @@ class PosencConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the config as data, without what is known of this object in memory only."""
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        found.pop("posenc_origin", None)
+        for name in ("posenc_origin", "posenc_locked"):
+            found.pop(name, None)
         return found
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -114,7 +122,7 @@ def write_beside(path: Path, text: str) -> None:
 def write_companions(
     directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str], origin: str
 ) -> None:
-    """Write the stub and the model card of a converted model.
+    """Write the stub and the model card of a converted model, and order the headers of its weights.
 
     A card that is there already keeps its text; only the part that this package wrote earlier is replaced.
 
@@ -126,10 +134,31 @@ def write_companions(
         origin: Name of the model that was converted, if known.
     """
     folder = Path(directory)
+    for weights in folder.glob("*.safetensors"):
+        _order_metadata(weights)
     write_beside(folder / f"{STUB}.py", stub_source(type(config)))
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     write_beside(readme, card(text, config, head, starts, origin))
+
+
+def _order_metadata(path: Path) -> None:
+    """Sort the metadata of a file of ours: safetensors writes them in any order, and equal models should give equal files.
+
+    The few bytes are replaced by as many, in one write near the beginning of the file, which is valid before and after.
+    """
+    start = b'{"__metadata__":'
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    if not header.startswith(start):
+        return
+    text = header.decode()
+    found, end = json.JSONDecoder().raw_decode(text, len(start))
+    ordered = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if DIGEST in found and len(ordered) == end - len(start) and ordered != text[len(start) : end]:
+        with path.open("r+b") as file:
+            file.seek(8 + len(start))
+            file.write(ordered.encode())
 
 
 def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origin: str = "") -> str:
@@ -207,56 +236,129 @@ def _ranges(layers: tuple[int, ...]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def unreadable(source: object) -> str:
-    """Return the paths of the weight files of a directory that cannot be read; the source itself if that finds none."""
-    found = []
-    for path in sorted(Path(str(source)).glob("*.safetensors")):
+def digests(config: Any) -> list[str]:
+    """Return the digests that weights of a config may bear, first the one that is written with them.
+
+    Another version of transformers may complete the locked field when it reads it, so what the file holds is right too.
+    """
+    written = json.loads(config.to_json_string())["posenc"]
+    kept = vars(config).get("posenc_locked", written["locked"])
+    return [record.digest(written), record.digest({**written, "locked": kept})]
+
+
+def unreadable(path: object, error: SafetensorError) -> CheckpointError:
+    """Return the error that weights cannot be read."""
+    return CheckpointError(
+        f"Cannot read the weights in {path} ({error}): truncated or damaged. Download or save the checkpoint again."
+    )
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        shape: Its shape.
+        floating: Whether it holds floating-point numbers.
+    """
+
+    shape: tuple[int, ...]
+    floating: bool
+
+
+def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
+    """Return all tensors in the weight files of a converted checkpoint by name, from the files' headers alone.
+
+    Args:
+        files: Their paths.
+        shards: What the index calls them, if there is one.
+        config: The config that came with them.
+
+    Raises:
+        CheckpointError: A file is none of safetensors, is missing, truncated or outside of the checkpoint, or was saved with another
+            record than the config has.
+    """
+    for name in shards:
+        if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
+            raise CheckpointError(
+                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore model.safetensors.index.json."
+            )
+    found: dict[str, Stored] = {}
+    stamps: dict[str, str | None] = {}
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be neither checked "
+                "before they are read, nor told to belong to config.json. Save the model anew with save_pretrained."
+            )
         try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError:
-            found.append(str(path))
-    return ", ".join(found) or str(source)
+            with safe_open(path, framework="pt") as file:
+                stamps[str(path)] = (file.metadata() or {}).get(DIGEST)
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    part = file.get_slice(name)
+                    found[name] = Stored(tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
+        except SafetensorError as error:
+            raise unreadable(path, error) from error
+        except OSError as error:
+            raise CheckpointError(f"Cannot read the weights in {path} ({error}). Get the missing file.") from error
+    # Checkpoints of earlier releases have no digest, and tools that write weights anew drop it from all files.
+    known = digests(config) if any(stamps.values()) else [None]
+    for path, stamp in stamps.items():
+        if stamp not in known:
+            raise CheckpointError(
+                f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of both was "
+                "changed or replaced after saving. Restore config.json and the weights from the original checkpoint, or convert "
+                "the model again."
+            )
+    return found
 
 
-def check_loaded(source: object, info: Mapping[str, Any], *, accepts_misshapen: bool) -> None:
-    """Raise unless every parameter of every scheme was in the checkpoint, and none was left over.
+def check_complete(
+    source: object, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str], *, accepts_misshapen: bool
+) -> None:
+    """Raise if a checkpoint does not hold what its config asks for.
 
     Args:
         source: Where the checkpoint is.
-        info: What transformers says of the loading.
-        accepts_misshapen: Whether the user accepts other parameters of another shape (`ignore_mismatched_sizes`).
+        missing: Tensors of the model that it should have and has not.
+        unknown: Tensors that it has, and the model should have and has not.
+        misshapen: Tensors of another shape, or no floating-point numbers.
+        accepts_misshapen: Whether the user accepts that, other than in schemes (`ignore_mismatched_sizes`).
 
     Raises:
         CheckpointError: transformers would go on with parameters at their start, or without the rest.
     """
-    ours = {key: [name for name in _names(info, key) if ".hf_posenc" in f".{name}"] for key in _REMEDIES}
-    for key, (what, remedy) in _REMEDIES.items():
-        if ours[key]:
+    for names, (what, remedy) in zip((missing, unknown, misshapen), _REMEDIES, strict=True):
+        ours = [name for name in names if is_of_scheme(name)]
+        if ours:
             raise CheckpointError(
-                f"The checkpoint {source} {what} weights of the positional scheme: {_shown(ours[key])}. {remedy}."
+                f"The checkpoint {source} {what} weights of the positional scheme: {_shown(ours)}. {remedy}."
             )
-    if not accepts_misshapen and _names(info, "mismatched_keys"):
+    for names, (what, remedy) in zip((missing, unknown), _REMEDIES[:2], strict=True):
+        if names := list(names):
+            raise CheckpointError(f"The checkpoint {source} {what} weights of the model: {_shown(names)}. {remedy}.")
+    if not accepts_misshapen and (names := list(misshapen)):
         raise CheckpointError(
-            f"The checkpoint {source} has weights of another shape than config.json says: "
-            f"{_shown(_names(info, 'mismatched_keys'))}. Restore both, or pass ignore_mismatched_sizes=True to start these anew."
+            f"The checkpoint {source} has weights of another shape than config.json says, or of whole numbers: "
+            f"{_shown(names)}. Restore both, or pass ignore_mismatched_sizes=True to start these anew."
         )
 
 
-_REMEDIES = {
-    "missing_keys": (
+_REMEDIES = (
+    (
         "misses",
         "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, too, the file is "
         "incomplete, or the weights are those of an unconverted model: save it anew",
     ),
-    "unexpected_keys": ("has unknown", "config.json and the weights do not belong together: restore both"),
-    "mismatched_keys": ("has misshapen", "config.json and the weights do not belong together: restore both"),
-}
+    ("has unknown", "config.json and the weights do not belong together: restore both"),
+    ("has misshapen", "config.json and the weights do not belong together: restore both"),
+)
 
 
-def _names(info: Mapping[str, Any], key: str) -> list[str]:
-    return sorted(name if isinstance(name, str) else name[0] for name in info.get(key, ()))
+def is_of_scheme(name: str) -> bool:
+    """Whether a tensor is a weight of a positional scheme, by its name."""
+    return ".hf_posenc" in f".{name}"
 
 
-def _shown(names: list[str]) -> str:
+def _shown(names: Iterable[str]) -> str:
+    names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -21,7 +21,7 @@ from hf_posenc.errors import (
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.record import Group, Native, Part
-from hf_posenc.patches.seams import check_backend, embeds
+from hf_posenc.patches.seams import check_backend
 from hf_posenc.patches.selection import Layers, choose_layers, choose_stacks, divide, free_id
 from hf_posenc.scheme import Scheme
 
@@ -66,7 +66,7 @@ def prepare(
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    check_record(architecture, model)
+    surgery.check_record(architecture, model)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
         raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
@@ -97,13 +97,6 @@ def prepare(
         options = {**info.cls.neutral_options, **options} if not exclusive(info, options) else options
     draft = Group(free_id(kept), scheme, _native(native), {n: Part(c, options) for n, c in chosen.items()})
     built = surgery.build_group(architecture, model, draft)
-    for name, schemes in built.items():
-        count = len(architecture.attentions(bodies[name]))
-        if embeds(next(iter(schemes.values()))) and len(schemes) < count:
-            raise LayerSelectionError(
-                f"{scheme} acts on the input of the first layer, before any layer is chosen: it takes all {count} layers, "
-                f"got {len(schemes)}. Leave out layers=."
-            )
     group = Group(
         draft.id,
         scheme,
@@ -169,30 +162,6 @@ def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chose
                     f"Layer {layer} of the {name}: the attention has no {', '.join(missing)}; its projections were fused or "
                     "renamed after loading (quantisation, tensor parallelism). Load the model plainly and patch it first."
                 )
-
-
-def check_record(architecture: Architecture, model: Any) -> None:
-    """Raise unless the layers of a model that are patched are those that its config names."""
-    bodies = architecture.stacks(model)
-    named = {
-        (name, layer)
-        for group in record.from_config(model.config)
-        for name, part in group.stacks.items()
-        if name in bodies
-        for layer in part.layers
-    }
-    patched = {
-        (name, layer)
-        for name, body in bodies.items()
-        for layer, attention in enumerate(architecture.attentions(body))
-        if surgery.is_patched(attention)
-    }
-    if named != patched:
-        raise ArchitectureError(
-            f"The config of the {surgery.stock_class(type(model)).__name__} names schemes for {len(named)} layers, and {len(patched)} "
-            "have one: another model, made from the same config object, was patched or unpatched. Make each model from a config "
-            "of its own, copy.deepcopy(config)."
-        )
 
 
 def refuse_wrapped(model: object) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,19 +101,18 @@ def strengths_from_config(config: Any) -> Strengths:
     """Read the strengths from a config; full where it names none.
 
     Raises:
-        CheckpointError: They are no numbers from 0 to 1.
+        CheckpointError: They are no numbers from 0 to 1, or the native encoding that they need was removed.
     """
     record = getattr(config, "posenc", None) or {}
-    given = record.get("strengths", {})
-    try:
+    with _reading("The strengths in the entry 'posenc' of config.json are"):
+        given = record.get("strengths", {})
+        _check_keys(given, optional=("native", "scheme"))
+        for name, value in given.items():
+            if type(value) not in (int, float) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r}")
         found = Strengths(**{name: float(value) for name, value in given.items()})
-        if not (0 <= found.native <= 1 and 0 <= found.scheme <= 1):
-            raise ValueError(f"{found}")
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"The strengths in the entry 'posenc' of config.json are damaged ({error!r}). Restore config.json from the "
-            "original checkpoint, or convert the model again."
-        ) from error
+        if found != FULL and any(group.native == "remove" for group in from_config(config)):
+            raise ValueError(f"{given} beside native='remove'")
     return found
 
 
@@ -126,48 +126,70 @@ def from_config(config: Any) -> list[Group]:
     if not record:
         return []
     version = record.get("format_version") if isinstance(record, Mapping) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint has posenc format {version}, written by hf_posenc {record.get('plugin_version', '?')}; this "
             f"release reads formats up to {FORMAT_VERSION}. Upgrade: pip install -U hf-posenc."
         )
-    try:
-        if version != FORMAT_VERSION:
+    with _reading("The entry 'posenc' of config.json is"):
+        if type(version) is not int or version != FORMAT_VERSION:
             raise KeyError("format_version")
-        groups = [
-            Group(
-                id=int(entry["id"]),
-                scheme=entry["scheme"],
-                native=entry["native"],
-                stacks={
-                    name: Part(tuple(part["layers"]), dict(part["options"])) for name, part in entry["stacks"].items()
-                },
-            )
-            for entry in record["groups"]
-        ]
+        _check_keys(record, ("format_version", "groups"), ("plugin_version", "strengths", "locked"))
+        groups = [_group(entry) for entry in record["groups"]]
         _check(groups)
-        return groups
+    return groups
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn what damaged data raises into one error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"The entry 'posenc' of config.json is damaged ({error!r}). Restore config.json from the original checkpoint, "
-            "or convert the model again."
+            f"{what} damaged ({error!r}). Restore config.json from the original checkpoint, or convert the model again."
         ) from error
+
+
+def _group(entry: Mapping[str, Any]) -> Group:
+    """Read one group; anything that is not as `Group.to_dict` writes it raises."""
+    _check_keys(entry, ("id", "scheme", "native", "stacks"))
+    stacks = {}
+    for name, part in entry["stacks"].items():
+        _check_keys(part, ("layers", "options"))
+        stacks[name] = Part(tuple(part["layers"]), dict(part["options"].items()))
+    return Group(id=entry["id"], scheme=entry["scheme"], native=entry["native"], stacks=stacks)
+
+
+def _check_keys(data: Mapping[str, Any], required: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
+    """Raise `KeyError` unless a part of the record has the keys that it needs, and no others."""
+    wrong = set(required) - set(data) or set(data) - {*required, *optional}
+    if wrong:
+        raise KeyError(*sorted(wrong))
 
 
 def _check(groups: Sequence[Group]) -> None:
     """Raise `ValueError` unless the fields make sense, each and together."""
     taken: set[tuple[str, int]] = set()
     for group in groups:
+        if type(group.id) is not int or group.id < 0:
+            raise ValueError(f"id {group.id!r}")
         if not isinstance(group.scheme, str):
             raise ValueError(f"scheme {group.scheme!r}")
         if group.native not in ("remove", "keep"):
             raise ValueError(f"native {group.native!r}")
         for name, part in group.stacks.items():
             for layer in part.layers:
-                if not isinstance(layer, int) or layer < 0:
+                if type(layer) is not int or layer < 0:
                     raise ValueError(f"layer {layer!r}")
                 if (name, layer) in taken:
                     raise ValueError(f"two schemes for layer {layer} of the {name}")
                 taken.add((name, layer))
-    if len({group.id for group in groups}) < len(groups):
-        raise ValueError("two groups with one id")
+            if not part.layers or list(part.layers) != sorted(part.layers):
+                raise ValueError(f"layers {list(part.layers)}")
+        if not group.stacks:
+            raise ValueError(f"no stack for the scheme {group.scheme!r}")
+    if not groups or len({group.id for group in groups}) < len(groups):
+        raise ValueError("two groups with one id" if groups else "no groups")

@@ -369,7 +369,7 @@ class PosencBody(Switch):
     def embedders(self) -> list[Scheme]:
         """Return the schemes that act on the input of the first layer."""
         shared: Any = self._modules.get(SHARED)
-        return [] if shared is None else [scheme for scheme in shared.schemes() if embeds(scheme)]
+        return [] if shared is None else [scheme for scheme in shared.schemes() if scheme.overrides("embed")]
 
     def embedded(self, inputs: Tensor, context: Context) -> Tensor:
         """Return what these schemes make of the embeddings of the tokens, `[B, S, E]`."""
@@ -407,11 +407,6 @@ class PosencBody(Switch):
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         """Put positions and context into the arguments of the stock forward."""
         return call | {"position_ids": context.positions, CONTEXT: context}
-
-
-def embeds(scheme: Scheme) -> bool:
-    """Whether a scheme acts on the input of the first layer."""
-    return scheme.overrides("embed")
 
 
 def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:

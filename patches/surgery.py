@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_posenc import registry
-from hf_posenc.errors import ArchitectureError
+from hf_posenc.errors import ArchitectureError, LayerSelectionError
+from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import Group, Strengths
 from hf_posenc.scheme import Scheme
@@ -145,6 +146,9 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
     """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers.
 
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
+
+    Raises:
+        PosencError: The scheme is unknown, or cannot be built for these layers.
     """
     # Under `torch.device("meta")` the schemes of a model that has values would have none.
     where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
@@ -169,6 +173,12 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
             elif layer != part.layers[0]:
                 take_common(scheme)
             built[name][layer] = scheme
+        count = len(architecture.attentions(body))
+        if len(built[name]) < count and built[name][part.layers[0]].overrides("embed"):
+            raise LayerSelectionError(
+                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all {count} layers, "
+                f"got {len(built[name])}. Leave out layers=."
+            )
     return built
 
 
@@ -274,6 +284,35 @@ def restore(undo: Undo, target: Any) -> None:
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
         undo.unset(target, name)
     undo.swap_class(target, stock_class(type(target)))
+
+
+def check_record(architecture: Architecture, model: Any) -> None:
+    """Raise unless the layers of a model that are patched are those that its config names, each in its group.
+
+    Raises:
+        ArchitectureError: They differ.
+    """
+    bodies = architecture.stacks(model)
+    named = {
+        (name, layer): group.id
+        for group in record.from_config(model.config)
+        for name, part in group.stacks.items()
+        if name in bodies
+        for layer in part.layers
+    }
+    patched = {
+        (name, layer): attention.posenc_group
+        for name, body in bodies.items()
+        for layer, attention in enumerate(architecture.attentions(body))
+        if is_patched(attention)
+    }
+    if named != patched:
+        raise ArchitectureError(
+            f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and {len(patched)} have "
+            "one, or others do: layers were cut, added or moved after the patch, or another model, made from the same config object, "
+            "was patched or unpatched. Cut layers first and patch then; make each model from a config of its own, "
+            "copy.deepcopy(config)."
+        )
 
 
 def drop_shared(undo: Undo, body: nn.Module, used: set[int]) -> None:

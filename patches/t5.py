@@ -179,6 +179,7 @@ class T5(Architecture):
     name = "t5"
     attention = T5Attention
     parts = (T5Stack,)
+    other_stacks = ("decoder",)
     native = "learned bias of distance buckets"
     native_fades = True
     twins = {

@@ -7,6 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes._additive import require
+
+# A table of all distances is made, so a number in a file must not be able to ask for any amount of memory.
+LONGEST = 2**20
+
 
 class Buckets:
     """Maps distances to T5's buckets.
@@ -15,9 +20,13 @@ class Buckets:
         num_buckets: How many there are.
         max_distance: The distance from which all keys share the last one.
         causal: Keys ahead of the query count as distance 0; otherwise the upper half of the buckets is for them.
+
+    Raises:
+        OptionError: `max_distance` is beyond a million.
     """
 
     def __init__(self, *, num_buckets: int, max_distance: int, causal: bool) -> None:
+        require(max_distance <= LONGEST, "t5", "max_distance", max_distance, f"at most {LONGEST:,}")
         self.causal = causal
         self.max_distance = max_distance
         self.per_side = num_buckets if causal else num_buckets // 2

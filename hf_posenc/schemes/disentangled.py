@@ -13,6 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
+from hf_posenc.schemes._buckets import LONGEST
 from hf_posenc.schemes._linear import Linear
 from hf_posenc.structures import Added, RelativeProducts, Vectors
 
@@ -121,6 +122,7 @@ class Disentangled(Scheme):
         super().__init__(geometry)
         name = "disentangled"
         require(max_distance >= 1, name, "max_distance", max_distance, "at least 1")
+        require(max_distance <= LONGEST, name, "max_distance", max_distance, f"at most {LONGEST:,}")
         require(
             buckets is None or (buckets >= 2 and buckets % 2 == 0), name, "buckets", buckets, "None or an even number"
         )
