@@ -418,6 +418,17 @@ def edit_part(**changes: Any) -> Callable[[Path], None]:
     return edit_config(lambda data: data["posenc"]["groups"][0]["stacks"]["decoder"].update(changes))
 
 
+def pickled_weights(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def index_elsewhere(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {WEIGHT: "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors").unlink()
+
+
 def stock_weights(folder: Path) -> None:
     llama().save_pretrained(folder / "stock")
     os.replace(folder / "stock" / "model.safetensors", folder / "model.safetensors")
@@ -1267,7 +1278,8 @@ def cases() -> list[Case]:
         loading(
             "stack that the model lacks",
             edit_group(stacks={"middle": {"layers": [0], "options": {}}}),
-            "unknown weights",
+            "'middle'",
+            "Restore config.json",
         ),
         loading(
             "option that is not there", edit_part(options={"thresold": 3.0}), "no option 'thresold'", "config.json"
@@ -1291,6 +1303,9 @@ def cases() -> list[Case]:
             WEIGHT,
             "save it anew",
         ),
+        loading("option of another value", edit_part(options={"threshold": 3.0}), "another record", "Restore"),
+        loading("pickled weights", pickled_weights, "pytorch_model.bin is no safetensors file", "save_pretrained"),
+        loading("index that leads elsewhere", index_elsewhere, "'../model.safetensors'", "outside of the checkpoint"),
         loading("weights of the stock model", stock_weights, "misses weights", "and 18 more", "unconverted model"),
         loading(
             "weights of a scheme too many",

@@ -1,0 +1,516 @@
+"""Converted checkpoints that were edited, cut or mixed: they load as what was saved, or not at all, and nothing is allocated first."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import hf_posenc
+from hf_posenc.patches import checkpoint
+from hf_posenc.patches.record import digest as digest_of
+from hf_posenc.scheme import Scheme
+
+IDS = torch.arange(1, 41).view(2, 20)
+PLAIN = {"format": "pt"}
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def stock(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    if name == "llama":
+        shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        return LlamaForCausalLM(LlamaConfig(**{**shape, "num_attention_heads": 4, **changes})).eval()
+    if name == "gpt2":
+        shape = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(**{**shape, "bos_token_id": 0, "eos_token_id": 0, **changes})).eval()
+    if name == "vit":
+        shape = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        return ViTForImageClassification(ViTConfig(**{**shape, "num_attention_heads": 4, **changes})).eval()
+    shape = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**{**shape, "decoder_start_token_id": 0, **changes})).eval()
+
+
+AUTO: dict[str, Any] = {
+    "llama": AutoModelForCausalLM,
+    "gpt2": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "vit": AutoModelForImageClassification,
+}
+
+
+def converted(name: str, scheme: str, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = hf_posenc.patch(stock(name), scheme, **options)
+    for module in model.modules():
+        if isinstance(module, Scheme):
+            for parameter in module.parameters():
+                nn.init.uniform_(parameter, 0.1, 0.9)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    call = {"input_ids": IDS}
+    if isinstance(model, T5ForConditionalGeneration):
+        call["decoder_input_ids"] = IDS
+    if isinstance(model, ViTForImageClassification):
+        call = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)}
+    with torch.no_grad():
+        return model(**call).logits  # type: ignore[no-any-return]
+
+
+def saved(folder: Path, scheme: str = "fire", **options: Any) -> Any:
+    """Save a converted Llama, and return it."""
+    model = converted("llama", scheme, **options)
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, change: Callable[[Any], object]) -> None:
+    path = folder / "config.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    change(data)
+    # As if there were no digest in the config, which every edit would be noticed by.
+    data.get("posenc", {}).pop("digest", None)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], *, bound: bool = True) -> None:
+    """Change the tensors of a file; without `bound` it is as a release before the digest wrote it."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=metadata(path) if bound else PLAIN)
+
+
+def unbind(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: None, bound=False)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if transformers gets to reading weights, which is when it allocates."""
+
+    def reached(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("transformers was about to allocate and read the weights")
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(reached))
+
+
+# -- the record is bound to the weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
+def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path: Path) -> None:
+    model = converted(name, "kerple")
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "given", True, {key: value.clone() for key, value in model.state_dict().items()})
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) > 4
+    (digest,) = {metadata(path)[checkpoint.DIGEST] for path in files}
+    assert re.fullmatch("[0-9a-f]{64}", digest)
+    assert not hasattr(model, "hf_quantizer")
+    for folder in ("one", "many", "given"):
+        loaded = AUTO[name].from_pretrained(tmp_path / folder)
+        assert torch.equal(logits(loaded), logits(model))
+    # Saved again, the same.
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
+    # The stock model bears nothing of it.
+    hf_posenc.unpatch(loaded).save_pretrained(tmp_path / "stock")
+    assert metadata(tmp_path / "stock" / "model.safetensors") == PLAIN
+
+
+def test_equal_models_give_equal_files(tmp_path: Path) -> None:
+    # safetensors writes metadata in any order.
+    model = converted("llama", "fire")
+    contents = set()
+    for number in range(8):
+        model.save_pretrained(tmp_path / str(number))
+        contents.add((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert len(contents) == 1
+
+
+def test_a_save_that_fails_leaves_no_trace_on_the_model(tmp_path: Path) -> None:
+    model = converted("llama", "fire")
+    with pytest.raises(ValueError, match="nonsense"):
+        model.save_pretrained(tmp_path, max_shard_size="nonsense")
+    assert not hasattr(model, "hf_quantizer")
+
+
+def test_checkpoints_without_a_digest_load_as_ever(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    unbind(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_the_digest_follows_the_strengths_and_the_config_in_memory(tmp_path: Path) -> None:
+    model = converted("llama", "alibi", native="keep")
+    hf_posenc.set_strength(model, native=0.5, scheme=0.25)
+    model.save_pretrained(tmp_path / "part")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "part")
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "part", config=loaded.config)), logits(model)
+    )
+    hf_posenc.drop_native(loaded)
+    loaded.save_pretrained(tmp_path / "dropped")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dropped")), logits(loaded))
+    with pytest.raises(hf_posenc.CheckpointError, match="another record"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "part", config=loaded.config)
+
+
+def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
+    for scheme, folder in (("alibi", "ours"), ("nope", "theirs")):
+        converted("llama", scheme).save_pretrained(tmp_path / folder, max_shard_size="20KB")
+    shard = sorted((tmp_path / "ours").glob("*.safetensors"))[1].name
+    shutil.copy(tmp_path / "theirs" / shard, tmp_path / "ours" / shard)
+    with pytest.raises(hf_posenc.CheckpointError, match=rf"{shard} was saved with another record"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+# Edits that leave every shape as it is, and with it nothing to notice but the digest.
+SAME_SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("stick_breaking", {}, {"scheme": "nope", "options": {}}),
+    ("stick_breaking", {}, {"scheme": "alibi", "options": {}}),
+    ("stick_breaking", {}, {"options": {"attend_current": True}}),
+    ("sinusoidal", {}, {"options": {"base": 500.0}}),
+    ("alibi", {}, {"scheme": "sandwich", "options": {}}),
+    ("kerple", {}, {"options": {"kernel": "power"}}),
+    ("cope", {}, {"options": {"scale_position_logits": False}}),
+]
+
+
+@pytest.mark.parametrize(("scheme", "options", "edit"), SAME_SHAPES, ids=[f"{s}-{e}" for s, _, e in SAME_SHAPES])
+def test_an_edit_that_keeps_all_shapes_is_refused(
+    scheme: str, options: dict[str, Any], edit: dict[str, Any], tmp_path: Path, nothing_is_read: None
+) -> None:
+    saved(tmp_path, scheme, **options)
+
+    def change(data: Any) -> None:
+        (group,) = data["posenc"]["groups"]
+        part = group["stacks"]["decoder"]
+        group["scheme"] = edit.get("scheme", scheme)
+        before = {} if "scheme" in edit else part["options"]
+        assert {**before, **edit["options"]} != part["options"] or "scheme" in edit
+        part["options"] = {**before, **edit["options"]}
+
+    edit_config(tmp_path, change)
+    with pytest.raises(hf_posenc.CheckpointError, match=r"model\.safetensors was saved with another record.*Restore"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# -- edits of every field ----------------------------------------------------------------------------------------------
+
+CONVERSIONS: dict[str, Callable[[], Any]] = {
+    "llama, stick_breaking": lambda: converted("llama", "stick_breaking"),
+    "llama, hybrid": lambda: hf_posenc.patch(converted("llama", "kerple", layers=[0]), "alibi", layers=[1, 2]),
+    "llama, strengths": lambda: faded(converted("llama", "alibi", native="keep")),
+    "gpt2, sinusoidal": lambda: converted("gpt2", "sinusoidal"),
+    "t5, kerple": lambda: converted("t5", "kerple"),
+    "vit, rope2d": lambda: converted("vit", "rope2d"),
+}
+
+
+def faded(model: Any) -> Any:
+    hf_posenc.set_strength(model, native=0.5, scheme=0.75)
+    return model
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Return the path of everything in nested data."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in entries:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def others(value: Any) -> list[Any]:
+    """Return values to put in the place of one: near it, and of other types."""
+    retyped: list[Any] = [None, [value], {"0": value}, str(value)]
+    if isinstance(value, bool):
+        return [not value, int(value), *retyped]
+    if isinstance(value, (int, float)):
+        return [value + 1, -1 - value, value + 0.5, bool(value), float("inf"), *retyped]
+    if isinstance(value, str):
+        words = ["nope", "keep", "remove", "power", "zero"]
+        return [word for word in words if word != value] + [5, None, [value], ""]
+    return [None, 5, "x", [], {}]
+
+
+def reach(data: Any, path: list[Any]) -> Any:
+    """Return what is at a path."""
+    for key in path:
+        data = data[key]
+    return data
+
+
+def edits(record: Any) -> Iterator[tuple[str, Any]]:
+    """Return copies of a record with one thing changed, retyped, dropped, added or doubled, and what it is."""
+    for path in places(record):
+        *above, last = path
+        value = reach(record, above)[last]
+        for number, other in enumerate(others(value)):
+            edited = copy.deepcopy(record)
+            reach(edited, above)[last] = other
+            yield f"{path} = {other!r} ({number})", edited
+        dropped, more = copy.deepcopy(record), copy.deepcopy(record)
+        del reach(dropped, above)[last]
+        yield f"{path} dropped", dropped
+        if isinstance(last, int):
+            reach(more, above).append(copy.deepcopy(value))
+            yield f"{path} doubled", more
+        else:
+            reach(more, above)[f"{last}_too"] = copy.deepcopy(value)
+            del reach(more, above)[last]
+            yield f"{path} renamed", more
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Path) -> None:
+    model = CONVERSIONS[name]()
+    model.save_pretrained(tmp_path)
+    auto, expected = AUTO[name.partition(",")[0]], logits(model)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    digest = data["posenc"].pop("digest")
+    refused = equal = 0
+    for what, record in edits(data["posenc"]):
+        bound = {**record, "digest": digest} if isinstance(record, dict) else record
+        if isinstance(bound, dict) and digest_of(record) != digest:
+            (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": bound}), encoding="utf-8")
+            with pytest.raises(hf_posenc.CheckpointError):
+                AutoConfig.from_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": record}), encoding="utf-8")
+        try:
+            loaded = auto.from_pretrained(tmp_path)
+        except hf_posenc.PosencError:
+            refused += 1
+        except Exception:
+            # What the locked field of the model's own config must be, transformers says when it reads it.
+            if "'locked'" not in what:
+                raise
+            refused += 1
+        else:
+            assert torch.equal(logits(loaded), expected), what
+            equal += 1
+    assert refused >= 60
+    assert equal < 30  # of the version of the plugin, and numbers that are written in another way
+
+
+# -- weights that are not there, or others -----------------------------------------------------------------------------
+
+MISSING = [
+    ("llama", "model.layers.1.self_attn.q_proj.weight"),
+    ("llama", "model.norm.weight"),
+    ("llama", "model.embed_tokens.weight"),
+    ("llama", "lm_head.weight"),
+    ("gpt2", "transformer.wpe.weight"),
+    ("gpt2", "transformer.wte.weight"),  # the head is tied to it
+    ("t5", "shared.weight"),
+    ("t5", "decoder.block.0.layer.1.EncDecAttention.k.weight"),
+    ("vit", "vit.embeddings.patch_embeddings.projection.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "weight"), MISSING)
+def test_a_missing_weight_of_the_model_is_no_random_one(
+    name: str, weight: str, tmp_path: Path, nothing_is_read: None
+) -> None:
+    # Without parameters of a scheme, which were looked at before.
+    converted(name, "alibi", **({"stacks": "decoder"} if name == "t5" else {})).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
+    with pytest.raises(hf_posenc.CheckpointError, match="misses weights of the model: "):
+        AUTO[name].from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "weight", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_another_head_takes_no_body_that_is_not_whole(
+    auto: Any, weight: str, tmp_path: Path, nothing_is_read: None
+) -> None:
+    saved(tmp_path, "alibi")
+    edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
+    with pytest.raises(hf_posenc.CheckpointError, match=f"misses weights .*{re.escape(weight.removeprefix('model.'))}"):
+        auto.from_pretrained(tmp_path, pad_token_id=0)
+
+
+def test_a_part_that_the_saved_head_lacked_is_made_anew(tmp_path: Path) -> None:
+    converted("vit", "alibi").save_pretrained(tmp_path)
+    _, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"pooler.dense.weight", "pooler.dense.bias"}
+
+
+def test_more_layers_in_the_file_than_in_the_config_are_refused(tmp_path: Path, nothing_is_read: None) -> None:
+    saved(tmp_path, "alibi", layers=[0])
+    edit_config(tmp_path, lambda data: data.update(num_hidden_layers=2))
+    for auto in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(hf_posenc.CheckpointError, match=r"has unknown weights of the model: model\.layers\.2"):
+            auto.from_pretrained(tmp_path)
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> None:
+    saved(tmp_path, "kerple")
+    edit_weights(tmp_path, lambda tensors: tensors.update({n: x.long() for n, x in tensors.items() if "posenc" in n}))
+    with pytest.raises(hf_posenc.CheckpointError, match="has misshapen weights of the positional scheme"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_callers_of_transformers_catch_what_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(50, 32)}))
+    with pytest.raises(RuntimeError, match="another shape"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert issubclass(hf_posenc.CheckpointError, ValueError)
+
+
+# What a config of an earlier release, which no digest guards, could ask for.
+HUNGRY = [("t5", "max_distance", 10**8), ("cope", "npos", 2 * 10**7), ("fire", "width", 10**9)]
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@pytest.mark.parametrize(("scheme", "option", "value"), HUNGRY)
+def test_a_config_cannot_demand_memory(
+    scheme: str, option: str, value: int, bound: bool, tmp_path: Path, nothing_is_read: None
+) -> None:
+    saved(tmp_path, scheme)
+    if not bound:
+        unbind(tmp_path)
+    edit_config(
+        tmp_path, lambda data: data["posenc"]["groups"][0]["stacks"]["decoder"]["options"].update({option: value})
+    )
+    with pytest.raises(hf_posenc.CheckpointError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_vocabulary_cannot_demand_memory(tmp_path: Path, nothing_is_read: None) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, lambda data: data.update(vocab_size=10**9))
+    with pytest.raises(hf_posenc.CheckpointError, match=r"another shape.*embed_tokens"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# -- records that make no sense ----------------------------------------------------------------------------------------
+
+
+def group(**changes: Any) -> Callable[[Any], object]:
+    return lambda data: data["posenc"]["groups"][0].update(changes)
+
+
+def part(**changes: Any) -> Callable[[Any], object]:
+    return lambda data: data["posenc"]["groups"][0]["stacks"]["decoder"].update(changes)
+
+
+SENSELESS: dict[str, Callable[[Any], object]] = {
+    "no layers": part(layers=[]),
+    "layers that are no numbers": part(layers=[False, True, 2]),
+    "layers twice": part(layers=[0, 1, 1]),
+    "layers out of order": part(layers=[2, 1, 0]),
+    "an unknown stack": group(stacks={"middle": {"layers": [0], "options": {}}}),
+    "no stacks": group(stacks={}),
+    "no groups": lambda data: data["posenc"].update(groups=[]),
+    "groups that are no list": lambda data: data["posenc"].update(groups={}),
+    "an id that is no whole number": group(id=1.7),
+    "a version that is no number": lambda data: data["posenc"].update(format_version=True),
+    "strengths without a native encoding": lambda data: data["posenc"].update(strengths={"scheme": 0}),
+    "strengths that are no numbers": lambda data: data["posenc"].update(strengths={"scheme": True}),
+    "an unknown key": lambda data: data["posenc"].update(more=1),
+    "an unknown key of a group": group(more=1),
+    "an unknown key of a stack": part(more=1),
+}
+
+
+@pytest.mark.parametrize("what", SENSELESS)
+def test_records_that_make_no_sense_are_refused(what: str, tmp_path: Path, nothing_is_read: None) -> None:
+    # As an earlier release wrote it, and without parameters that would be missing.
+    saved(tmp_path, "alibi")
+    unbind(tmp_path)
+    edit_config(tmp_path, SENSELESS[what])
+    with pytest.raises(hf_posenc.CheckpointError, match=r"config\.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [slice(2), slice(1, None), slice(None, None, -1)], ids=["cut", "cut off", "turned"])
+def test_a_model_whose_layers_were_cut_is_not_saved(kept: slice, tmp_path: Path) -> None:
+    model = hf_posenc.patch(converted("llama", "kerple", layers=[0]), "alibi", layers=[1, 2])
+    model.model.layers = model.model.layers[kept]
+    with pytest.raises(hf_posenc.ArchitectureError, match="layers were cut, added or moved"):
+        model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, nothing_is_read: None) -> None:
+    saved(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(hf_posenc.CheckpointError, match=r"pytorch_model\.bin is no safetensors file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("absolute", [False, True], ids=["above", "absolute"])
+def test_an_index_cannot_lead_out_of_the_folder(absolute: bool, tmp_path: Path, nothing_is_read: None) -> None:
+    folder, outside = tmp_path / "ours", tmp_path / "outside.safetensors"
+    converted("llama", "fire").save_pretrained(folder, max_shard_size="20KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    shard = index["weight_map"]["lm_head.weight"]
+    shutil.move(folder / shard, outside)
+    name = str(outside) if absolute else "../outside.safetensors"
+    index["weight_map"] = {key: name if value == shard else value for key, value in index["weight_map"].items()}
+    path.write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(hf_posenc.CheckpointError, match="outside of the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("scheme", ["fire", "fire_s", "alibi"])
+@pytest.mark.parametrize("body", [False, True], ids=["head", "body"])
+def test_modules_kept_in_float32_exist(scheme: str, body: bool, tmp_path: Path) -> None:
+    saved(tmp_path, scheme)
+    model = (AutoModel if body else AutoModelForCausalLM).from_pretrained(tmp_path)
+    lists = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
+    assert not lists[0] & lists[1]
+    for names in lists:
+        assert bool(names) is (scheme != "alibi")
+        for name in names:
+            assert any(re.search(rf"(?:^|\.){name}(?:\.|$)", key) for key in model.state_dict()), name
