@@ -1,7 +1,7 @@
 """Softmax attention with a bias at what gates let through, see `structures.GateCount`. Imports Triton.
 
-Near a query the gates of each key are added up, from tile to tile. Where all queries of a tile have counted to the last number,
-farther keys share the bias there, and need no gates.
+Near a query the gates of each key are added up, from tile to tile. Where all queries of a tile have counted to the
+last number, farther keys share the bias there, and need no gates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_posenc.attention.gpu.tiles import (
 
 @triton.jit
 def _between(bias, rows, position, seen, N: tl.constexpr):
-    """Return the bias at a position, the step from the whole number below to the next, that number, and how far it is behind."""
+    """Return the bias at a position, the step from the whole number below to the next, that number, and the rest."""
     below = tl.floor(position)
     index = below.to(tl.int32)
     place = rows[:, None] * N + index
@@ -42,60 +42,14 @@ def _between(bias, rows, position, seen, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _forward(
-    q,
-    k,
-    v,
-    gate_q,
-    gate_k,
-    bias,
-    out,
-    lse,
-    counted,
-    first_near,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    gate_q_batch,
-    gate_q_head,
-    gate_q_row,
-    gate_k_batch,
-    gate_k_head,
-    gate_k_row,
-    out_batch,
-    out_head,
-    out_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    gate_scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N: tl.constexpr,
-    OWN_GATES: tl.constexpr,
-):
+    q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, gate_q_batch, gate_q_head, gate_q_row,
+    gate_k_batch, gate_k_head, gate_k_row, out_batch, out_head, out_row, query_batch, key_batch, keep_batch,
+    keep_head, keep_row, keep_column,
+    scale, gate_scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
+):  # fmt: skip
     # The last queries have most to do, and start first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -158,73 +112,15 @@ def _forward(
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _backward(
-    q,
-    k,
-    v,
-    gate_q,
-    gate_k,
-    bias,
-    grad,
-    inner,
-    lse,
-    counted,
-    first_near,
-    dq,
-    dk,
-    dv,
-    dgate_q,
-    dgate_k,
-    dbias,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    gate_q_batch,
-    gate_q_head,
-    gate_q_row,
-    gate_k_batch,
-    gate_k_head,
-    gate_k_row,
-    grad_batch,
-    grad_head,
-    grad_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    gate_scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N: tl.constexpr,
-    OWN_GATES: tl.constexpr,
-):
+    q, k, v, gate_q, gate_k, bias, grad, inner, lse, counted, first_near, dq, dk, dv, dgate_q, dgate_k, dbias,
+    query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, gate_q_batch, gate_q_head, gate_q_row,
+    gate_k_batch, gate_k_head, gate_k_row, grad_batch, grad_head, grad_row, dq_batch, dq_head, dq_row, dk_batch,
+    dk_head, dk_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, gate_scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
+):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -321,7 +217,7 @@ def count_gates(
     """Return the output `[B, H, Q, D]`.
 
     Args:
-        shape: Of the call.
+        shape: Shape of the call.
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.
@@ -360,22 +256,10 @@ class _CountGates(torch.autograd.Function):
         blocks, programs = shape.grid
         first_near = q.new_empty((programs, blocks), dtype=torch.int32)
         _forward[shape.grid](
-            q,
-            k,
-            v,
-            gate_q,
-            gate_k,
-            bias,
-            out,
-            lse,
-            counted,
-            first_near,
-            **tiles.strides(q=q, k=k, v=v, gate_q=gate_q, gate_k=gate_k, out=out),
-            **shape.arguments,
-            gate_scale=gate_scale,
-            N=bias.shape[-1],
-            OWN_GATES=own,
-        )
+            q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near,
+            **tiles.strides(q=q, k=k, v=v, gate_q=gate_q, gate_k=gate_k, out=out), **shape.arguments,
+            gate_scale=gate_scale, N=bias.shape[-1], OWN_GATES=own,
+        )  # fmt: skip
         ctx.shape, ctx.gate_scale, ctx.own = shape, gate_scale, own
         ctx.save_for_backward(q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near)
         return out.to(q.dtype)

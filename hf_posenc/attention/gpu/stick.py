@@ -1,7 +1,7 @@
 """Stick-breaking attention, see `structures.Stick`: one kernel for each direction. Imports Triton.
 
-What is left of a stick is carried as a logarithm from tile to tile. Where nothing to speak of is left for any query of a tile, its
-program ends.
+What is left of a stick is carried as a logarithm from tile to tile. Where nothing to speak of is left for any query
+of a tile, its program ends.
 """
 
 from __future__ import annotations
@@ -48,50 +48,13 @@ def _taking(seen, query, key, CURRENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _forward(
-    q,
-    k,
-    v,
-    bias,
-    out,
-    left_out,
-    first_taking,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CURRENT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    q, k, v, bias, out, left_out, first_taking, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row, query_batch,
+    key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     # The last queries have most to do, and start first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -130,61 +93,13 @@ def _forward(
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _backward(
-    q,
-    k,
-    v,
-    bias,
-    grad,
-    left_in,
-    of_left,
-    first_taking,
-    dq,
-    dk,
-    dv,
-    dbias,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    grad_batch,
-    grad_head,
-    grad_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CURRENT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    q, k, v, bias, grad, left_in, of_left, first_taking, dq, dk, dv, dbias, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row, dq_batch,
+    dq_head, dq_row, dk_batch, dk_head, dk_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -239,11 +154,11 @@ def break_stick(
     """Return the weighted values `[B, H, Q, D]` and what is left of each stick, float32 `[B, H, Q]`.
 
     Args:
-        shape: Of the call.
+        shape: Shape of the call.
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.
-        bias: Of the scaled logits, float32 `[H]`.
+        bias: Bias on the scaled logits, float32 `[H]`.
         current: Whether a query's own key takes a piece.
     """
     output: tuple[Tensor, Tensor] = _BreakStick.apply(shape, current, q, k, v, bias)
@@ -261,18 +176,9 @@ class _BreakStick(torch.autograd.Function):
         blocks, programs = shape.grid
         first_taking = q.new_empty((programs, blocks), dtype=torch.int32)
         _forward[shape.grid](
-            q,
-            k,
-            v,
-            left if bias is None else bias,
-            out,
-            left,
-            first_taking,
-            **tiles.strides(q=q, k=k, v=v, out=out),
-            **shape.arguments,
-            CURRENT=current,
-            HAS_BIAS=bias is not None,
-        )
+            q, k, v, left if bias is None else bias, out, left, first_taking, **tiles.strides(q=q, k=k, v=v, out=out),
+            **shape.arguments, CURRENT=current, HAS_BIAS=bias is not None,
+        )  # fmt: skip
         rest = left[..., 0].exp()
         ctx.shape, ctx.current = shape, current
         ctx.save_for_backward(q, k, v, bias, left, rest, first_taking)
