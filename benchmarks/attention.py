@@ -43,7 +43,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_posenc
 import hf_posenc.attention
-from hf_posenc.attention import kernel
+from hf_posenc.attention.cpu import kernel
 
 HEADS, HEAD_DIM = 8, 64
 HIDDEN = HEADS * HEAD_DIM

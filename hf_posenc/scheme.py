@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError
 from hf_posenc.hiding import softmax_of_seen
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.structures import Added, Equivalent, Folded, Nearest, Walk
+from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
 
 Result = TypeVar("Result")
 
@@ -145,7 +145,7 @@ class Scheme(nn.Module):
         """Return what a user should know before giving a model this scheme."""
         return []
 
-    def added(self) -> Added | None:
+    def added(self) -> Bias | None:
         """Return the bias that `score` adds, in a form that fused attention takes.
 
         `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
@@ -159,14 +159,14 @@ class Scheme(nn.Module):
         """
         return None
 
-    def nearest(self) -> Nearest | None:
+    def locality(self) -> Locality | None:
         """Return beyond which keys position makes no difference, in causal layers; `None` if it always may.
 
-        A scheme with `Nearest.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
+        A scheme with `Locality.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
         """
         return None
 
-    def walk(self) -> Walk | None:
+    def key_scan(self) -> KeyScan | None:
         """Return how `score`, `weigh` and `mix` go through the keys, in causal layers, where kernels of a GPU know the way."""
         return None
 

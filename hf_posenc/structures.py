@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Added:
+class Bias:
     """A bias on the scaled logits, which depends on positions and on what tokens bring, not on queries and keys.
 
     Attributes:
@@ -28,13 +28,13 @@ class Added:
 
     of: Callable[..., Tensor]
 
-    def scaled(self, factor: float) -> Added:
+    def scaled(self, factor: float) -> Bias:
         """Return the same at part of its strength."""
         return replace(self, of=_scaled(self.of, factor))
 
 
 @dataclass(frozen=True, eq=False)
-class ContentBias(Added):
+class ContentBias(Bias):
     """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does."""
 
 
@@ -45,7 +45,7 @@ class Vectors:
     Attributes:
         of_queries: Which queries are multiplied with, `[H | G, N, D]`.
         of_keys: Which keys are, likewise.
-        bias: Added to the queries first, `[H, D]`.
+        bias: Bias that is added to the queries first, `[H, D]`.
         always: Which keys are multiplied with at every distance, `[H, D]`.
         ahead: So many are for negative distances, behind the others: they may be any, and spare a copy to make room for them.
     """
@@ -80,7 +80,7 @@ class RelativeProducts(ContentBias):
 
 
 @dataclass(frozen=True, eq=False)
-class KeyBias(Added):
+class KeyBias(Bias):
     """A number per head and token: that of the key less that of the query.
 
     Attributes:
@@ -94,7 +94,7 @@ class KeyBias(Added):
 
 
 @dataclass(frozen=True, eq=False)
-class DistanceTable(Added):
+class DistanceTable(Bias):
     """A number per head and distance.
 
     Attributes:
@@ -109,7 +109,7 @@ class DistanceTable(Added):
 
 
 @dataclass(frozen=True, eq=False)
-class PiecewiseLinear(Added):
+class PiecewiseLinear(Bias):
     """A continuous function per head, of straight pieces, of `u(distance) * w(query position)`; `u` grows from 0 on.
 
     For causal layers.
@@ -161,7 +161,7 @@ class Folded:
 
 
 @dataclass(frozen=True, eq=False)
-class Nearest:
+class Locality:
     """What the nearest keys are, beyond which position makes no difference; keys count in the order of their slots.
 
     Attributes:
@@ -176,7 +176,7 @@ class Nearest:
     beyond: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
     first_try: int = 64
 
-    def scaled(self, factor: float) -> Nearest | None:
+    def scaled(self, factor: float) -> Locality | None:
         """Return the same at part of its strength; `None` if keys without weight would get some."""
         beyond = self.beyond
         if beyond is None:
@@ -190,12 +190,12 @@ class Nearest:
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
-    """How a scheme goes through the keys from the last to the first, in a form that a kernel takes; see `Scheme.walk`."""
+class KeyScan:
+    """How a scheme goes through the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`."""
 
 
 @dataclass(frozen=True, eq=False)
-class GateCount(Walk):
+class GateCount(KeyScan):
     """A bias at what gates let through, from a key up to the query; in between it is straight, and it ends at the last number.
 
     A gate is the sigmoid of a scaled product; hidden keys have none.
@@ -214,7 +214,7 @@ class GateCount(Walk):
 
 
 @dataclass(frozen=True, eq=False)
-class Stick(Walk):
+class Stick(KeyScan):
     """In place of the softmax every key takes the sigmoid of its logit of what nearer ones left.
 
     Attributes:

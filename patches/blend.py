@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Block, Projection, Tokens
 from hf_posenc.scheme import Scheme, grouped_matmul
-from hf_posenc.structures import Added, Nearest
+from hf_posenc.structures import Bias, Locality
 
 
 class Blended(Scheme):
@@ -59,12 +59,12 @@ class Blended(Scheme):
         here = self._between(grouped_matmul(weights[..., : v.shape[2]], v), there[..., :width])
         return torch.cat((here, there[..., width:]), dim=-1) if there.shape[-1] > width else here
 
-    def added(self) -> Added | None:
+    def added(self) -> Bias | None:
         there = self.scheme.added()
         return None if there is None else there.scaled(self.strength)
 
-    def nearest(self) -> Nearest | None:
-        there = self.scheme.nearest()
+    def locality(self) -> Locality | None:
+        there = self.scheme.locality()
         return None if there is None else there.scaled(self.strength)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:

@@ -27,7 +27,7 @@ from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
-from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
+from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 
 
 class PosencGPT2Config(PosencConfig, GPT2Config):
@@ -60,20 +60,20 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
                 **kwargs,
             )
             return stock
-        backend = self.config._attn_implementation
-        output, weights = self.attend_with_scheme(
+        eager = self.config._attn_implementation == "eager"
+        layer = LayerCall(
             context,
             hidden_states,
             attention_mask,
-            past_key_values,
-            layer=self.layer_idx,
             causal=True,
             scale=self.scaling,
             dropout=self.attn_dropout.p if self.training else 0.0,
-            backend=backend,
-            need_weights=bool(output_attentions),
-            upcast=self.reorder_and_upcast_attn and backend == "eager",
+            need_weights=eager or bool(output_attentions),
+            cache=past_key_values,
+            index=self.layer_idx,
+            upcast=self.reorder_and_upcast_attn and eager,
         )
+        output, weights = self.attend_with_scheme(layer)
         return self.resid_dropout(self.c_proj(output)), weights
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
-from hf_posenc.patches.seams import PosencAttention, PosencBody, PosencLayer
+from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 
 
 class PosencLlamaConfig(PosencConfig, LlamaConfig):
@@ -60,19 +60,19 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
             turned: tuple[Tensor, Tensor] = modeling_llama.apply_rotary_pos_emb(q, k, *cos_sin)
             return turned
 
-        output, weights = self.attend_with_scheme(
+        layer = LayerCall(
             context,
             hidden_states,
             attention_mask,
-            past_key_values,
-            layer=self.layer_idx,
             causal=True,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            backend=self.config._attn_implementation,
-            need_weights=bool(kwargs.get("output_attentions")),
+            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
+            cache=past_key_values,
+            index=self.layer_idx,
             rotate=rotate,
         )
+        output, weights = self.attend_with_scheme(layer)
         return self.o_proj(output), weights
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

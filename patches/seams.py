@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from hf_posenc.attention import Mask, Task, from_tensor, run
+from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
-from hf_posenc.operands import Positions, Tokens
+from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
@@ -102,130 +102,152 @@ class PosencAttention:
         """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden states `[B, S, E]`, without positions."""
         raise NotImplementedError
 
-    def attend_with_scheme(
-        self,
-        context: Context,
-        hidden: Tensor,
-        mask: Tensor | None,
-        cache: Cache | None,
-        *,
-        layer: int | None,
-        causal: bool,
-        scale: float,
-        dropout: float,
-        backend: str | None,
-        need_weights: bool = False,
-        upcast: bool = False,
-        rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend_with_scheme(self, layer: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Project, and run the layer's scheme.
-
-        Args:
-            context: From the body.
-            hidden: The hidden states to project, `[B, S, E]`.
-            mask: As transformers prepared it: `None`, or 4-D bool or float.
-            cache: The model's cache, if it uses one.
-            layer: Index of the layer in the cache.
-            causal: Whether the layer is causal.
-            scale: Softmax scale of the layer.
-            dropout: Probability in training, 0 otherwise.
-            backend: The model's attention implementation.
-            need_weights: Also return the weights.
-            upcast: Multiply queries and keys in float32.
-            rotate: The model's own rotation of queries and keys, where it is kept. It comes after the scheme's projection.
 
         Returns:
             The output `[B, S, H * D]`, and the weights `[B, H, S, K]` or `None`.
         """
-        eager = backend == "eager"
-        rotate = rotate if self.posenc_keeps_native else None
-
-        def attend(scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
-            if context.strength != 1:
-                scheme = Blended(scheme, context.strength)
-            q, k, v = self.project_heads(hidden)
-            batch, heads, length, _ = q.shape
-            assert context.positions is not None
-            here = context.positions
-            past: Mapping[str, Tensor] = {}
-            if cache is not None:
-                assert layer is not None
-                past = token_cache.past(cache, layer, q.device)
-            tokens = Tokens(
-                positions=Positions(here, here, context.coords, context.coords),
-                hidden=hidden,
-                real=context.real,
-                past=past,
-                carried=None if context.passage is None else context.passage.carried,
-                common=common,
-                host=lambda x: self.project_heads(x)[:2],
-            )
-            projected = scheme.project(tokens, q, k, v)
-            q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
-            own, content_q = projected.state, None
-            if rotate is not None:
-                content_q = q
-                if scheme.reads_keys:
-                    state[CONTENT] = keys.transpose(1, 2)
-                q, keys = rotate(q, keys)
-            places = here
-            if cache is not None:
-                assert layer is not None
-                fresh = {"positions": here.expand(batch, -1), **state}
-                keys, values, state = token_cache.update(
-                    cache, layer, keys, values, fresh, projected.recent, scheme.history
-                )
-                places = state.pop("positions")
-                if places.stride(0) == 0:
-                    places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
-            if mask is None and causal and length > 1:
-                # What transformers means by no mask: causal from the first key on (behind the queries, a static cache has
-                # slots not filled yet). The keys are then the queries' own tokens.
-                keys, values, places = keys[:, :, :length], values[:, :, :length], here
-                state = {name: tensor[:, :length] for name, tensor in state.items()}
-                visible = Mask("slots")
-            elif mask is None:
-                visible = Mask("all")
-            elif causal and context.real is not None and keys.shape[2] == length:
-                # What the mask was made of says the same, and in which order keys lie.
-                visible = Mask("slots", keep=context.real[:, None, None])
-            else:
-                visible = from_tensor(mask, rule="all", batch=batch, heads=heads, q=length, k=keys.shape[2])
-            content_k = state.pop(CONTENT, None)
-            task = Task(
-                q=q,
-                k=scheme.recall(keys, state),
-                v=values,
-                # Of the keys in a cache only the positions are kept.
-                positions=Positions(here, places) if cache is not None else tokens.positions,
-                reach=context.reach,
-                scale=scale,
-                state=state,
-                own=own,
-                tables=projected.tables,
-                content_q=content_q,
-                content_k=None if content_k is None else content_k.transpose(1, 2),
-                native_score=context.native_score if self.posenc_keeps_native else None,
-                parameters=context.native_parameters if self.posenc_keeps_native else (),
-                dropout=dropout,
-                upcast=upcast,
-            )
-            output, weights = run(
-                scheme, task, visible, executor="dense" if eager else None, need_weights=eager or need_weights
-            )
-            if context.passage is not None:
-                context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
-            return scheme.finish(output, hidden), weights
-
         own: Any = self._modules.get(OWN)
-        shared: Any = getattr(context.shared, str(self.posenc_group), None)
+        shared: Any = getattr(layer.context.shared, str(self.posenc_group), None)
+        attend = functools.partial(self._attend, layer)
         if own is None:
             output, weights = shared(attend)
         elif shared is None:
             output, weights = own(attend)
         else:
             output, weights = shared(lambda common: own(attend, common))
-        return output.transpose(1, 2).reshape(*hidden.shape[:-1], -1), weights
+        return output.transpose(1, 2).reshape(*layer.hidden.shape[:-1], -1), weights
+
+    def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[B, H, S, D]` and the weights, given the scheme and the part of it that all layers share."""
+        context = layer.context
+        if context.strength != 1:
+            scheme = Blended(scheme, context.strength)
+        operands = self.project_heads(layer.hidden)
+        tokens = layer.tokens(operands[0].device, common, host=lambda x: self.project_heads(x)[:2])
+        call = self._call(scheme, layer, scheme.project(tokens, *operands))
+        del operands  # not needed beside their projection
+        output, weights = run(call)
+        if context.passage is not None:
+            context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
+        return scheme.finish(output, layer.hidden), weights
+
+    def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection) -> Call:
+        """Return the call for the executors: rotate, cache and mask what the scheme projected."""
+        context, kept = layer.context, self.posenc_keeps_native
+        q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
+        content_q = None
+        if layer.rotate is not None and kept:
+            content_q = q
+            if scheme.reads_keys:
+                state[CONTENT] = keys.transpose(1, 2)
+            q, keys = layer.rotate(q, keys)
+        positions = layer.positions()
+        if layer.cache is not None:
+            assert layer.index is not None
+            fresh = {"positions": positions.query.expand(len(q), -1), **state}
+            keys, values, state = token_cache.update(
+                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
+            )
+            places = state.pop("positions")
+            if places.stride(0) == 0:
+                places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
+            # Only the positions of the keys are kept in a cache.
+            positions = Positions(positions.query, places)
+        length = q.shape[2]
+        if layer.mask is None and layer.causal and length > 1:
+            # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has slots not
+            # filled yet). The keys are then the queries' own tokens.
+            keys, values = keys[:, :, :length], values[:, :, :length]
+            state = {name: tensor[:, :length] for name, tensor in state.items()}
+            positions = replace(positions, key=positions.query)
+        content_k = state.pop(CONTENT, None)
+        return Call(
+            scheme=scheme,
+            q=q,
+            k=scheme.recall(keys, state),
+            v=values,
+            positions=positions,
+            reach=context.reach,
+            scale=layer.scale,
+            mask=layer.visible(q, keys),
+            state=state,
+            own=projected.state,
+            tables=projected.tables,
+            content_q=content_q,
+            content_k=None if content_k is None else content_k.transpose(1, 2),
+            native_score=context.native_score if kept else None,
+            parameters=context.native_parameters if kept else (),
+            dropout=layer.dropout,
+            upcast=layer.upcast,
+            need_weights=layer.need_weights,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a patched attention module, as its architecture reads it from the stock module.
+
+    Attributes:
+        context: Context from the body.
+        hidden: Hidden states to project, `[B, S, E]`.
+        mask: Mask as transformers prepared it: `None`, or 4-D bool or float.
+        causal: Whether the layer is causal.
+        scale: Softmax scale of the layer.
+        dropout: Probability in training, 0 otherwise.
+        need_weights: Return the weights, too: the backend is eager, or the caller asked for them.
+        cache: The model's cache, if it uses one.
+        index: Index of the layer in the cache.
+        upcast: Multiply queries and keys in float32.
+        rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's projection.
+    """
+
+    context: Context
+    hidden: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float
+    need_weights: bool
+    cache: Cache | None = None
+    index: int | None = None
+    upcast: bool = False
+    rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def positions(self) -> Positions:
+        """Return the positions of the fresh tokens, as queries and as keys."""
+        here, coords = self.context.positions, self.context.coords
+        assert here is not None
+        return Positions(here, here, coords, coords)
+
+    def tokens(
+        self, device: torch.device, common: Scheme | None, host: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> Tokens:
+        """Return the fresh tokens as `Scheme.project` gets them."""
+        context, past = self.context, {}
+        if self.cache is not None:
+            assert self.index is not None
+            past = token_cache.past(self.cache, self.index, device)
+        return Tokens(
+            positions=self.positions(),
+            hidden=self.hidden,
+            real=context.real,
+            past=past,
+            carried=None if context.passage is None else context.passage.carried,
+            common=common,
+            host=host,
+        )
+
+    def visible(self, q: Tensor, k: Tensor) -> Mask:
+        """Return the visibility of all keys, those of the cache included."""
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        if self.mask is None:
+            return Mask("slots" if self.causal and queries > 1 else "all")
+        if self.causal and self.context.real is not None and keys == queries:
+            # What the mask was made of says the same, and in which order keys lie.
+            return Mask("slots", keep=self.context.real[:, None, None])
+        return from_tensor(self.mask, rule="all", batch=batch, heads=heads, q=queries, k=keys)
 
 
 class PosencLayer:

@@ -27,7 +27,7 @@ from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer, tokens_in
+from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes._buckets import Buckets
 
@@ -58,18 +58,18 @@ class PosencT5Attention(PosencAttention, T5Attention):
             )
             return stock
         length, seen = hidden_states.shape[1], tokens_in(past_key_values)
-        output, weights = self.attend_with_scheme(
+        layer = LayerCall(
             context,
             hidden_states,
             mask,
-            past_key_values,
-            layer=self.layer_idx,
             causal=self.is_decoder,
             scale=self.scaling,
             dropout=self.dropout if self.training else 0.0,
-            backend=self.config._attn_implementation,
-            need_weights=bool(kwargs.get("output_attentions")),
+            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
+            cache=past_key_values,
+            index=self.layer_idx,
         )
+        output, weights = self.attend_with_scheme(layer)
         if context.passes_native_bias and self.has_relative_attention_bias:
             keys = length
             if past_key_values is not None:

@@ -25,7 +25,7 @@ from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
-from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
+from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer
 
 
 class PosencViTConfig(PosencConfig, ViTConfig):
@@ -45,18 +45,16 @@ class PosencViTAttention(PosencAttention, ViTAttention):
         if context.positions is None:
             stock: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **kwargs)
             return stock
-        output, weights = self.attend_with_scheme(
+        layer = LayerCall(
             context,
             hidden_states,
             attention_mask,
-            cache=None,
-            layer=None,
             causal=False,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            backend=self.config._attn_implementation,
-            need_weights=bool(kwargs.get("output_attentions")),
+            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
         )
+        output, weights = self.attend_with_scheme(layer)
         return self.o_proj(output), weights
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Attention with every scheme: slow references, executors against each other, properties, numerics, memory."""
 
 import contextlib
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -17,15 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build, schemes
-from hf_posenc.attention import choose, executors
-from hf_posenc.attention.blocks import blocks
-from hf_posenc.attention.mask import Mask
+from hf_posenc.attention import Call, Mask, choose, executors
+from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.sdpa import touches_the_matrix
-from hf_posenc.attention.task import Task
 from hf_posenc.operands import Block, Projection, Tokens
 
 # The package has a function of the module's name.
-blocks_module = importlib.import_module("hf_posenc.attention.blocks")
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 
@@ -1015,7 +1011,7 @@ def test_the_executor_is_chosen_by_size(name: str) -> None:
         q = torch.empty(1, HEADS, queries, HEAD_DIM, device="meta")
         kv = torch.empty(1, KV_HEADS, keys, HEAD_DIM, device="meta")
         places = Positions(torch.arange(keys - queries, keys)[None], torch.arange(keys)[None])
-        return choose(scheme, Task(q, kv, kv, places, keys - 1, 1.0), Mask("slots"), need_weights=need_weights)
+        return choose(Call(scheme, q, kv, kv, places, keys - 1, 1.0, Mask("slots"), need_weights=need_weights)).name
 
     # Off the CPU, where nothing is fused; that choice is in test_engine.py.
     assert chosen(4096, 4096, need_weights=True) == "dense"
@@ -1064,8 +1060,8 @@ def test_blocks_replay_dropout_in_the_backward_pass() -> None:
 
     def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(5)
-        task = Task(q=q, k=k, v=v, positions=Positions(places, places), reach=6, scale=0.5, dropout=0.4)
-        return blocks(scheme, task, Mask("slots"), block_rows=3)
+        call = Call(scheme, q, k, v, Positions(places, places), reach=6, scale=0.5, mask=Mask("slots"), dropout=0.4)
+        return blocks_module.Blocks(rows=3).run(call)[0]
 
     assert torch.equal(dropped(q, k, v, scheme.bias_p), dropped(q, k, v, scheme.bias_p))
     state = torch.get_rng_state()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import json
 import math
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.attention import blocks
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block
 
@@ -50,7 +50,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Or the sequences here would be one block.
-    monkeypatch.setattr(importlib.import_module("hf_posenc.attention.blocks"), "rows_per_block", lambda *sizes: 4)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
 
 
 def geometry(direction: str = "causal", **changes: Any) -> Geometry:

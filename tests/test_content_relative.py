@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from transformers import DynamicCache
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.attention import blocks
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes.disentangled import log_buckets
@@ -43,7 +43,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Or the sequences here would be one block.
-    monkeypatch.setattr(importlib.import_module("hf_posenc.attention.blocks"), "rows_per_block", lambda *sizes: 4)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:

@@ -1,7 +1,6 @@
 """The executors for long sequences: against the dense reference across many blocks, their choice, their limits."""
 
 import gc
-import importlib
 import itertools
 import weakref
 
@@ -14,17 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hf_posenc
-from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, build, schemes
-from hf_posenc.attention import executors, far, kernel
+from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, attention, build, schemes
+from hf_posenc.attention import Call, Mask, executors
+from hf_posenc.attention import blocks as blocks_module
+from hf_posenc.attention.cpu import cutoff, fused, kernel
 from hf_posenc.attention.layout import slots_tell_distances
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
 from hf_posenc.relative import by_distance, keys_by_distance, sums_by_distance
-
-# The package has functions of the modules' names.
-engine = importlib.import_module("hf_posenc.attention")
-fused = importlib.import_module("hf_posenc.attention.fused")
-nearby = importlib.import_module("hf_posenc.attention.nearby")
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 FORMS = {
@@ -45,7 +39,7 @@ FAST = [
             Geometry(heads=4, kv_heads=2, head_dim=6, hidden_size=11, max_positions=64, causal=direction == "causal"),
         )
     )
-    if executor in ("fused", "nearby")
+    if executor in ("fused", "locality")
 ]
 
 
@@ -229,7 +223,7 @@ def test_autocast_makes_no_table_in_half_precision(name: str, layout) -> None:
     [
         ("cope", "dense"),
         ("cope", "blocks"),
-        ("cope", "nearby"),
+        ("cope", "locality"),
         ("stick_breaking", "dense"),
         ("kerple", "fused"),
         ("liere", "sdpa"),
@@ -278,8 +272,8 @@ def test_no_executor_keeps_operands_behind_the_back_of_autograd(name: str, execu
     ("name", "causal", "executor"),
     [
         ("cope", True, "blocks"),
-        ("cope", True, "nearby"),
-        ("stick_breaking", True, "nearby"),
+        ("cope", True, "locality"),
+        ("stick_breaking", True, "locality"),
         ("kerple", True, "fused"),
         ("fire", False, "fused"),
     ],
@@ -304,7 +298,7 @@ def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, 
 
 @pytest.mark.parametrize("name", ["alibi", "cope", "rope"])
 def test_a_mask_that_is_added_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks_module, "_DENSE_LOGITS", 0)
     scheme, (places, _) = make(name), plain(70)
     q, k, v = (torch.randn(2, heads, 70, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     added = torch.randn(1, HEADS, 70, 70).masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -1e9)
@@ -320,7 +314,7 @@ def test_a_mask_that_is_added_learns(name: str, monkeypatch: pytest.MonkeyPatch)
         gradient("blocks")
 
 
-@pytest.mark.parametrize("executor", ["blocks", "nearby"])
+@pytest.mark.parametrize("executor", ["blocks", "locality"])
 def test_parameters_that_change_before_the_backward_pass_are_noticed(executor: str) -> None:
     scheme, (places, _) = make("cope"), plain(150)
     q, k, v = (torch.randn(2, heads, 150, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -337,7 +331,7 @@ def test_autocast_beside_operands_in_float32(name: str) -> None:
     scheme = make(name)
     got, want = (
         one_attention(scheme, executor, *plain(301), dtype=torch.float32, autocast=True)
-        for executor in ("nearby", "dense")
+        for executor in ("locality", "dense")
     )
     compare(got, want, tolerance=0.1)
 
@@ -368,7 +362,7 @@ def test_equals_the_reference_for_any_shape(
 
 @pytest.mark.parametrize(
     ("name", "executor"),
-    [("kerple", "fused"), ("alibi", "fused"), ("fox", "fused"), ("fire", "fused"), ("cope", "nearby")],
+    [("kerple", "fused"), ("alibi", "fused"), ("fox", "fused"), ("fire", "fused"), ("cope", "locality")],
 )
 def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) -> None:
     # The last token of left padding, whose output predicts the first real one.
@@ -387,11 +381,13 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
         v,
     )
     state = dict(projected.state)
-    task = Task(q, k, v, Positions(places, places), length, 0.4, state=state, own=state, tables=projected.tables)
+    mask = Mask("slots", keep=real[:, None, None])
+    at = Positions(places, places)
+    call = Call(scheme, q, k, v, at, length, 0.4, mask, state=state, own=state, tables=projected.tables)
     weight = torch.randn(1, HEADS, length, HEAD_DIM).double()
     found = []
     for which, weighted in ((executor, weight), ("dense", weight * real[:, None, :, None])):
-        output, _ = engine.run(scheme, task, Mask("slots", keep=real[:, None, None]), executor=which)
+        output, _ = attention.run(call, executor=which)
         found.append(torch.autograd.grad(output, (q, k, v), weighted, retain_graph=True))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
@@ -401,7 +397,7 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
 
 
 def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
-    with engine.recorded() as record:
+    with attention.recorded() as record:
         one_attention(scheme, None, places, mask)
     (choice,) = record
     return str(choice)
@@ -416,8 +412,8 @@ def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
         ("fire", {"threshold": 2000.0}, "fused (distance table)"),
         ("fire", {"threshold": 50.0}, "fused (distance table, straight pieces)"),
         ("fox", {}, "fused (key bias)"),
-        ("cope", {}, "nearby"),
-        ("stick_breaking", {}, "nearby"),
+        ("cope", {}, "locality"),
+        ("stick_breaking", {}, "locality"),
         ("kerple", {"weighted": True}, "blocks"),
     ],
 )
@@ -451,7 +447,7 @@ def test_a_bias_may_hide_all_keys_before_a_block(gap: int, form: str) -> None:
         with torch.no_grad():
             for table in models.new_parameters(model).values():
                 table[-1] = -torch.inf
-            with engine.recorded() as choices:
+            with attention.recorded() as choices:
                 found.append(model(ids, position_ids=places, use_cache=False).logits)
         assert {str(choice) for choice in choices} == {f"fused ({form})" if backend == "sdpa" else "dense"}
     torch.testing.assert_close(*found, **models.SAME)
@@ -502,13 +498,13 @@ def test_among_few_keys_all_are_near(name: str) -> None:
 
 
 def test_one_query_takes_the_dense_form() -> None:
-    with engine.recorded() as record:
+    with attention.recorded() as record:
         one_attention(make("kerple"), None, *plain(120), queries=1)
     assert [choice.executor for choice in record] == ["dense"]
 
 
 def test_long_calls_without_a_structure_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks_module, "_DENSE_LOGITS", 0)
     assert chosen(make("cape"), *plain(40)) == "blocks"
 
 
@@ -547,7 +543,7 @@ def test_the_private_kernel_of_this_torch_passes_its_trial() -> None:
 @pytest.mark.parametrize("name", ["kerple", "fox", "fire", "cope"])
 def test_without_the_private_kernel_results_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = make(name).double()
-    executor = "nearby" if name == "cope" else "fused"
+    executor = "locality" if name == "cope" else "fused"
     want = one_attention(scheme, executor, *plain(150))
 
     def forbidden(*args: object) -> None:
@@ -606,7 +602,7 @@ def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, mo
     seen = keys_read(monkeypatch)
     got = one_attention(scheme, "fused", places, mask, queries=queries)
     needed = sum(seen)
-    monkeypatch.setattr(far, "_KEYS", 10_000)
+    monkeypatch.setattr(cutoff, "_KEYS", 10_000)
     one_attention(scheme, "fused", places, mask, queries=queries)
     assert needed < 0.8 * (sum(seen) - needed)
     compare(got, one_attention(scheme, "dense", places, mask, queries=queries), tolerance=1e-9)
@@ -680,7 +676,7 @@ def widths_seen(scheme: Scheme, factor: float, monkeypatch: pytest.MonkeyPatch) 
     q, k, v = (torch.randn(1, heads, 1000, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     places = torch.arange(1000)[None]
     with torch.no_grad():
-        attend(scheme, factor * q.abs(), k.abs(), v, query_positions=places, key_positions=places, executor="nearby")
+        attend(scheme, factor * q.abs(), k.abs(), v, query_positions=places, key_positions=places, executor="locality")
     return [seen[last] for last in sorted(seen)]
 
 
@@ -712,11 +708,9 @@ def test_where_gates_are_closed_all_keys_do(name: str, monkeypatch: pytest.Monke
 )
 def test_whether_slots_tell_distances(places: list, keep: list | None, want: bool) -> None:
     position = torch.tensor(places)
-    x = torch.zeros(1, 1, 4, 2)
-    task = Task(q=x, k=x, v=x, positions=Positions(position, position), reach=9, scale=1.0)
     mask = None if keep is None else torch.tensor(keep, dtype=torch.bool)
     mask = mask if mask is None else mask[:, None, None] if mask.ndim == 2 else mask[:, None]
-    assert slots_tell_distances(task, Mask("all", keep=mask)) is want
+    assert slots_tell_distances(Positions(position, position), Mask("all", keep=mask)) is want
 
 
 @pytest.mark.parametrize(
@@ -774,4 +768,4 @@ def test_no_tensor_grows_with_the_square(name: str, direction: str, executor: st
 
 def test_all_executors_are_known_here() -> None:
     names = set(itertools.chain.from_iterable(executors(make(name)) for name in schemes()))
-    assert names == {"dense", "blocks", "sdpa", "fused", "nearby"}
+    assert names == {"dense", "blocks", "sdpa", "fused", "locality"}

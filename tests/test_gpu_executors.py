@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -23,14 +23,10 @@ from test_engine import compare, left_padded, packed, plain, skipped
 from torch import Tensor
 
 from hf_posenc import Geometry, OptionError, Positions, Scheme, attend, build
-from hf_posenc.attention import choose, executors, gpu, trial
-from hf_posenc.attention.blocks import blocks
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
-
-engine = importlib.import_module("hf_posenc.attention")
-# The module has a function of its name.
-flex_module = importlib.import_module("hf_posenc.attention.flex")
+from hf_posenc.attention import Call, Choice, Mask, choose, executors
+from hf_posenc.attention.blocks import Blocks
+from hf_posenc.attention.gpu import flex, trial
+from hf_posenc.structures import Bias
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 24, 11
 TRITON = importlib.util.find_spec("triton") is not None
@@ -177,9 +173,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     def missed(*args: object) -> None:
         raise AssertionError("went by blocks")
 
-    monkeypatch.setattr(gpu, "available", lambda device: True)
-    monkeypatch.setattr(gpu, "blocks", missed)
-    monkeypatch.setattr(flex_module, "blocks", missed)
+    monkeypatch.setattr(trial, "available", lambda device: True)
+    monkeypatch.setattr(Blocks, "run", missed)
     # torch has no kernel for the backward pass on a CPU, but the graph is there.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
 
@@ -302,21 +297,21 @@ CHOICES = [
 
 
 def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "passed", lambda *call: True)
+    monkeypatch.setattr(trial.CompiledExecutor, "passed", lambda *call: True)
     for name, options, want in CHOICES:
         scheme = make(Case(name, options=options))
         q, kv = torch.zeros(1, HEADS, 40, HEAD_DIM), torch.zeros(1, KV_HEADS, 40, HEAD_DIM)
         places = torch.arange(40)[None]
-        task, mask = Task(q, kv, kv, Positions(places, places), 39, 1.0), Mask("slots")
-        executor = choose(scheme, task, mask, need_weights=False)
-        assert executor in executors(scheme, CPU)
-        assert str(engine.Choice(executor, engine._form(scheme, task, mask, executor))) == want
+        call = Call(scheme, q, kv, kv, Positions(places, places), 39, 1.0, Mask("slots"))
+        executor = choose(call)
+        assert executor.name in executors(scheme, CPU)
+        assert str(Choice(executor.name, executor.form(call))) == want
         # A few queries are not worth a kernel.
-        assert choose(scheme, task.part(0, 8, 40), mask, need_weights=False) in ("dense", "sdpa")
+        assert choose(call.part(0, 8, 40)).name in ("dense", "sdpa")
 
 
 def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "available", lambda device: True)
+    monkeypatch.setattr(trial, "available", lambda device: True)
     for name, executor in (("kerple", "flex"), ("cope", "triton")):
         scheme = make(Case(name))
         q, kv = torch.randn(1, HEADS, 5, HEAD_DIM), torch.randn(1, KV_HEADS, 5, HEAD_DIM)
@@ -336,7 +331,7 @@ def test_without_a_gpu_they_are_refused() -> None:
 
 
 def test_kernels_wait_for_triton() -> None:
-    code = "import sys, hf_posenc.attention, hf_posenc.attention.flex; print('triton' in sys.modules)"
+    code = "import sys, hf_posenc.attention.gpu.flex; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -358,10 +353,10 @@ def test_blocks_without_a_visible_key_are_skipped() -> None:
                 if given.ndim == 2
                 else given[:, None, length - queries :]
             )
-            task = Task(q, kv, kv, Positions(places[:, length - queries :], places), 2 * length, 1.0)
+            at = Positions(places[:, length - queries :], places)
             for rule in ("slots", "positions"):
                 mask = Mask(rule, keep=keep, ahead=length - queries)
-                got = flex_module._block_mask(task, mask)
+                got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
                 want = create_block_mask(got.mask_mod, 2, HEADS, queries, length, device="cpu")
                 keys = want.to_dense().bool()
                 mine = got.to_dense().bool().expand_as(keys)
@@ -374,32 +369,51 @@ def test_blocks_without_a_visible_key_are_skipped() -> None:
 
 
 def test_one_compiled_function_serves_a_structure() -> None:
-    added = make(Case("kerple")).added()
-    task = Task(*(torch.zeros(1, 4, 40, HEAD_DIM),) * 3, Positions(*(torch.arange(40)[None],) * 2), 39, 1.0)
-    functions = {flex_module._form_of(added.scaled(factor), task, causal=True)[0] for factor in (0.5, 1.0)}
+    scheme = make(Case("kerple"))
+    call = Call(scheme, *(torch.zeros(1, 4, 40, HEAD_DIM),) * 3, Positions(*(torch.arange(40)[None],) * 2), 39, 1.0)
+    functions = {flex._form_of(scheme.added().scaled(factor), call)[0] for factor in (0.5, 1.0)}
     (function,) = functions
-    assert flex_module._compiled(function, "cuda") is flex_module._compiled(function, "cuda")
+    assert flex._compiled(function, "cuda") is flex._compiled(function, "cuda")
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------
 
 
-def padded_task() -> tuple[Scheme, Task, Mask]:
+class Tried(trial.CompiledExecutor):
+    """A kernel that does as it is told."""
+
+    name = "tried"
+
+    def __init__(self, compute: Callable[[Call], Tensor]) -> None:
+        self.compute = compute
+
+    def structure(self, scheme: Scheme) -> Bias | None:
+        return scheme.added()
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        return self.compute(call), None
+
+
+def padded_call() -> Call:
     scheme, (places, mask) = make(Case("kerple")), left_padded(83)
     q, k, v = torch.randn(2, HEADS, 83, HEAD_DIM), *torch.randn(2, 2, KV_HEADS, 83, HEAD_DIM)
-    task = Task(q, k, v, Positions(places, places), reach=82, scale=0.2)
-    return scheme, task, Mask("slots", keep=mask[:, None, None])
+    at = Positions(places, places)
+    return Call(scheme, q, k, v, at, reach=82, scale=0.2, mask=Mask("slots", keep=mask[:, None, None]))
 
 
-def wrong_values(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
-    return 1.1 * blocks(scheme, task, mask)
+def as_the_reference(call: Call) -> Tensor:
+    return Blocks().run(call)[0]
 
 
-def wrong_gradients(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
-    return blocks(scheme, Task(**{**vars(task), "k": task.k.detach() + 0 * task.k}), mask)
+def wrong_values(call: Call) -> Tensor:
+    return 1.1 * as_the_reference(call)
 
 
-def does_not_compile(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
+def wrong_gradients(call: Call) -> Tensor:
+    return as_the_reference(replace(call, k=call.k.detach() + 0 * call.k))
+
+
+def does_not_compile(call: Call) -> Tensor:
     raise RuntimeError("PTX version too new")
 
 
@@ -407,22 +421,22 @@ def does_not_compile(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
 def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     monkeypatch.setattr(trial, "_RESULTS", {})
     with torch.inference_mode(inference):
-        call = padded_task()
-        assert trial.passed("tried", blocks, *call)
-        assert trial.passed("tried", does_not_compile, *call), "it is tried once"
+        call = padded_call()
+        assert Tried(as_the_reference).passed(call)
+        assert Tried(does_not_compile).passed(call), "it is tried once"
 
 
 @pytest.mark.parametrize(
-    ("kernel", "problem"),
+    ("compute", "problem"),
     [
         (wrong_values, "is off by 1.0e-01 in its output"),
         (wrong_gradients, "is off by 1.0e\\+00 in its gradient of k"),
         (does_not_compile, "does not run \\(RuntimeError: PTX version too new\\)"),
     ],
 )
-def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, kernel: Callable, problem: str) -> None:
+def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, compute: Callable, problem: str) -> None:
     monkeypatch.setattr(trial, "_RESULTS", {})
-    call = padded_task()
+    call = padded_call()
     with pytest.warns(UserWarning, match=f"The tried kernel for KERPLE {problem} on cpu. Attention goes by blocks"):
-        assert not trial.passed("tried", kernel, *call)
-    assert not trial.passed("tried", blocks, *call), "it is tried once"
+        assert not Tried(compute).passed(call)
+    assert not Tried(as_the_reference).passed(call), "it is tried once"

@@ -251,9 +251,9 @@ def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pyt
 
     seen: list[int] = []
 
-    def spy(scheme: Any, task: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(task.positions.query.shape[0] * task.positions.key.shape[0])
-        return run(scheme, task, *args, **kwargs)
+    def spy(call: Any) -> Any:
+        seen.append(call.positions.query.shape[0] * call.positions.key.shape[0])
+        return run(call)
 
     run = seams.run
     monkeypatch.setattr(seams, "run", spy)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
-from hf_posenc import attention
+from hf_posenc.attention import blocks
 from hf_posenc.scheme import Scheme
 
 CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
@@ -449,8 +448,8 @@ def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pyte
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     chosen, wanted = both(), gradients()
-    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
-    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 16)
+    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 16)
     for blocked, other in zip(both(), chosen, strict=True):
         torch.testing.assert_close(blocked, other, **SAME)
     got = gradients()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 
 import hf_posenc
 from hf_posenc import Geometry, Scheme
-from hf_posenc.attention import kernel
-from hf_posenc.attention.products import ProductsBias
+from hf_posenc.attention.cpu import fused, kernel
+from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.operands import Block
 from hf_posenc.structures import RelativeProducts, Vectors
-
-fused = importlib.import_module("hf_posenc.attention.fused")
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("transformer_xl", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
+from hf_posenc.attention import blocks
 from hf_posenc.errors import DirectionError
 from hf_posenc.operands import Block
 
@@ -39,7 +39,7 @@ few_examples = settings(max_examples=12, deadline=None, derandomize=True)
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Or the sequences here would be one block.
-    monkeypatch.setattr(importlib.import_module("hf_posenc.attention.blocks"), "rows_per_block", lambda *sizes: 5)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 5)
 
 
 # -- the official code -------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from models import ARCHITECTURES, SAME, auto, logits, loss, new_parameters, stac
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError, attention
+from hf_posenc import NotPatchedError, OptionError
+from hf_posenc.attention import blocks
 
 CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
 
@@ -96,8 +96,8 @@ def test_half_way_everything_learns_on_any_executor(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert set(wanted) == trained
     assert not [name for name in new_parameters(model) if name in trained and not wanted[name].any()]
-    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
-    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 16)
+    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 16)
     for name, gradient in gradients().items():
         torch.testing.assert_close(
             gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc import attention, cli
+from hf_posenc import cli
+from hf_posenc.attention import blocks
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches.vit import grid_coords
 from hf_posenc.recipes.loading import load
@@ -257,8 +257,8 @@ def test_bfloat16_is_as_close_as_the_stock_model(scheme: str) -> None:
 def test_executors_agree_and_attentions_can_be_seen(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(scheme)
     chosen = states(model)
-    monkeypatch.setattr(attention, "_DENSE_LOGITS", 0)
-    monkeypatch.setattr(sys.modules["hf_posenc.attention.blocks"], "rows_per_block", lambda *sizes: 5)
+    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 5)
     torch.testing.assert_close(states(model), chosen, **SAME)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(states(model), chosen, **SAME)

@@ -1,69 +1,138 @@
-"""Any scheme in O(S x block) memory: query blocks one after the other, each recomputed in the backward pass."""
+"""Any scheme in O(S x block) memory: query blocks one after the other, each computed again in the backward pass."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention.dense import rows
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.reading import reading
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.dense import all_rows
+from hf_posenc.attention.executor import Executor
+from hf_posenc.attention.parameters import with_parameters
 from hf_posenc.scheme import Scheme
 
-# A block's logits should stay in cache, with what a scheme makes of them, unless that makes it a few rows only; and never weigh on
-# memory.
+# Number of logits up to which most schemes are faster in the dense form, and what it keeps for the backward pass is small. At four
+# times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit, more than half as fast again.
+_DENSE_LOGITS = 2**19
+# The logits of a block should stay in cache, with what a scheme makes of them, unless a block then has a few rows only. They must
+# never weigh on memory.
 _LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
 _FEW_ROWS = 64
 
 
+class Blocks(Executor):
+    """Blocks of query rows. The forward pass keeps the operands only, and no tensor of size Q x K.
+
+    Gradients of gradients are not available; take the dense executor for those.
+
+    Args:
+        rows: Rows of a block; by default as many as fit.
+    """
+
+    name = "blocks"
+
+    def __init__(self, rows: int | None = None) -> None:
+        self.rows = rows
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        return True
+
+    def pays(self, call: Call) -> bool:
+        return len(call.q) * call.q.shape[1] * call.queries * call.keys > _DENSE_LOGITS
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        rows = self.rows or rows_per_block(len(call.q), call.q.shape[1], call.keys)
+        return by_blocks(BlockPlan(call, rows), call), None
+
+
 def rows_per_block(batch: int, heads: int, keys: int) -> int:
-    """Return how many query rows to take at once."""
+    """Return the number of query rows to take at once."""
     logits = max(1, batch * heads * keys)
     wanted = max(_LOGITS_IN_CACHE // logits, min(_FEW_ROWS, _LOGITS_AT_MOST // logits))
     return max(16, min(128, wanted))
 
 
-def blocks(scheme: Scheme, task: Task, mask: Mask, block_rows: int | None = None) -> Tensor:
-    """Return the output `[B, H, Q, D]` without keeping any tensor of size Q x K.
+class Rows(NamedTuple):
+    """The queries `start:stop` and the keys `first:keys`."""
 
-    The forward pass keeps the operands only; a block's logits exist while it is computed, and once more in the backward
-    pass. Gradients of gradients are not available; take the dense executor for those.
+    start: int
+    stop: int
+    keys: int
+    first: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of queries."""
+        return self.stop - self.start
+
+
+class BlockPlan:
+    """How one call runs by blocks. It holds no operands.
+
+    Args:
+        call: Call to be run.
+        step: Rows of a block.
+
+    Attributes:
+        found: Blocks of the forward pass.
     """
-    batch, heads, _, _ = task.q.shape
-    call = _Call(scheme, task.outline(), mask, block_rows or rows_per_block(batch, heads, task.k.shape[2]))
-    output: Tensor = _Blocks.apply(call, *task.operands(), *call.leaves)  # type: ignore[no-untyped-call]
+
+    def __init__(self, call: Call, step: int) -> None:
+        self.call, self.step = call.outline(), step
+        self.parameters = tuple(call.scheme.parameters())
+        self.leaves = (*self.parameters, *call.parameters)
+        self.found: list[Rows] = []
+
+    def rows(self) -> Iterator[Rows]:
+        """Return the blocks, each with the keys that it can see."""
+        for start in range(0, self.call.queries, self.step):
+            stop = min(start + self.step, self.call.queries)
+            yield Rows(start, stop, self.call.mask.keys_needed(stop, self.call.keys))
+
+    def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
+        """Return the output of each block, given the call with its operands."""
+        for rows in self.rows():
+            yield rows, all_rows(call.part(*rows))[0]
+
+    def kept(self, output: Tensor) -> tuple[Tensor, ...]:
+        """Return what `gradients` needs of the forward pass beside the operands."""
+        return ()
+
+    def gradients(
+        self, part: Call, rows: Rows, targets: list[Tensor], grad: Tensor, kept: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Return what the gradient of a block's output gives to targets, which are of `part` or parameters.
+
+        Args:
+            part: The block.
+            rows: Place of the block.
+            targets: Tensors to return gradients for.
+            grad: Gradient of the whole output.
+            kept: Tensors that `kept` returned.
+        """
+        with torch.enable_grad():
+            output = all_rows(part)[0]
+        return torch.autograd.grad(output, targets, grad[:, :, rows.start : rows.stop], allow_unused=True)
+
+    def beyond(
+        self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]
+    ) -> Sequence[tuple[tuple[slice, ...], Tensor]]:
+        """Return further gradients of queries, keys and values, with their places: those of keys before `rows.first`."""
+        return ()
+
+
+def by_blocks(plan: BlockPlan, call: Call) -> Tensor:
+    """Return the output `[B, H, Q, D]` of a call, block by block."""
+    output: Tensor = _ByBlocks.apply(plan, *call.operands(), *plan.leaves)  # type: ignore[no-untyped-call]
     return output
 
 
-class _Call:
-    """One call, by blocks of so many rows, without its operands."""
-
-    def __init__(self, scheme: Scheme, task: Task, mask: Mask, step: int) -> None:
-        self.scheme, self.task, self.mask, self.step = scheme, task, mask, step
-        self.parameters = tuple(scheme.parameters())
-        self.leaves = (*self.parameters, *task.parameters)
-
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Return the first row of each block, the row after its last, and the keys that it needs."""
-        length, keys = self.task.q.shape[2], self.task.k.shape[2]
-        for start in range(0, length, self.step):
-            stop = min(start + self.step, length)
-            yield start, stop, self.mask.keys_needed(stop, keys)
-
-    def output(self, part: Task, start: int, stop: int, keys: int) -> Tensor:
-        """Return the output of a block, given its part of the task."""
-        seen = self.mask.rows(start, stop, keys, self.task.positions)
-        return rows(self.scheme, part, *seen)[0]
-
-
-class _Blocks(torch.autograd.Function):
+class _ByBlocks(torch.autograd.Function):
     """Runs blocks without autograd, and once more with it, one block at a time, in the backward pass.
 
     `torch.utils.checkpoint` around each block would do the same on paper. But the graph it leaves behind for each block sits
@@ -72,71 +141,64 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        operands = tensors[: len(tensors) - len(call.leaves)]
-        task, q = call.task.with_operands(operands), operands[0]
-        ctx.call, ctx.device = call, q.device.type
+    def forward(ctx: Any, plan: BlockPlan, *tensors: Tensor) -> Tensor:
+        call = plan.call.with_operands(tensors[: len(tensors) - len(plan.leaves)])
+        ctx.plan, ctx.device = plan, call.device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
-        ctx.generator = _generator_state(q.device) if task.dropout > 0 else None
-        # The parameters too: torch then notices if one was changed in between.
-        ctx.save_for_backward(*tensors)
+        ctx.generator = _generator_state(call.device) if call.dropout > 0 else None
+        plan.found = []
         output: Tensor | None = None
-        for start, stop, keys in call.blocks():
-            part = call.output(task.part(start, stop, keys), start, stop, keys)
+        for rows, part in plan.outputs(call):
+            plan.found.append(rows)
             if output is None:
                 # Once for all: a small tensor kept between two large freed ones keeps their memory from being reused.
-                output = part.new_empty(*part.shape[:2], q.shape[2], part.shape[3])
-            output[:, :, start:stop] = part
+                output = part.new_empty(*part.shape[:2], call.queries, part.shape[3])
+            output[:, :, rows.start : rows.stop] = part
         assert output is not None
+        # The parameters are kept too: torch then notices if one was changed in between.
+        kept = plan.kept(output)
+        ctx.count = len(kept)
+        ctx.save_for_backward(*kept, *tensors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        return reading(call.scheme, call.parameters, lambda: _Blocks.gradients(ctx, grad))
+        plan: BlockPlan = ctx.plan
+        return with_parameters(plan.call.scheme, plan.parameters, lambda: _ByBlocks.gradients(ctx, grad))
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        plan: BlockPlan = ctx.plan
         tensors = ctx.saved_tensors  # gradient checkpointing gives them once
-        operands, needed = tensors[: len(tensors) - len(call.leaves)], ctx.needs_input_grad[1:]
-        everything = (*operands, *call.leaves)
-        totals = empty_sums(everything, needed)
-        leaves = [x for x, wanted in zip(call.leaves, needed[len(operands) :], strict=True) if wanted]
+        kept, tensors = tensors[: ctx.count], tensors[ctx.count :]
+        operands, needed = tensors[: len(tensors) - len(plan.leaves)], ctx.needs_input_grad[1:]
+        call = plan.call.with_operands(operands)
+        everything = (*operands, *plan.leaves)
+        totals = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
+            for x, wanted in zip(everything, needed, strict=True)
+        ]
+        leaves = [x for x, wanted in zip(plan.leaves, needed[len(operands) :], strict=True) if wanted]
         enabled, dtype = ctx.autocast
         with _generator_set(ctx.generator, grad.device), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
-            for start, stop, keys in call.blocks():
+            for rows in plan.found:
                 # Parts of their own, so that no gradient is padded to the size of the whole.
-                places = call.task.places(start, stop, keys)
+                places = call.places(*rows)
                 parts = [
                     x[place].detach().requires_grad_(wanted)
                     for x, place, wanted in zip(operands, places, needed, strict=False)
                 ]
-                positions = call.task.positions.rows(start, stop, keys)
-                with torch.enable_grad():
-                    task = replace(call.task.with_operands(parts), positions=positions)
-                    output = call.output(task, start, stop, keys)
                 targets = [x for x in parts if x.requires_grad] + leaves
-                found = iter(torch.autograd.grad(output, targets, grad[:, :, start:stop], allow_unused=True))
+                found = iter(plan.gradients(call.part(*rows, operands=parts), rows, targets, grad, kept))
                 for index, total in enumerate(totals):
                     part = None if total is None else next(found)
                     if total is not None and part is not None:
                         total[places[index] if index < len(places) else ...] += part
-        return (None, *finished_sums(totals, everything))
-
-
-def empty_sums(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Return where to sum the gradients of these tensors that are needed, in float32 or wider."""
-    return [
-        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
-        for x, wanted in zip(tensors, needed, strict=True)
-    ]
-
-
-def finished_sums(totals: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the sums in the dtypes of the tensors."""
-    return [None if total is None else total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)]
+                for total, (place, part) in zip(totals, plan.beyond(call, rows, grad, kept), strict=False):
+                    if total is not None:
+                        total[place] += part
+        return (None, *(None if y is None else y.to(x.dtype) for x, y in zip(everything, totals, strict=True)))
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -6,70 +6,62 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.executor import Executor
 from hf_posenc.operands import Block
 from hf_posenc.scheme import Scheme, grouped_matmul
 
 
-def dense(scheme: Scheme, task: Task, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
-    length = task.q.shape[2]
-    keys = mask.keys_needed(length, task.k.shape[2])
-    part = task if keys == task.k.shape[2] else task.part(0, length, keys)
-    return rows(scheme, part, *mask.rows(0, length, keys, task.positions))
+class Dense(Executor):
+    """All rows at once. It runs any call."""
+
+    name = "dense"
+    gives_weights = learns_masks = True
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        return True
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
+        keys = call.mask.keys_needed(call.queries, call.keys)
+        return all_rows(call if keys == call.keys else call.part(0, call.queries, keys))
 
 
-def rows(scheme: Scheme, task: Task, keep: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output and weights of all queries and keys of a task, given what `Mask.rows` says of them."""
-    block = block_of(task, keep)
-    return from_logits(scheme, task, block, logits_of(task, block), bias)
+def all_rows(call: Call) -> tuple[Tensor, Tensor]:
+    """Return output and weights of all queries and keys of a call."""
+    keep, bias = call.visible()
+    block = call.block(keep)
+    return from_logits(call, block, logits_of(call, block), bias)
 
 
 def from_logits(
-    scheme: Scheme, task: Task, block: Block, found: tuple[Tensor, Tensor, Tensor], bias: Tensor | None = None
+    call: Call, block: Block, found: tuple[Tensor, Tensor, Tensor], bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the same, given what `logits_of` found."""
+    """Return the same, given the logits, queries and keys that `logits_of` found."""
     logits, q, k = found
-    logits = scheme.score(logits, q, k, block)
+    logits = call.scheme.score(logits, q, k, block)
     if bias is not None:
         # After the scheme, which may do more with logits than add to them.
         logits = logits + bias
-    weights = scheme.weigh(logits, block).to(task.v.dtype)
-    if task.dropout:
-        weights = F.dropout(weights, task.dropout)
+    weights = call.scheme.weigh(logits, block).to(call.v.dtype)
+    if call.dropout:
+        weights = F.dropout(weights, call.dropout)
     keys = k.shape[2]
     seen = weights
     if weights.shape[-1] > keys:
         # `mix` must read what is returned, or no gradient reaches it.
         seen = weights[..., :keys]
         weights = torch.cat((seen, weights[..., keys:]), dim=-1)
-    return scheme.mix(weights, task.v, block), seen
+    return call.scheme.mix(weights, call.v, block), seen
 
 
-def block_of(task: Task, keep: Tensor | None) -> Block:
-    """Return the block that is a whole task, as the seams get it."""
-    return Block(
-        positions=task.positions,
-        reach=task.reach,
-        keep=keep,
-        values=task.v,
-        native=task.native_score is not None or task.content_q is not None,
-        state=task.state,
-        own=task.own,
-        tables=task.tables,
-    )
-
-
-def logits_of(task: Task, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `Scheme.score` gets: scaled logits `[B, H, Q, K]`, queries and keys."""
-    q, k = task.q, task.k
-    precise = torch.promote_types(q.dtype, torch.float32)
-    if task.upcast:
-        q, k = q.to(precise), k.to(precise)
-    logits = grouped_matmul(q, k.transpose(-1, -2)).to(precise) * task.scale
-    if task.native_score is not None:
-        logits = task.native_score(logits, block)
-    q = q if task.content_q is None else task.content_q
-    k = k if task.content_k is None else task.content_k
-    return logits, q, k
+def logits_of(call: Call, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of `Scheme.score`: scaled logits `[B, H, Q, K]`, queries and keys."""
+    q, k = call.q, call.k
+    if call.upcast:
+        q, k = q.to(call.precise), k.to(call.precise)
+    logits = grouped_matmul(q, k.transpose(-1, -2)).to(call.precise) * call.scale
+    if call.native_score is not None:
+        logits = call.native_score(logits, block)
+    # With `upcast`, the scheme gets the widened operands, too.
+    return logits, q if call.content_q is None else call.content_q, k if call.content_k is None else call.content_k

@@ -1,4 +1,4 @@
-"""How the positions of tokens lie to the slots that hold them."""
+"""The positions of tokens against the slots that hold them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.operands import Positions
 
 # Rows of a mask that are compared at once.
 _ROWS = 256
 
 
-def slots_tell_distances(task: Task, mask: Mask, *, causal: bool = True) -> bool:
+def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = True) -> bool:
     """Whether every key that a query sees is as far from it in positions as in slots.
 
-    So it is in a plain sequence, beside padding, and in packed sequences that do not see each other. In causal layers queries
+    This holds in a plain sequence, with padding, and in packed sequences that do not see each other. In causal layers queries
     that are padding may stand anywhere.
     """
-    queries, keys = _shifts(task)
+    slots = torch.arange(positions.key.shape[1], device=positions.key.device)
+    length, count = positions.query.shape[1], len(slots)
+    # How far positions are ahead of slots.
+    queries, keys = positions.query - slots[count - length :], positions.key - slots
     if bool((keys == keys[:, :1]).all()) and bool((queries == keys[:, :1]).all()):
         return True
     if mask.keep is None:
         return False
     keep = mask.keep.any(dim=1)  # [B|1, Q|1, K]
-    length, count = task.q.shape[2], task.k.shape[2]
     if keep.shape[1] == 1:
         seen = keep[:, 0]
         first = seen.to(torch.uint8).argmax(dim=-1, keepdim=True)
@@ -46,27 +48,19 @@ def is_plain(query: Tensor, key: Tensor) -> bool:
     return bool((key.diff(dim=-1) == 1).all()) and bool((query == key[:, key.shape[1] - count :]).all())
 
 
-def shows_ahead(task: Task, mask: Mask) -> bool:
-    """Whether a query may see a key at a later position than its own, as beside a mask of one's own, or with positions that fall."""
+def shows_ahead(positions: Positions, mask: Mask) -> bool:
+    """Whether a query may see a key at a later position than its own: with a custom mask, or where positions fall."""
     if mask.rule == "positions":
         return False
-    query, key = task.positions.query, task.positions.key
-    length, count = task.q.shape[2], task.k.shape[2]
+    query, key = positions.query, positions.key
+    length, count = query.shape[1], key.shape[1]
     rising = mask.rule == "slots" and bool((key.diff(dim=-1) >= 0).all())
     if rising and bool((query == key[:, count - length :]).all()):
         return False
-    query, key = query.to(task.q.device), key.to(task.q.device)
     for start in range(0, length, _ROWS):
         stop = min(start + _ROWS, length)
-        keep, _ = mask.rows(start, stop, count, task.positions)
+        keep, _ = mask.rows(start, stop, count, positions)
         ahead = (key[:, None, :] > query[:, start:stop, None])[:, None]
-        if bool((ahead if keep is None else ahead & keep).any()):
+        if bool((ahead if keep is None else ahead.to(keep.device) & keep).any()):
             return True
     return False
-
-
-def _shifts(task: Task) -> tuple[Tensor, Tensor]:
-    """Return how far positions are ahead of slots, of queries `[B|1, Q]` and of keys `[B|1, K]`."""
-    length, count = task.q.shape[2], task.k.shape[2]
-    slots = torch.arange(count, device=task.q.device)
-    return task.positions.query.to(slots) - slots[count - length :], task.positions.key.to(slots) - slots

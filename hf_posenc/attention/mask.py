@@ -1,4 +1,4 @@
-"""Which keys a query may see, in a form that any executor can slice by rows."""
+"""Visibility of keys, in a form that any executor can slice by rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Positions
 
-# What is added to logits to hide keys: -inf, the smallest number of some dtype, or -1e4, which bfloat16 rounds to -9,984.
+# A float mask hides a key by -inf, the smallest number of some dtype, or -1e4, which bfloat16 rounds to -9,984.
 _HIDDEN = -9000.0
 
 
@@ -24,7 +24,7 @@ class Mask:
             than the query's).
         keep: Keys that may be seen, bool `[B|1, H|1, Q|1, K]`, on top of the rule.
         bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
-        ahead: How many keys lie before the first query's own, K - Q (rule `"slots"`).
+        ahead: Number of keys before the first query's own, K - Q (rule `"slots"`).
     """
 
     rule: Literal["all", "slots", "positions"] = "all"
@@ -34,12 +34,12 @@ class Mask:
 
     @property
     def only_ahead(self) -> bool:
-        """Whether nothing is hidden but what is ahead of a query by slots, so that each sees its own key."""
+        """Whether only keys ahead of a query by slots are hidden, so that each query sees its own key."""
         return self.rule == "slots" and self.keep is None and self.bias is None
 
     @property
     def learns(self) -> bool:
-        """Whether gradients are to flow into what is added to the logits."""
+        """Whether gradients flow into the float mask."""
         return self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
 
     def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
@@ -55,11 +55,16 @@ class Mask:
         return keep, bias
 
     def given_rows(self, start: int, stop: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the same without what the rule hides."""
+        """Return the same without the keys that the rule hides."""
         return _rows(self.keep, start, stop, keys), _rows(self.bias, start, stop, keys)
 
+    def part(self, start: int, stop: int, keys: int, first: int = 0) -> Mask:
+        """Return the mask of the query rows `start:stop` against the keys `first:keys`."""
+        keep, bias = (x if x is None else x[..., first:] for x in self.given_rows(start, stop, keys))
+        return Mask(self.rule, keep, bias, self.ahead + start - first if self.rule == "slots" else self.ahead)
+
     def keys_needed(self, stop: int, keys: int) -> int:
-        """How many leading keys the query rows before `stop` can see at most."""
+        """Return the number of leading keys that the query rows before `stop` can see at most."""
         return min(stop + self.ahead, keys) if self.rule == "slots" else keys
 
 
@@ -79,8 +84,8 @@ def from_tensor(
 ) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
 
-    In a float mask, values below `_HIDDEN` mean "hidden": they are turned back into booleans, so that they replace whatever
-    bias a scheme adds instead of being added to it, and so that schemes that count keys do not count these.
+    Values of a float mask below `_HIDDEN` mean "hidden". They become booleans, so that they replace the bias of a scheme
+    instead of being added to it, and so that schemes that count keys do not count hidden ones.
 
     Raises:
         ShapeError: The mask does not broadcast to `[batch, heads, q, k]`.

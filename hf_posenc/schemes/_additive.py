@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.structures import Added, DistanceTable, Equivalent, Nothing, StockBias
+from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
 
 
 class AdditiveBias(Scheme):
@@ -59,8 +59,8 @@ class AdditiveBias(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits + self.gated_bias(block, logits)
 
-    def added(self) -> Added | None:
-        return Added(self.gated_bias)
+    def added(self) -> Bias | None:
+        return Bias(self.gated_bias)
 
     def stock_equivalent(self) -> Equivalent:
         return Nothing() if self.adds_nothing() else super().stock_equivalent()
@@ -112,8 +112,8 @@ class DistanceBias(AdditiveBias):
 
         return StockBias(at, self.reach())
 
-    def added(self) -> Added | None:
-        return Added(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)
+    def added(self) -> Bias | None:
+        return Bias(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)
 
     def added_at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias as it is added, `[H, N]`, at int64 distances `[N]`."""

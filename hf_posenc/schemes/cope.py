@@ -10,7 +10,7 @@ from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, GateCount, Nearest, Nothing, Walk
+from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
 
 # The name under which the keys of `separate_keys` are cached.
 _GATE_KEYS = "gate_keys"
@@ -121,8 +121,8 @@ class CoPE(Scheme):
         behind, onward = to_the_end(torch.where(ahead, 0, gates)), torch.where(ahead, gates, 0).cumsum(-1)
         return torch.where(ahead, onward, behind).clamp_max(self.npos - 1)
 
-    def nearest(self) -> Nearest | None:
-        return Nearest(self._enough, self._beyond) if self.geometry.causal else None
+    def locality(self) -> Locality | None:
+        return Locality(self._enough, self._beyond) if self.geometry.causal else None
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         with torch.autocast(logits.device.type, enabled=False):
@@ -133,7 +133,7 @@ class CoPE(Scheme):
         bias = (q.to(like) @ self.pos_emb[0, :, -1].to(like))[..., None]
         return self._scale() * bias if self.scale_position_logits else bias, None
 
-    def walk(self) -> Walk | None:
+    def key_scan(self) -> KeyScan | None:
         return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
 
     def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:

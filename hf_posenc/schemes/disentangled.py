@@ -15,7 +15,7 @@ from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._buckets import LONGEST
 from hf_posenc.schemes._linear import Linear
-from hf_posenc.structures import Added, RelativeProducts, Vectors
+from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -213,7 +213,7 @@ class Disentangled(Scheme):
         logits = logits + self._bias(block, logits, q, k)
         return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
 
-    def added(self) -> Added | None:
+    def added(self) -> Bias | None:
         return RelativeProducts(self._bias, self._vectors) if self.scale == "host" else None
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:

@@ -9,7 +9,7 @@ from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes._additive import AdditiveBias, require
 from hf_posenc.schemes._network import PairNetwork
-from hf_posenc.structures import Added, PiecewiseLinear
+from hf_posenc.structures import Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
 _EPSILON = 1e-6
@@ -116,7 +116,7 @@ class FIRE(AdditiveBias):
             bias: Tensor = self.mlp(ratio.flatten(1)[:, None])  # [B|1, H, q * K]
         return bias.view(len(ratio), -1, *ratio.shape[1:])
 
-    def added(self) -> Added | None:
+    def added(self) -> Bias | None:
         if not self.geometry.causal:
             return super().added()
         return PiecewiseLinear(self.gated_bias, self._feature, self._weight, self._constant_below, self._pieces)

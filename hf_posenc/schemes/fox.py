@@ -13,7 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.structures import Added, KeyBias
+from hf_posenc.structures import Bias, KeyBias
 
 # The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
@@ -175,8 +175,8 @@ class FoX(Scheme):
         behind = (block.distance() >= 0)[:, None]
         return torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
 
-    def added(self) -> Added | None:
-        return KeyBias(self._bias, self._key_bias) if self.geometry.causal else Added(self._bias)
+    def added(self) -> Bias | None:
+        return KeyBias(self._bias, self._key_bias) if self.geometry.causal else Bias(self._bias)
 
     def _key_bias(self, state: Mapping[str, Tensor]) -> Tensor:
         return -state[_SUMS].transpose(1, 2)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Added, Equivalent
+from hf_posenc.structures import Bias, Equivalent
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -70,7 +70,7 @@ class KERPLE(DistanceBias):
             return -_bounded(self.bias_p, None).to(n)[:, None] * torch.log1p(a * n)
         return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
 
-    def added(self) -> Added | None:
+    def added(self) -> Bias | None:
         return None if self.weighted else super().added()
 
     def stock_equivalent(self) -> Equivalent:

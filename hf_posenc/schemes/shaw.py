@@ -10,7 +10,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.relative import by_distance, sums_by_distance
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
-from hf_posenc.structures import Equivalent, Nearest, Nothing
+from hf_posenc.structures import Equivalent, Locality, Nothing
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -80,8 +80,8 @@ class Shaw(Scheme):
         with torch.autocast(weights.device.type, enabled=False):
             return output + (sums @ self.rel_v.to(sums)).to(output.dtype)
 
-    def nearest(self) -> Nearest | None:
-        return Nearest(self._enough, self._beyond, first_try=self.max_distance) if self.geometry.causal else None
+    def locality(self) -> Locality | None:
+        return Locality(self._enough, self._beyond, first_try=self.max_distance) if self.geometry.causal else None
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         return bool((block.distance()[..., 0] >= self.max_distance).all())

@@ -12,7 +12,7 @@ from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, grouped_matmul, set_start
 from hf_posenc.schemes._stick import broken
-from hf_posenc.structures import Nearest, Stick, Walk
+from hf_posenc.structures import KeyScan, Locality, Stick
 
 # Of lm-engine, and torch's default.
 _NORM_EPSILON = 1e-5
@@ -81,10 +81,10 @@ class StickBreaking(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits if self.logit_bias is None else logits + self.logit_bias.to(logits)[:, None, None]
 
-    def nearest(self) -> Nearest | None:
-        return Nearest(self._enough)
+    def locality(self) -> Locality | None:
+        return Locality(self._enough)
 
-    def walk(self) -> Walk | None:
+    def key_scan(self) -> KeyScan | None:
         return Stick(self.attend_current, self.logit_bias, self.remainder == "self", self.head_bias)
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:

@@ -12,7 +12,7 @@ from hf_posenc.relative import queries_by_distance
 from hf_posenc.scheme import Scheme, grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import Linear
-from hf_posenc.structures import Added, RelativeProducts, Vectors
+from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
@@ -157,7 +157,7 @@ class TransformerXL(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         return logits + self._bias(block, logits, q, k)
 
-    def added(self) -> Added:
+    def added(self) -> Bias:
         return RelativeProducts(self._bias, self._vectors)
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors | None:

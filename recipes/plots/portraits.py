@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from hf_posenc import registry
-from hf_posenc.attention import Mask, Task, run
+from hf_posenc.attention import Call, Mask, run
 from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.recipes.plots import probe as probing
 from hf_posenc.recipes.plots import style
@@ -294,18 +294,21 @@ def _weights(layers: Sequence[Scheme], hidden: Tensor) -> Tensor:
         operand = hidden.view(1, hidden.shape[1], scheme.geometry.heads, -1).transpose(1, 2)
         tokens = Tokens(positions=Positions(places, places), hidden=hidden, carried=carried, common=scheme.common)
         projected = scheme.project(tokens, operand, operand, operand)
-        task = Task(
+        call = Call(
+            scheme=scheme,
             q=projected.q,
             k=scheme.recall(projected.k, projected.state),
             v=projected.v,
             positions=tokens.positions,
             reach=hidden.shape[1],
             scale=scheme.geometry.scale,
+            mask=Mask("positions"),
             state=projected.state,
             own=projected.state,
             tables=projected.tables,
+            need_weights=True,
         )
-        output, weights = run(scheme, task, Mask("positions"), need_weights=True)
+        output, weights = run(call)
         carried = scheme.carry(output, tokens)
         if carried is not None:
             carried = scheme.feed(carried, hidden)

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.call import Call
 
 # Arguments for whose values no kernel is compiled anew.
 SIZES = ("heads", "group", "queries", "keys", "ahead")
@@ -124,15 +123,15 @@ class Shape:
     arguments: dict[str, Any]
 
 
-def shape_of(task: Task, mask: Mask) -> Shape:
+def shape_of(call: Call) -> Shape:
     """Return the shape of a call, whose mask has no bias."""
-    q, k = task.q, task.k
+    q, k, mask = call.q, call.k, call.mask
     batch, heads, length, width = q.shape
     keys = k.shape[2]
     channels = max(16, triton.next_power_of_2(width))
     kind = "float32" if q.dtype == torch.float32 else "wide" if channels > 64 else "usual"
     rows, columns = ROWS_AND_COLUMNS[kind]
-    query, key = (rowwise(x.to(q.device).expand(batch, -1)) for x in (task.positions.query, task.positions.key))
+    query, key = (rowwise(x.to(q.device).expand(batch, -1)) for x in (call.positions.query, call.positions.key))
     keep = query  # read by nobody, where nothing else is hidden
     steps: tuple[int, ...] = (0, 0, 0, 0)
     if mask.keep is not None:
@@ -145,7 +144,7 @@ def shape_of(task: Task, mask: Mask) -> Shape:
         "key_batch": key.stride(0),
         "keep": keep,
         **dict(zip(("keep_batch", "keep_head", "keep_row", "keep_column"), steps, strict=True)),
-        "scale": task.scale,
+        "scale": call.scale,
         "heads": heads,
         "group": heads // k.shape[1],
         "queries": length,

@@ -8,44 +8,75 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention import far, kernel
-from hf_posenc.attention.biases import AnyBias, BlockBias, KeysBias, Piece, RowBlock
-from hf_posenc.attention.layout import slots_tell_distances
-from hf_posenc.attention.lookups import PiecewiseLookup, TableLookup
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.pieces import PiecewiseBias
-from hf_posenc.attention.products import ProductsBias
-from hf_posenc.attention.tables import TableBias
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.blocks import Rows
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.cpu import cutoff, kernel
+from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, Piece
+from hf_posenc.attention.cpu.lookups import PiecewiseLookup, TableLookup
+from hf_posenc.attention.cpu.pieces import PiecewiseBias
+from hf_posenc.attention.cpu.products import ProductsBias
+from hf_posenc.attention.cpu.tables import TableBias
+from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.scheme import Scheme, grouped_matmul
-from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
+from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
 
-# How many numbers of a matrix should be in cache at once, in the backward pass of a bias that learns.
+# Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
 
 _LOG2_E = math.log2(math.e)
 # Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes and gates would
-# spend nearly all of the backward pass on weights that count for nothing (see `far.LEAST`). The kernel does not drop them, so
+# spend nearly all of the backward pass on weights that count for nothing (see `cutoff.LEAST`). The kernel does not drop them, so
 # biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
 
 
+class Fused(Executor):
+    """Blocks of rows through the fused kernel, each with its part of the bias."""
+
+    name = "fused"
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        return device.type == "cpu" and scheme.added() is not None
+
+    def pays(self, call: Call) -> bool:
+        # The form depends on numbers in tensors, which a graph that is being compiled does not have.
+        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling()
+
+    def computes(self, call: Call) -> bool:
+        return call.one_softmax and call.scheme.added() is not None and kernel.takes(call.q, call.k, call.v)
+
+    def form(self, call: Call) -> str:
+        return ", ".join(dict.fromkeys(part.bias.name for part in _parts(call)))
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        q = call.q
+        # Autocast would make tables in half precision.
+        with torch.autocast(call.device.type, enabled=False):
+            parts = tuple(_parts(call))
+            for part in parts:
+                q = part.bias.moved(q)
+        inputs = [tensor for part in parts for tensor in part.bias.give_inputs()]
+        plan = _Plan(parts, call.mask.rule == "slots", call.mask.ahead, call.scale)
+        output: Tensor = _Fused.apply(plan, q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
+        return output, None
+
+
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A bias, and the rows it is for.
+class _Part:
+    """A bias, and the rows that it is for.
 
     Attributes:
         start: First row.
-        stop: The row after the last.
-        bias: Of these rows.
+        stop: Row after the last.
+        bias: Bias of these rows.
     """
 
     start: int
@@ -56,118 +87,95 @@ class Part:
         """Return rows `[B, H, q, ...]` in the order of the bias, or bring them back from it."""
         return rows.flip(2) if self.bias.backwards else rows
 
+    def heads(self, block: Rows, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, int]]:
+        """Return groups of heads in a block, their kv heads, and the first key that they need."""
+        heads, shared = q.shape[1], q.shape[1] // k.shape[1]
+        for mine, first in cutoff.runs(self.bias.first_keys(block), heads, shared):
+            yield mine, slice(mine.start // shared, mine.stop // shared), first
+
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class _Plan:
     """How to run one call.
 
     Attributes:
-        parts: Cover all rows, in order.
+        parts: Biases that cover all rows, in order.
         causal: Whether row i sees the first `i + 1 + ahead` keys at most.
-        ahead: Keys before the first query's own, in causal calls.
+        ahead: Number of keys before the first query's own, in causal calls.
         scale: Factor on `q @ k.T`.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[_Part, ...]
     causal: bool
     ahead: int
     scale: float
 
-    def blocks(self, part: Part, rows: int, keys: int) -> list[RowBlock]:
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Iterator[_Part]:
+        """Return the parts with the inputs of their biases."""
+        given = iter(inputs)
+        for part in self.parts:
+            yield replace(part, bias=part.bias.with_inputs([next(given) for _ in part.bias.inputs]))
+
+    def blocks(self, part: _Part, rows: int, keys: int) -> list[Rows]:
         """Return the blocks of a part, of so many rows each."""
         found = []
         for start in range(part.start, part.stop, rows):
             stop = min(start + rows, part.stop)
-            found.append(RowBlock(start, stop, min(stop + self.ahead, keys) if self.causal else keys))
+            found.append(Rows(start, stop, min(stop + self.ahead, keys) if self.causal else keys))
         return found
 
 
-def applies(scheme: Scheme, task: Task) -> bool:
-    """Whether the scheme only adds to logits, and the kernel computes it."""
-    return (
-        task.native_score is None
-        and not task.dropout
-        and not task.upcast
-        and scheme.added() is not None
-        and kernel.takes(task.q, task.k, task.v)
-        and task.q.dtype == task.k.dtype == task.v.dtype
-    )
-
-
-def fused(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
-    """Return the output `[B, H, Q, D]`, without any tensor of size Q x K."""
-    added = scheme.added()
-    assert added is not None
-    q = task.q
-    # Autocast would make tables in half precision.
-    with torch.autocast(task.q.device.type, enabled=False):
-        plan = Plan(tuple(_parts(scheme, added, task, mask)), mask.rule == "slots", mask.ahead, task.scale)
-        for part in plan.parts:
-            q = part.bias.moved(q)
-    return _run(plan, q, task.k, task.v)
-
-
-def form(scheme: Scheme, task: Task, mask: Mask) -> str:
-    """Return in which form the bias is added."""
-    added = scheme.added()
-    assert added is not None
-    kinds = {type(part.bias): part.bias.name for part in _parts(scheme, added, task, mask)}
-    return ", ".join(kinds.values())
-
-
-def _parts(scheme: Scheme, added: Added, task: Task, mask: Mask) -> Iterator[Part]:
-    """Cover the rows with the fastest form that holds what is added."""
-    queries, causal, dtype = task.q.shape[2], scheme.geometry.causal, torch.promote_types(task.q.dtype, torch.float32)
+def _parts(call: Call) -> Iterator[_Part]:
+    """Cover the rows with the fastest form that holds the bias."""
+    added = call.scheme.added()
     vectors = None
-    if isinstance(added, RelativeProducts) and causal and ProductsBias.pays(task):
-        vectors = added.vectors(task.tables)
+    if isinstance(added, RelativeProducts) and call.causal and ProductsBias.pays(call):
+        vectors = added.vectors(call.tables)
     by_distance = vectors is not None or isinstance(added, (DistanceTable, PiecewiseLinear))
-    regular = by_distance and slots_tell_distances(task, mask, causal=causal)
+    regular = by_distance and call.slots_tell_distances
+    split = 0
+    bias: BlockBias
     if isinstance(added, KeyBias):
-        yield Part(0, queries, KeysBias(added.at(task.state), added.at(task.own), task, mask))
+        bias = KeysBias(added.at(call.state), added.at(call.own), call)
     elif isinstance(added, DistanceTable) and regular:
-        table = added.at(TableBias.distances(task, causal=causal), dtype)
-        yield Part(0, queries, TableBias(table, task, mask, causal=causal))
+        bias = TableBias(added.at(TableBias.distances(call), call.precise), call)
     elif isinstance(added, PiecewiseLinear) and regular:
-        same = task.positions.query.amax(0) < added.constant_below()
-        count = int(same.long().cumprod(0).sum())  # the first rows
-        if count:
-            table = added.table(TableBias.distances(task, causal=True), task.positions.query[:1, :1], dtype)
-            yield Part(0, count, TableBias(table, task, mask, causal=True))
-        if count < queries:
-            yield Part(count, queries, PiecewiseBias(added, task, mask))
+        # The weight of the first queries is the same, so that the function is a table for them.
+        same = call.positions.query.amax(0) < added.constant_below()
+        split = int(same.long().cumprod(0).sum())
+        if split:
+            table = added.table(TableBias.distances(call), call.positions.query[:1, :1], call.precise)
+            yield _Part(0, split, TableBias(table, call))
+        if split == call.queries:
+            return
+        bias = PiecewiseBias(added, call)
     elif vectors is not None and regular:
-        yield Part(0, queries, ProductsBias(vectors, task, mask))
-    elif isinstance(added, DistanceTable) and TableLookup.pays(task):
-        yield Part(0, queries, TableLookup(added, task, mask, causal=causal))
-    elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(task):
-        yield Part(0, queries, PiecewiseLookup(added, task, mask))
+        bias = ProductsBias(vectors, call)
+    elif isinstance(added, DistanceTable) and TableLookup.pays(call):
+        bias = TableLookup(added, call)
+    elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(call):
+        bias = PiecewiseLookup(added, call)
     else:
-        yield Part(0, queries, AnyBias(added, task, mask, scheme))
-
-
-def _run(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the output `[B, H, Q, D]`; gradients flow into operands and into what the biases were made of."""
-    inputs = [tensor for part in plan.parts for tensor in part.bias.give_inputs()]
-    output: Tensor = _Fused.apply(plan, q, k, v, *inputs)  # type: ignore[no-untyped-call]
-    return output
+        assert added is not None
+        bias = AnyBias(added, call)
+    yield _Part(split, call.queries, bias)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         output = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         slacks = []
         with torch.autocast("cpu", enabled=False):
-            for part, given in _with_inputs(plan, inputs):
-                slacks.append(far.slack(q, k, plan.scale) if part.bias.leaves_out(given) else None)
-                prepared = part.bias.prepare(given, slacks[-1])
+            for part in plan.with_inputs(inputs):
+                slacks.append(cutoff.slack(q, k, plan.scale) if part.bias.may_cut() else None)
+                part.bias.prepare(slacks[-1])
                 for block in plan.blocks(part, part.bias.rows, k.shape[2]):
                     rows = slice(block.start, block.stop)
                     q_rows = part.in_order(q[:, :, rows])
-                    pieces = part.bias.block(prepared, block)
-                    for heads, theirs, first in _heads(part, prepared, block, (q, k)):
+                    pieces = part.bias.pieces(block)
+                    for heads, theirs, first in part.heads(block, q, k):
                         parts = []
                         for piece in _from(pieces, heads, first):
                             k_part, v_part = k[:, theirs, piece.keys], v[:, theirs, piece.keys]
@@ -186,34 +194,24 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, *inputs = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: _Plan = ctx.plan
         needed = ctx.needs_input_grad[4:]
         sums = _Sums(q, k, v)
         found: list[Tensor | None] = []
         with torch.autocast("cpu", enabled=False):
-            for (part, given), slack in zip(_with_inputs(plan, inputs), ctx.slacks, strict=True):
-                wanted = needed[len(found) : len(found) + len(given)]
-                prepared = part.bias.prepare(given, slack)
-                if any(wanted) or part.bias.spread(prepared) > _SPREAD:
-                    found += _own_backward(plan, part, given, prepared, wanted, (q, k, v, output, lse, grad), sums)
+            for part, slack in zip(plan.with_inputs(inputs), ctx.slacks, strict=True):
+                wanted = needed[len(found) : len(found) + len(part.bias.inputs)]
+                part.bias.prepare(slack)
+                if any(wanted) or part.bias.spread() > _SPREAD:
+                    found += _own_backward(plan, part, wanted, (q, k, v, output, lse, grad), sums)
                 else:
-                    _kernel_backward(plan, part, prepared, (q, k, v, output, lse, grad), sums)
-                    found += [None] * len(given)
+                    _kernel_backward(plan, part, (q, k, v, output, lse, grad), sums)
+                    found += [None] * len(wanted)
         return (None, sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype), *found)
 
 
-def _heads(
-    part: Part, prepared: object, block: RowBlock, operands: tuple[Tensor, Tensor]
-) -> Iterator[tuple[slice, slice, int]]:
-    """Return the heads that go together in a block, their kv heads, and the first key that they need."""
-    (heads, groups) = (x.shape[1] for x in operands)
-    shared = heads // groups
-    for mine, start in far.runs(part.bias.first_keys(prepared, block), heads, shared):
-        yield mine, slice(mine.start // shared, mine.stop // shared), start
-
-
 def _from(pieces: list[Piece], heads: slice, first: int) -> list[Piece]:
-    """Return what pieces have for some heads, from a key on."""
+    """Return the parts of pieces for some heads, from a key on."""
     parts = (piece.part(heads, first) for piece in pieces)
     return [part for part in parts if part is not None]
 
@@ -225,11 +223,6 @@ def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
     return torch.lerp(output.to(share), other.to(share), share).to(output.dtype), torch.logaddexp(lse, other_lse)
 
 
-def _with_inputs(plan: Plan, inputs: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[Part, tuple[Tensor, ...]]]:
-    given = iter(inputs)
-    return [(part, tuple(next(given) for _ in part.bias.inputs)) for part in plan.parts]
-
-
 class _Sums:
     """Gradients of queries, keys and values, in float32 or wider, to be added to."""
 
@@ -239,19 +232,13 @@ class _Sums:
         self.k, self.v = (torch.zeros(x.shape, dtype=precise, device=x.device) for x in (k, v))
 
 
-def _kernel_backward(
-    plan: Plan,
-    part: Part,
-    prepared: object,
-    saved: tuple[Tensor, ...],
-    sums: _Sums,
-) -> None:
+def _kernel_backward(plan: _Plan, part: _Part, saved: tuple[Tensor, ...], sums: _Sums) -> None:
     q, k, v, output, lse, grad = saved
     for block in plan.blocks(part, part.bias.rows, k.shape[2]):
         rows = slice(block.start, block.stop)
         in_rows = [part.in_order(x[:, :, rows]) for x in (grad, q, output, lse)]
-        pieces = part.bias.block(prepared, block)
-        for heads, theirs, first in _heads(part, prepared, block, (q, k)):
+        pieces = part.bias.pieces(block)
+        for heads, theirs, first in part.heads(block, q, k):
             g_rows, q_rows, o_rows, l_rows = (x[:, heads] for x in in_rows)
             for index, piece in enumerate(_from(pieces, heads, first)):
                 k_part, v_part = (x[:, theirs, piece.keys] for x in (k, v))
@@ -265,26 +252,20 @@ def _kernel_backward(
 
 
 def _own_backward(
-    plan: Plan,
-    part: Part,
-    inputs: tuple[Tensor, ...],
-    prepared: object,
-    wanted: tuple[bool, ...],
-    saved: tuple[Tensor, ...],
-    sums: _Sums,
-) -> list[Tensor | None]:
-    """Add the gradients of the operands to `sums`, and return those of what the bias was made of, where they are wanted."""
+    plan: _Plan, part: _Part, wanted: Sequence[bool], saved: tuple[Tensor, ...], sums: _Sums
+) -> Sequence[Tensor | None]:
+    """Add the gradients of the operands to `sums`, and return those of the bias's inputs, where they are wanted."""
     precise = sums.q.dtype
     q, k, v, _, lse, grad = (x.to(precise) for x in saved)
-    gradient, learns = part.bias.gradient(inputs, prepared, wanted), any(wanted)
+    gradient, learns = part.bias.gradient(wanted), any(wanted)
     for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
-        pieces = gradient.block(block)
-        runs = list(_heads(part, prepared, block, (q, k)))
+        pieces = gradient.pieces(block)
+        runs = list(part.heads(block, q, k))
         # Several rows of the batch with all heads only, see `_add_products`.
         rows_at_once = max(1, _IN_CACHE // (part.bias.learning_rows * block.keys * q.shape[1])) if len(runs) == 1 else 1
         for row in range(0, q.shape[0], rows_at_once):
             batch = slice(row, min(row + rows_at_once, q.shape[0]))
-            for heads, theirs, first in _in_cache(runs, part.bias.learning_rows, block.keys, (q, k)):
+            for heads, theirs, first in _in_cache(runs, part.bias.learning_rows, block.keys, q.shape[1] // k.shape[1]):
                 here, keys = (batch, heads, slice(block.start, block.stop)), slice(first, block.keys)
                 q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
                 k_part, v_part = k[batch, theirs, keys], v[batch, theirs, keys]
@@ -294,7 +275,7 @@ def _own_backward(
                     bias = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
                     weights[..., piece.keys.start - first : piece.keys.stop - first].add_(bias, alpha=_LOG2_E)
                 weights.sub_(part.in_order(lse[here])[..., None] * _LOG2_E)
-                torch.threshold_(weights, far.LEAST, -math.inf).exp2_()
+                torch.threshold_(weights, cutoff.LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
@@ -305,14 +286,13 @@ def _own_backward(
                 _add_products(sums.v[batch, theirs, keys], weights, g_rows, 1.0)
         if learns:
             gradient.end(block)
-    return gradient.result() if learns else [None] * len(inputs)
+    return gradient.result() if learns else [None] * len(wanted)
 
 
 def _in_cache(
-    runs: list[tuple[slice, slice, int]], rows: int, keys: int, operands: tuple[Tensor, Tensor]
+    runs: list[tuple[slice, slice, int]], rows: int, keys: int, shared: int
 ) -> Iterator[tuple[slice, slice, int]]:
-    """Return heads that go together, their kv heads and first key, as few at a time as a cache has room for."""
-    shared = operands[0].shape[1] // operands[1].shape[1]
+    """Return groups of heads, their kv heads and first key, as few heads at a time as a cache has room for."""
     for heads, _, first in runs:
         at_once = max(1, _IN_CACHE // (rows * (keys - first)) // shared) * shared
         for start in range(heads.start, heads.stop, at_once):

@@ -1,8 +1,8 @@
 """Schemes that only add a bias, on a GPU: torch compiles a kernel for each form of it (`flex_attention`).
 
-A bias is read element by element from what it is made of: a table of distances, a number per token, or straight pieces. Hidden
-blocks of keys are skipped. Run without being compiled, `flex_attention` builds the whole matrix, so where nothing compiles this
-executor does not apply; on a CPU, in tests, its graph runs as it was traced.
+A bias is read element by element from its inputs: a table of distances, a number per token, or straight pieces. Hidden blocks
+of keys are skipped. Without compilation, `flex_attention` builds the whole matrix, so this executor needs a compiler; on a CPU,
+in tests, its graph runs as it was traced.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.attention import gpu
-from hf_posenc.attention.blocks import blocks
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.gpu.trial import CompiledExecutor
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Added, DistanceTable, KeyBias, PiecewiseLinear
+from hf_posenc.structures import Bias, DistanceTable, KeyBias, PiecewiseLinear
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # torch's kernels refuse narrower heads.
 _NARROWEST = 16
 # Rows and columns of the blocks that are skipped, the size that torch's kernels expect.
@@ -36,73 +33,52 @@ _BLOCK = 128
 # own limit of 8 it would raise.
 _VARIANTS = 64
 
-_NAMES: dict[type[Added], str] = {
+_NAMES: dict[type[Bias], str] = {
     DistanceTable: "distance table",
     KeyBias: "key bias",
     PiecewiseLinear: "straight pieces",
 }
 
 
-def has_form(scheme: Scheme) -> bool:
-    """Whether a scheme adds a bias of a form that is known here."""
-    return isinstance(scheme.added(), tuple(_NAMES))
+class Flex(CompiledExecutor):
+    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except a mask that is given as one.
 
-
-def applies(scheme: Scheme, task: Task, mask: Mask) -> bool:
-    """Whether a kernel can be compiled for this call."""
-    # Gradients of what is read by elements are added up in no fixed order.
-    refused = torch.are_deterministic_algorithms_enabled()
-    return not refused and gpu.available(task.q.device) and _takes(scheme, task, mask)
-
-
-def _takes(scheme: Scheme, task: Task, mask: Mask) -> bool:
-    q, k, v = task.q, task.k, task.v
-    return (
-        task.native_score is None
-        and not task.dropout
-        and not task.upcast
-        and mask.bias is None
-        and q.dtype in _DTYPES
-        and q.dtype == k.dtype == v.dtype
-        and q.shape[-1] >= _NARROWEST
-        and k.shape[1] == v.shape[1]
-        and has_form(scheme)
-    )
-
-
-def form(scheme: Scheme, task: Task) -> str:
-    """Return in which form the bias is read."""
-    added = scheme.added()
-    assert added is not None
-    return _NAMES[DistanceTable if _is_one_table(added, task) else type(added)]
-
-
-def flex(scheme: Scheme, task: Task, mask: Mask) -> Tensor:
-    """Return the output `[B, H, Q, D]`, without any tensor of size Q x K but a mask that is given as one.
-
-    Queries that see no key get zeros. Gradients of tables are added up in no fixed order. What no kernel takes goes by blocks.
+    Queries that see no key get zeros. Gradients of tables are added up in no fixed order.
     """
-    if not _takes(scheme, task, mask):
-        return blocks(scheme, task, mask)
-    added = scheme.added()
-    q, k, v = task.q, task.k, task.v
-    with torch.autocast(q.device.type, enabled=False), torch._dynamo.config.patch(recompile_limit=_VARIANTS):
-        block_mask = _block_mask(task, mask)
-        function, inputs = _form_of(added, task, causal=scheme.geometry.causal)
-        # Of what is read by elements, torch 2.13 loses the gradients where it is a view of another tensor.
-        inputs = tuple(x.clone() if x.requires_grad else x for x in inputs)
-        output: Tensor = _compiled(function, q.device.type)(q, k, v, block_mask, task.scale, *inputs)
-    return output
+
+    name = "flex"
+
+    def structure(self, scheme: Scheme) -> Bias | None:
+        added = scheme.added()
+        return added if isinstance(added, tuple(_NAMES)) else None
+
+    def computes(self, call: Call) -> bool:
+        return super().computes(call) and call.q.shape[-1] >= _NARROWEST
+
+    def form(self, call: Call) -> str:
+        added = call.scheme.added()
+        assert added is not None
+        return _NAMES[DistanceTable if _is_one_table(added, call) else type(added)]
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        q, device = call.q, call.device.type
+        with torch.autocast(device, enabled=False), torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+            block_mask = _block_mask(call)
+            function, inputs = _form_of(call.scheme.added(), call)
+            # torch 2.13 drops the gradients of captured tensors that are views.
+            inputs = tuple(x.clone() if x.requires_grad else x for x in inputs)
+            output: Tensor = _compiled(function, device)(q, call.k, call.v, block_mask, call.scale, *inputs)
+        return output, None
 
 
-def _form_of(added: Added | None, task: Task, *, causal: bool) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def _form_of(added: Bias | None, call: Call) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """Return the function that adds a bias, and what it reads."""
     if isinstance(added, KeyBias):
-        return _add_of_keys, _of_keys(added, task)
-    if isinstance(added, PiecewiseLinear) and not _is_one_table(added, task):
-        return _add_of_pieces, _of_pieces(added, task)
+        return _add_of_keys, _of_keys(added, call)
+    if isinstance(added, PiecewiseLinear) and not _is_one_table(added, call):
+        return _add_of_pieces, _of_pieces(added, call)
     assert isinstance(added, (DistanceTable, PiecewiseLinear))
-    return _add_of_table, _of_table(added, task, causal=causal)
+    return _add_of_table, _of_table(added, call)
 
 
 @functools.cache
@@ -111,10 +87,10 @@ def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Ten
     return torch.compile(function, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
 
 
-def _is_one_table(added: Added, task: Task) -> bool:
+def _is_one_table(added: Bias, call: Call) -> bool:
     """Whether a bias is a table of distances, for all queries of this call."""
     if isinstance(added, PiecewiseLinear):
-        return task.reach < added.constant_below()
+        return call.reach < added.constant_below()
     return isinstance(added, DistanceTable)
 
 
@@ -204,57 +180,57 @@ def _attention(
 # -- what biases are made of ---------------------------------------------------------------------------------------------
 
 
-def _places(task: Task, shift: int = 0) -> tuple[Tensor, Tensor]:
+def _places(call: Call, shift: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positions of queries, shifted, and of keys, int32 `[B, Q]` and `[B, K]`."""
-    batch = len(task.q)
-    query, key = ((x.to(task.q.device, torch.int32)) for x in (task.positions.query, task.positions.key))
+    batch = len(call.q)
+    query, key = ((x.to(call.device, torch.int32)) for x in (call.positions.query, call.positions.key))
     return (query + shift).expand(batch, -1), key.expand(batch, -1)
 
 
-def _of_table(added: DistanceTable | PiecewiseLinear, task: Task, *, causal: bool) -> tuple[Tensor, ...]:
-    low = 0 if causal else -task.reach
-    distance = torch.arange(low, task.reach + 1, device=task.q.device)
+def _of_table(added: DistanceTable | PiecewiseLinear, call: Call) -> tuple[Tensor, ...]:
+    low = 0 if call.causal else -call.reach
+    distance = torch.arange(low, call.reach + 1, device=call.device)
     if isinstance(added, DistanceTable):
         table = added.at(distance, torch.float32)
     else:
-        table = added.table(distance, task.positions.query[:1, :1], torch.float32)
-    return (*_places(task, shift=-low), table)
+        table = added.table(distance, call.positions.query[:1, :1], torch.float32)
+    return (*_places(call, shift=-low), table)
 
 
-def _of_keys(added: KeyBias, task: Task) -> tuple[Tensor, Tensor]:
-    batch = len(task.q)
-    own, keys = (added.at(state).float().expand(batch, -1, -1) for state in (task.own, task.state))
+def _of_keys(added: KeyBias, call: Call) -> tuple[Tensor, Tensor]:
+    batch = len(call.q)
+    own, keys = (added.at(state).float().expand(batch, -1, -1) for state in (call.own, call.state))
     return own, keys
 
 
-def _of_pieces(added: PiecewiseLinear, task: Task) -> tuple[Tensor, ...]:
-    feature = added.feature(torch.arange(task.reach + 1, device=task.q.device), torch.float32)
-    weight = added.weight(task.positions.query, torch.float32).expand(len(task.q), -1)
+def _of_pieces(added: PiecewiseLinear, call: Call) -> tuple[Tensor, ...]:
+    feature = added.feature(torch.arange(call.reach + 1, device=call.device), torch.float32)
+    weight = added.weight(call.positions.query, torch.float32).expand(len(call.q), -1)
     ends, slope, offset = added.pieces(torch.float32)
     missing = 2 ** len(ends).bit_length() - 1 - len(ends)
     ends = F.pad(ends.detach(), (0, missing), value=math.inf)
-    return (*_places(task), feature, weight, ends, slope, offset)
+    return (*_places(call), feature, weight, ends, slope, offset)
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------------
 
 
-def _block_mask(task: Task, mask: Mask) -> BlockMask | None:
+def _block_mask(call: Call) -> BlockMask | None:
     """Return a mask with the blocks in it that hold any visible key; `None` where all keys are visible."""
-    length, keys = task.q.shape[2], task.k.shape[2]
+    length, keys, mask = call.queries, call.keys, call.mask
     keep = mask.keep
     if mask.rule == "all" and keep is None:
         return None
-    visible = _visible(task, mask)
+    visible = _visible(call)
     ahead = mask.ahead if mask.rule == "slots" else keys
     if mask.rule != "positions" and (keep is None or keep.shape[1:3] == (1, 1)):
         # The same for every layer and every step. Padding is looked up key by key, within the blocks of the rule.
-        found = copy.copy(_blocks_of_slots(length, keys, ahead, keep is None, task.q.device))
+        found = copy.copy(_blocks_of_slots(length, keys, ahead, keep is None, call.device))
         found.mask_mod = visible
         return found
-    some, every = (x[None, None] for x in _slot_blocks(length, keys, ahead, task.q.device))
+    some, every = (x[None, None] for x in _slot_blocks(length, keys, ahead, call.device))
     if mask.rule == "positions":
-        query, key = task.positions.query.to(some.device), task.positions.key.to(some.device)
+        query, key = call.positions.query.to(some.device), call.positions.key.to(some.device)
         first_query, last_query = (x[:, None, :, None] for x in _extremes(query))
         first_key, last_key = (x[:, None, None, :] for x in _extremes(key))
         some, every = some & (first_key <= last_query), every & (last_key <= first_query)
@@ -263,23 +239,23 @@ def _block_mask(task: Task, mask: Mask) -> BlockMask | None:
     return _sparse(some, every, length, keys, visible)
 
 
-def _visible(task: Task, mask: Mask) -> Callable[..., Tensor]:
+def _visible(call: Call) -> Callable[..., Tensor]:
     """Return the function that says of single keys whether they are visible."""
-    batch = len(task.q)
+    batch, mask = len(call.q), call.mask
     ahead = mask.ahead
     parts: list[Callable[..., Tensor]] = []
     if mask.rule == "slots":
         parts.append(lambda b, h, i, j: j <= i + ahead)
     if mask.rule == "positions":
-        query, key = _places(task)
+        query, key = _places(call)
         parts.append(lambda b, h, i, j: key[b, j] <= query[b, i])
     if mask.keep is not None:
-        keep = mask.keep.to(task.q.device).expand(batch, -1, -1, task.k.shape[2])
+        keep = mask.keep.to(call.device).expand(batch, -1, -1, call.keys)
         if keep.shape[1:3] == (1, 1):
             of_keys = keep[:, 0, 0]
             parts.append(lambda b, h, i, j: of_keys[b, j])
         else:
-            full = keep.expand(-1, task.q.shape[1], task.q.shape[2], -1)
+            full = keep.expand(-1, call.q.shape[1], call.queries, -1)
             parts.append(lambda b, h, i, j: full[b, h, i, j])
     if len(parts) == 1:
         return parts[0]

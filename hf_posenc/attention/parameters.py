@@ -1,4 +1,4 @@
-"""The parameters that a forward pass has read, for backward passes that make parts of it anew."""
+"""The parameters that a forward pass has read, for backward passes that compute parts of it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class _Holder(nn.Module):
-    """Has a scheme in it, and calls something else: not the scheme's own forward, which wrappers act on."""
+    """Holds a scheme and calls another function: wrappers act on the scheme's own forward."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class _Holder(nn.Module):
         return function()
 
 
-def reading(scheme: Scheme, parameters: Sequence[Tensor], function: Callable[[], Result]) -> Result:
-    """Return what a function returns while a scheme has these parameters, those of its forward pass, in its own order.
+def with_parameters(scheme: Scheme, parameters: Sequence[Tensor], function: Callable[[], Result]) -> Result:
+    """Call a function while a scheme has these parameters, in its own order: those of its forward pass.
 
-    They are the scheme's own, but for a forward pass within `torch.func.functional_call`, which gives them back before any
-    backward pass begins.
+    They are the scheme's own, except after a forward pass within `torch.func.functional_call`, which gives them back before
+    any backward pass begins.
     """
     own = dict(scheme.named_parameters())
     if all(now is then for now, then in zip(own.values(), parameters, strict=True)):

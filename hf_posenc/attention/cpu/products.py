@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.biases import BlockBias, Gradient, Hidden, Piece, RowBlock
-from hf_posenc.attention.mask import Mask
-from hf_posenc.attention.task import Task
+from hf_posenc.attention.blocks import Rows
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.cpu.biases import BlockBias, Gradient, Piece
 from hf_posenc.structures import Vectors
 
 # Keys that meet the vectors of their distances at once.
@@ -35,31 +36,26 @@ class ProductsBias(BlockBias):
 
     Args:
         vectors: The vectors.
-        task: The operands.
-        mask: What is hidden.
+        call: The call.
 
     Attributes:
-        distances: Of which there are vectors.
-        end: The first distance from which on there is nothing to add.
-        beyond: So many vectors of such distances are in the tables.
-        ahead: And so many for distances below 0.
-        hides: Whether the bias hides the keys ahead of a query, which have that of distance 0 otherwise.
-        before: Keys before the first query's own.
-        shift: What goes with the queries, `[H, D]`.
-        names: Of the inputs.
+        distances: Number of distances that have vectors.
+        end: Smallest distance from which on there is nothing to add.
+        beyond: Number of vectors of such distances in the tables.
+        room: Number of vectors in the tables for distances below 0.
+        shift: Vectors that are added to the queries, `[H, D]`.
+        names: Names of the inputs.
     """
 
     name = "products by distance"
     rows = learning_rows = _ROWS
-    backwards = False
+    # Keys ahead of a query would have the bias of distance 0.
+    hides_ahead = True
 
-    def __init__(self, vectors: Vectors, task: Task, mask: Mask) -> None:
-        q, k = (own if free is None else free for own, free in ((task.q, task.content_q), (task.k, task.content_k)))
-        self.heads, self.keys, self.before = q.shape[1], k.shape[2], k.shape[2] - q.shape[2]
-        self.hides = mask.rule == "slots"
-        self.hidden = Hidden(mask, task.positions, in_bias=self.hides, backwards=False)
-        self.ahead = _ROWS if self.hides else q.shape[2]
-        precise = torch.promote_types(q.dtype, torch.float32)
+    def __init__(self, vectors: Vectors, call: Call) -> None:
+        super().__init__(call)
+        (q, k), precise = call.content(), call.precise
+        self.heads, self.room = q.shape[1], _ROWS if self.slots else self.queries
         of_queries, of_keys, always = (
             None if x is None else x.to(precise) for x in (vectors.of_queries, vectors.of_keys, vectors.always)
         )
@@ -73,21 +69,21 @@ class ProductsBias(BlockBias):
                 of_keys = of_keys - of_keys[:, :1]
             if of_queries is not None:
                 of_queries = of_queries - of_queries[:, :1]
-        self.shift = always if task.content_q is None else None
+        self.shift = always if call.content_q is None else None
         inputs: dict[str, Tensor] = {}
         if of_queries is not None:
             q = q.to(precise)
-            bias = q.new_zeros(()) if vectors.bias is None else vectors.bias.to(q)[:, None] * task.scale
-            inputs["q"] = torch.add(bias, q, alpha=task.scale)
-            inputs["falling"] = _with_room(self._of_all(of_queries), self.beyond, max(0, self.ahead - vectors.ahead))
+            bias = q.new_zeros(()) if vectors.bias is None else vectors.bias.to(q)[:, None] * call.scale
+            inputs["q"] = torch.add(bias, q, alpha=call.scale)
+            inputs["falling"] = _with_room(self._of_all(of_queries), self.beyond, max(0, self.room - vectors.ahead))
         if of_keys is not None:
             inputs["k"] = k
-            of_keys = self._of_all(of_keys[:, : self.distances]).flip(1) * task.scale
-            inputs["rising"] = _with_room(of_keys, self.ahead, self.beyond)
+            of_keys = self._of_all(of_keys[:, : self.distances]).flip(1) * call.scale
+            inputs["rising"] = _with_room(of_keys, self.room, self.beyond)
         if always is not None and self.shift is None:
             # The queries have a rotation in them that this part does not know.
             by_group = always.view(k.shape[1], -1, always.shape[-1])
-            inputs["key_bias"] = torch.einsum("bgkd,grd->bgrk", k.to(precise), by_group).flatten(1, 2) * task.scale
+            inputs["key_bias"] = torch.einsum("bgkd,grd->bgrk", k.to(precise), by_group).flatten(1, 2) * call.scale
         self.names, self.inputs = tuple(inputs), tuple(inputs.values())
 
     def _of_all(self, vectors: Tensor) -> Tensor:
@@ -95,75 +91,38 @@ class ProductsBias(BlockBias):
         return vectors if len(vectors) == self.heads else vectors.repeat_interleave(self.heads // len(vectors), dim=0)
 
     @staticmethod
-    def pays(task: Task) -> bool:
+    def pays(call: Call) -> bool:
         """Whether there are enough rows."""
-        return task.q.shape[2] >= _FEWEST_ROWS
+        return call.queries >= _FEWEST_ROWS
 
     def moved(self, q: Tensor) -> Tensor:
         return q if self.shift is None else q + self.shift[:, None].to(q)
 
-    def prepare(self, inputs: Sequence[Tensor], slack: Tensor | None) -> object:
-        return _Products(self, inputs)
-
-    def block(self, prepared: object, block: RowBlock) -> list[Piece]:
-        assert isinstance(prepared, _Products)
-        return prepared.pieces(block)
-
-    def gradient(self, inputs: Sequence[Tensor], prepared: object, wanted: Sequence[bool]) -> Gradient:
-        assert isinstance(prepared, _Products)
-        return _ProductsGradient(prepared, inputs, wanted)
-
-
-class _Near:
-    """The keys of a block that are so near to some row that something is added to their logits.
-
-    Attributes:
-        keys: These keys.
-        rows: Rows of the block.
-        width: Distances, from that of the first key and the last row down to that of the last key and the first row.
-        behind: How many of these are not negative.
-        falling: Where their vectors are in the table of those that fall.
-        tiles: A few keys each, and where the vectors of their distances, from that of the last key and the first row up, are in the
-            table of those that rise.
-    """
-
-    def __init__(self, bias: ProductsBias, block: RowBlock) -> None:
-        own = block.start + bias.before
-        self.rows = block.rows
-        self.keys = slice(max(0, own - bias.end + 1) // _TILE * _TILE, block.keys)
-        self.width = self.keys.stop - self.keys.start + self.rows - 1
-        farthest = own + self.rows - 1 - self.keys.start
-        self.behind = farthest + 1
-        first = bias.beyond + bias.distances - 1 - farthest
-        self.falling = slice(first, first + self.width)
-        self.tiles: list[tuple[slice, slice]] = []
-        for start in range(self.keys.start, self.keys.stop, _TILE):
-            stop = min(start + _TILE, self.keys.stop)
-            nearest = bias.ahead + own - (stop - 1)
-            self.tiles.append((slice(start, stop), slice(nearest, nearest + stop - start + self.rows - 1)))
-
-
-class _Products:
-    """The inputs of a `ProductsBias`, and memory that is used again for every block: to ask for new costs more than to fill it."""
-
-    def __init__(self, bias: ProductsBias, inputs: Sequence[Tensor]) -> None:
-        self.of = bias
-        given = dict(zip(bias.names, inputs, strict=True))
+    def prepare(self, slack: Tensor | None) -> None:
+        given = dict(zip(self.names, self.inputs, strict=True))
         self.q, self.falling, self.k, self.rising, self.key_bias = map(given.get, _INPUTS)
         self.like = next(x for x in (self.falling, self.rising) if x is not None)
+        # Every block uses this memory again: new memory costs more than to fill it.
         self.memory = self.like.new_empty(0)
 
-    def pieces(self, block: RowBlock) -> list[Piece]:
+    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
         """Return the bias of a block; overwritten by the next call."""
-        near, hidden = _Near(self.of, block), self.of.hidden
-        far = slice(0, near.keys.start)
-        pieces = [hidden.piece(self.bias(block, near), block, near.keys, ruled=not self.of.hides)]
-        if far.stop:
-            bias = self.like.new_zeros(1, 1, 1, far.stop) if self.key_bias is None else self.key_bias[:, :, None, far]
-            pieces.insert(0, hidden.piece(bias, block, far, ruled=False))
+        near = self.near = _Near(self, block)
+        before = slice(0, near.keys.start)
+        pieces = [self.piece(self.near_bias(block, near), block, near.keys, ruled=not self.slots)]
+        if before.stop:
+            bias = (
+                self.like.new_zeros(1, 1, 1, before.stop)
+                if self.key_bias is None
+                else self.key_bias[:, :, None, before]
+            )
+            pieces.insert(0, self.piece(bias, block, before, ruled=False))
         return pieces
 
-    def bias(self, block: RowBlock, near: _Near) -> Tensor:
+    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
+        return _ProductsGradient(self, wanted)
+
+    def near_bias(self, block: Rows, near: _Near) -> Tensor:
         """Return the bias of the near keys, `[B, H, q, near]`, a view."""
         heads, rows = len(self.like), slice(block.start, block.stop)
         batch = next(len(x) for x in (self.q, self.k) if x is not None)
@@ -172,7 +131,7 @@ class _Products:
             torch.bmm(_by_head(self.q[:, :, rows], heads), self.falling[:, near.falling].mT, out=products)
         else:
             products.zero_()
-        if self.of.hides:
+        if self.slots:
             products[..., near.behind :] = -math.inf
         bias = _shifted(products, batch, near.rows)
         if self.k is not None and self.rising is not None:
@@ -189,27 +148,52 @@ class _Products:
         size = math.prod(shape)
         if len(self.memory) < size:
             # No block has more rows than the first, and most have more keys.
-            width = min(self.of.keys, self.of.end + _TILE + _ROWS) + _ROWS
+            width = min(self.keys, self.end + _TILE + _ROWS) + _ROWS
             self.memory = self.like.new_empty(max(size, size // shape[-1] * width))
         return self.memory[:size].view(shape)
 
 
-class _ProductsGradient(Gradient):
-    def __init__(self, products: _Products, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        self.products, self.inputs = products, inputs
-        self.totals = [
+class _Near:
+    """The keys of a block that are so near to some row that something is added to their logits.
+
+    Attributes:
+        keys: Slice of these keys.
+        rows: Number of rows of the block.
+        width: Number of distances, from that of the first key and the last row down to that of the last key and the first row.
+        behind: Number of those that are not negative.
+        falling: Place of their vectors in the table of those that fall.
+        tiles: A few keys each, and the place of the vectors of their distances in the table of those that rise, from the distance
+            of the last key and the first row up.
+    """
+
+    def __init__(self, bias: ProductsBias, block: Rows) -> None:
+        own = block.start + bias.ahead
+        self.rows = block.length
+        self.keys = slice(max(0, own - bias.end + 1) // _TILE * _TILE, block.keys)
+        self.width = self.keys.stop - self.keys.start + self.rows - 1
+        farthest = own + self.rows - 1 - self.keys.start
+        self.behind = farthest + 1
+        first = bias.beyond + bias.distances - 1 - farthest
+        self.falling = slice(first, first + self.width)
+        self.tiles: list[tuple[slice, slice]] = []
+        for start in range(self.keys.start, self.keys.stop, _TILE):
+            stop = min(start + _TILE, self.keys.stop)
+            nearest = bias.room + own - (stop - 1)
+            self.tiles.append((slice(start, stop), slice(nearest, nearest + stop - start + self.rows - 1)))
+
+
+class _ProductsGradient(Gradient[ProductsBias]):
+    def __init__(self, bias: ProductsBias, wanted: Sequence[bool]) -> None:
+        self.bias = bias
+        self.found = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if learns else None
-            for x, learns in zip(inputs, wanted, strict=True)
+            for x, learns in zip(bias.inputs, wanted, strict=True)
         ]
-        by_name = dict(zip(products.of.names, self.totals, strict=True))
+        by_name = dict(zip(bias.names, self.found, strict=True))
         self.q, self.falling, self.k, self.rising, self.key_bias = map(by_name.get, _INPUTS)
 
-    def block(self, block: RowBlock) -> list[Piece]:
-        self.near = _Near(self.products.of, block)
-        return self.products.pieces(block)
-
-    def add(self, block: RowBlock, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        near = self.near
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        near = self.bias.near
         if self.key_bias is not None:
             self.key_bias[batch, heads, : block.keys] += d_logits.sum(2)
         d_bias = d_logits[..., near.keys]
@@ -221,7 +205,7 @@ class _ProductsGradient(Gradient):
                 self._add_keys(place, batch, heads, keys, d_bias[..., here])
 
     def _add_queries(self, near: _Near, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
-        q, falling = self.products.q, self.products.falling
+        q, falling = self.bias.q, self.bias.falling
         assert q is not None
         assert falling is not None
         heads, shape = here[1], (*d_bias.shape[:3], q.shape[-1])
@@ -232,7 +216,7 @@ class _ProductsGradient(Gradient):
             self.falling[heads, near.falling].baddbmm_(lines.mT, _by_head(q[here], shape[1]))
 
     def _add_keys(self, place: slice, batch: slice, heads: slice, keys: slice, d_bias: Tensor) -> None:
-        k, rising = self.products.k, self.products.rising
+        k, rising = self.bias.k, self.bias.rising
         assert k is not None
         assert rising is not None
         shared = len(rising) // k.shape[1]
@@ -247,8 +231,10 @@ class _ProductsGradient(Gradient):
             met = _by_head(k[batch, groups, keys].to(rising), d_bias.shape[1])
             self.rising[heads, place].baddbmm_(lines.mT, met)
 
-    def result(self) -> list[Tensor | None]:
-        return [None if total is None else total.to(x.dtype) for total, x in zip(self.totals, self.inputs, strict=True)]
+    def result(self) -> Sequence[Tensor | None]:
+        return [
+            None if total is None else total.to(x.dtype) for total, x in zip(self.found, self.bias.inputs, strict=True)
+        ]
 
 
 def _with_room(vectors: Tensor, before: int, behind: int) -> Tensor:

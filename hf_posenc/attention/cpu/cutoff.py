@@ -1,7 +1,7 @@
-"""Keys so far away that they get no weight, whatever queries and keys hold: heads do without them.
+"""The cutoff: keys so far away that they get no weight, whatever queries and keys hold. Heads do without them.
 
-A penalty on distance, like a steep slope of ALiBi's or the gates of FoX, leaves most heads with a part of the keys. How much
-queries and keys may do against it is bounded by their lengths.
+A penalty on distance, like a steep slope of ALiBi's or the gates of FoX, leaves most heads with a part of the keys. The lengths
+of queries and keys bound how much they may do against it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# A weight of less than 2 to this, of the largest of a row, is taken for 0, also in double precision.
+# A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
 LEAST = -64.0
 NATS = -LEAST * math.log(2)
 # With fewer keys there is nothing to gain.
@@ -22,15 +22,15 @@ _STEP = 64
 
 
 def slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
-    """Return how much less than that of a query's own key the bias of a key must be for the key to get no weight.
+    """Return how far below the bias of a query's own key that of another key must be for it to get no weight.
 
     Args:
-        q: `[B, H, Q, D]`.
-        k: `[B, G, K, D]`.
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, K, D]`.
         scale: Factor on `q @ k.T`.
 
     Returns:
-        Of each head, `[H]`, float32 or wider; NaN or infinite where queries or keys are. `None` if it is not worth looking.
+        The slack of each head, `[H]`, float32 or wider; NaN or infinite where queries or keys are. `None` if a cutoff does not pay.
     """
     if k.shape[2] < _KEYS or q.shape[2] == 1:
         return None
@@ -43,12 +43,12 @@ def slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
 
 
 def runs(first: Tensor | None, heads: int, shared: int) -> Iterator[tuple[slice, int]]:
-    """Return heads that go together with the first key that they need, in order.
+    """Return groups of neighbouring heads with the first key that they need, in order.
 
     Args:
-        first: Of each head, int64 `[H]`; `None` if all need all.
-        heads: How many there are.
-        shared: How many heads share keys, which stay together.
+        first: First key of each head, int64 `[H]`; `None` if all heads need all keys.
+        heads: Number of heads.
+        shared: Number of heads that share keys, which stay together.
     """
     if first is None:
         yield slice(0, heads), 0

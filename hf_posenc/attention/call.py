@@ -1,0 +1,185 @@
+"""One call of attention: the scheme, its operands and the mask in one record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.layout import slots_tell_distances
+from hf_posenc.attention.mask import Mask
+from hf_posenc.operands import Block, Positions
+from hf_posenc.scheme import Scheme
+
+# Part of a tensor.
+Index: TypeAlias = tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """All that an executor needs to know.
+
+    Attributes:
+        scheme: Scheme; its `score`, `weigh` and `mix` are run.
+        q: Projected queries `[B, H, Q, D]`.
+        k: Keys `[B, G, K, D]`, or `[B, H, K, D]` from a scheme whose keys differ by query head.
+        v: Values `[B, G, K, D]`.
+        positions: Positions of queries and keys.
+        reach: Upper bound on every distance, see `Block`.
+        scale: Factor on `q @ k.T`.
+        mask: Visibility of the keys.
+        state: Per-token state of the keys.
+        own: Per-token state of the queries' tokens.
+        tables: Tensors that the scheme made once for this call.
+        content_q: Queries without the native rotation, if there is one.
+        content_k: Keys without the native rotation, if the scheme reads them.
+        native_score: Adds the model's own additive encoding to the logits of a block, where that is kept.
+        parameters: Trained tensors that `native_score` reads.
+        dropout: Probability that a weight is dropped; 0 outside training.
+        upcast: Multiply queries and keys in float32 whatever their dtype.
+        need_weights: Return the weights, too.
+    """
+
+    scheme: Scheme
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Positions
+    reach: int
+    scale: float
+    mask: Mask = field(default_factory=Mask)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    content_q: Tensor | None = None
+    content_k: Tensor | None = None
+    native_score: Callable[[Tensor, Block], Tensor] | None = None
+    parameters: tuple[Tensor, ...] = ()
+    dropout: float = 0.0
+    upcast: bool = False
+    need_weights: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return self.q.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.k.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def precise(self) -> torch.dtype:
+        """Dtype of logits and biases: float32, or that of the queries if it is wider."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def causal(self) -> bool:
+        """Whether the layer is causal; the mask says what is hidden."""
+        return self.scheme.geometry.causal
+
+    @property
+    def one_softmax(self) -> bool:
+        """Whether nothing but the scheme and the mask acts on the logits and weights, and operands have one dtype."""
+        plain = self.native_score is None and not self.dropout and not self.upcast
+        return plain and self.q.dtype == self.k.dtype == self.v.dtype
+
+    @functools.cached_property
+    def slots_tell_distances(self) -> bool:
+        """Whether every visible key is as far from its query in positions as in slots."""
+        return slots_tell_distances(self.positions, self.mask, causal=self.causal)
+
+    def visible(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the keys that may be seen and what is added to the logits, see `Mask.rows`."""
+        return self.mask.rows(0, self.queries, self.keys, self.positions)
+
+    def block(self, keep: Tensor | None) -> Block:
+        """Return the whole call as one block, given the keys that may be seen."""
+        return Block(
+            positions=self.positions,
+            reach=self.reach,
+            keep=keep,
+            values=self.v,
+            native=self.native_score is not None or self.content_q is not None,
+            state=self.state,
+            own=self.own,
+            tables=self.tables,
+        )
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as `Scheme.score` gets them: without the native rotation, if there is one."""
+        q, k = self.content_q, self.content_k
+        return self.q if q is None else q, self.k if k is None else k
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """Return all tensors that gradients may flow into."""
+        loose = (tensor for tensor in (self.content_q, self.content_k) if tensor is not None)
+        return (self.q, self.k, self.v, *loose, *self.state.values(), *self.own.values(), *self.tables.values())
+
+    def places(self, start: int, stop: int, keys: int, first: int = 0) -> tuple[Index, ...]:
+        """Return the parts of `operands` that belong to the queries `start:stop` and the keys `first:keys`."""
+        rows, columns = slice(start, stop), slice(first, keys)
+        everywhere = slice(None)
+        loose = [
+            (everywhere, everywhere, part)
+            for tensor, part in ((self.content_q, rows), (self.content_k, columns))
+            if tensor is not None
+        ]
+        return (
+            (everywhere, everywhere, rows),
+            *[(everywhere, everywhere, columns)] * 2,
+            *loose,
+            *[(everywhere, columns)] * len(self.state),
+            *[(everywhere, rows)] * len(self.own),
+            *[(everywhere,)] * len(self.tables),
+        )
+
+    def part(
+        self, start: int, stop: int, keys: int, first: int = 0, *, operands: Sequence[Tensor] | None = None
+    ) -> Call:
+        """Return the call of the queries `start:stop` against the keys `first:keys`; on given parts of the operands, if any."""
+        if operands is None:
+            places = self.places(start, stop, keys, first)
+            operands = [x[place] for x, place in zip(self.operands(), places, strict=True)]
+        positions = self.positions.rows(start, stop, keys, first)
+        return replace(self.with_operands(operands), positions=positions, mask=self.mask.part(start, stop, keys, first))
+
+    def outline(self) -> Call:
+        """Return the same call with shapes in place of operands, for what outlives the forward pass.
+
+        Autograd keeps the operands for the backward pass, or drops them under gradient checkpointing.
+        """
+        return self.with_operands(outlines(self.operands()))
+
+    def with_operands(self, operands: Sequence[Tensor]) -> Call:
+        """Return the same call on other tensors, in the order of `operands`."""
+        given = iter(operands)
+
+        def loose(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else next(given)
+
+        return replace(
+            self,
+            q=next(given),
+            k=next(given),
+            v=next(given),
+            content_q=loose(self.content_q),
+            content_k=loose(self.content_k),
+            state={name: next(given) for name in self.state},
+            own={name: next(given) for name in self.own},
+            tables={name: next(given) for name in self.tables},
+        )
+
+
+def outlines(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the same shapes and dtypes that take no memory."""
+    return tuple(torch.empty_like(x, device="meta") for x in tensors)

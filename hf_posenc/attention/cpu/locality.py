@@ -1,0 +1,229 @@
+"""Schemes for which position makes a difference among the nearest keys only; see `structures.Locality`.
+
+Each block of rows finds out how many keys that is. These go through the seams; the others, which share one bias per query or
+have no weight, go through the fused kernel or nowhere. The result is the same, not an approximation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.blocks import BlockPlan, Rows, by_blocks
+from hf_posenc.attention.call import Call, Index
+from hf_posenc.attention.cpu import kernel
+from hf_posenc.attention.dense import from_logits, logits_of
+from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
+from hf_posenc.hiding import fill_hidden_
+from hf_posenc.operands import Block
+from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.structures import Locality
+
+# Minimum number of keys for this path.
+_FEWEST_KEYS = 512
+# Queries of a block: the more, the fewer calls, and the more keys that are not near to all of them.
+_ROWS = 80
+
+
+class Local(Executor):
+    """Blocks of rows against their nearest keys. No tensor of size Q x K exists."""
+
+    name = "locality"
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        return device.type == "cpu" and scheme.locality() is not None
+
+    def pays(self, call: Call) -> bool:
+        # The nearest keys depend on numbers in tensors, which a graph that is being compiled does not have.
+        long = call.queries >= FEWEST_QUERIES and call.keys >= _FEWEST_KEYS
+        return long and not torch.compiler.is_compiling()
+
+    def computes(self, call: Call) -> bool:
+        mask = call.mask
+        padding_only = mask.keep is None or mask.keep.shape[1:3] == (1, 1)
+        return (
+            call.one_softmax
+            and kernel.takes(call.q, call.k, call.v)
+            and call.scheme.locality() is not None
+            # The mask leaves keys in the order of their distance, so that the nearest are the last.
+            and mask.rule == "slots"
+            and padding_only
+            and mask.bias is None
+            and call.slots_tell_distances
+        )
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        locality = call.scheme.locality()
+        assert locality is not None
+        return by_blocks((_NearPlan if locality.beyond is None else _MergingPlan)(call, locality), call), None
+
+
+@dataclass(frozen=True, eq=False)
+class _Near:
+    """A block of rows against the keys that matter to it.
+
+    Attributes:
+        rows: Place of the block; its first key is the first that matters.
+        part: Part of the call.
+        block: Block as the seams get it.
+        product: Arguments of `Scheme.score`: scaled logits, queries and keys.
+    """
+
+    rows: Rows
+    part: Call
+    block: Block
+    product: tuple[Tensor, Tensor, Tensor]
+
+
+class _NearPlan(BlockPlan):
+    """Blocks in which keys before the nearest have no weight."""
+
+    def __init__(self, call: Call, locality: Locality) -> None:
+        super().__init__(call, _ROWS)
+        self.locality = locality
+
+    def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
+        tried = self.locality.first_try
+        for rows in self.rows():
+            near = self.nearest(call, rows, tried)
+            tried = max(self.locality.first_try, rows.start + call.mask.ahead - near.rows.first)
+            yield near.rows, self.output(call, near)
+
+    def output(self, call: Call, near: _Near) -> Tensor:
+        return from_logits(near.part, near.block, near.product)[0]
+
+    def nearest(self, call: Call, rows: Rows, tried: int) -> _Near:
+        """Return the keys that matter to a block, given how many before it may be enough."""
+        while True:
+            rows = rows._replace(first=max(0, rows.start + call.mask.ahead - tried))
+            near = _near(call.part(*rows), rows)
+            if not rows.first or self.locality.enough(*near.product, near.block):
+                return near
+            tried *= 2
+
+
+def _near(part: Call, rows: Rows) -> _Near:
+    block = part.block(part.visible()[0])
+    return _Near(rows, part, block, logits_of(part, block))
+
+
+class _MergingPlan(_NearPlan):
+    """Blocks in which keys before the nearest share one bias: their softmax is merged with that of the nearest."""
+
+    def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
+        self.lse: Tensor | None = call.q.new_empty(call.q.shape[:3], dtype=call.precise)
+        return super().outputs(call)
+
+    def kept(self, output: Tensor) -> tuple[Tensor, ...]:
+        # For autograd to keep, or to drop.
+        assert self.lse is not None
+        lse, self.lse = self.lse, None
+        return output, lse
+
+    def shares(self, near: _Near) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of the nearest keys, hidden ones too, above the bias of the others; and the addend of all values."""
+        _, q, _ = near.product
+        logits = near.part.scheme.score(*near.product, near.block)
+        assert self.locality.beyond is not None
+        bias, value = self.locality.beyond(q, logits)
+        return logits - bias, value
+
+    def hidden_before(self, call: Call, first: int) -> Tensor | None:
+        """Return the mask of the keys before the nearest, to be added, `[B|1, 1, 1, first]`."""
+        if call.mask.keep is None:
+            return None
+        keep = call.mask.keep[..., :first]
+        return torch.zeros(keep.shape, dtype=call.precise).masked_fill_(~keep, torch.finfo(call.precise).min)
+
+    def output(self, call: Call, near: _Near) -> Tensor:
+        rows, first = slice(near.rows.start, near.rows.stop), near.rows.first
+        logits, value = self.shares(near)
+        fill_hidden_(logits, near.block.keep, torch.finfo(logits.dtype).min)
+        top = logits.amax(dim=-1)
+        weights = _weights(logits, top)
+        lse = top + weights.sum(-1).log_()
+        if first:
+            k, v, hidden = call.k[:, :, :first], call.v[:, :, :first], self.hidden_before(call, first)
+            others, others_lse = kernel.forward(call.q[:, :, rows], k, v, hidden, call.scale)
+            lse = torch.logaddexp(lse, others_lse)
+        lse = kernel.mark_empty_rows(lse)
+        # Mixing is linear, so its result can be scaled instead of the weights.
+        share = (top - lse).exp_()[..., None]
+        output = call.scheme.mix(weights.to(call.v.dtype), near.part.v, near.block)
+        output = (output * share).to(output.dtype)
+        if first:
+            share = (others_lse - lse).exp_()[..., None].to(output.dtype)
+            output = output + share * (others if value is None else others + value.to(others))
+        assert self.lse is not None
+        self.lse[:, :, rows] = lse
+        return output
+
+    def gradients(
+        self, part: Call, rows: Rows, targets: list[Tensor], grad: Tensor, kept: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        grad, output, lse = (x[:, :, rows.start : rows.stop] for x in (grad, *kept))
+        with torch.enable_grad():
+            near = _near(part, rows)
+            logits, value = self.shares(near)
+        weights = fill_hidden_(_weights(logits.detach(), lse), near.block.keep, 0.0)
+        by_weight, by_value = _unmixed(near, weights, value, targets, grad)
+        inner = (grad.to(weights) * output.to(weights)).sum(-1, keepdim=True)
+        d_logits = by_weight.to(weights).sub_(inner).mul_(weights)
+        by_logit = torch.autograd.grad(logits, targets, d_logits, allow_unused=True)
+        return [b if a is None else a if b is None else a + b for a, b in zip(by_value, by_logit, strict=True)]
+
+    def beyond(self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]) -> Sequence[tuple[Index, Tensor]]:
+        if not rows.first:
+            return ()
+        everywhere = slice(None)
+        mine, before = (
+            (everywhere, everywhere, slice(rows.start, rows.stop)),
+            (everywhere, everywhere, slice(rows.first)),
+        )
+        grad, output, lse = (x[mine] for x in (grad, *kept))
+        assert self.locality.beyond is not None
+        value = self.locality.beyond(call.content()[0][:, :, :1], lse)[1]
+        # What is added to all values is no part of any key's own.
+        output = output if value is None else output - value.to(output)
+        # Under autocast the output is narrower than operands in float32.
+        found = kernel.backward(
+            grad.to(call.q),
+            call.q[mine],
+            call.k[before],
+            call.v[before],
+            output.to(call.q),
+            lse,
+            self.hidden_before(call, rows.first),
+            call.scale,
+        )
+        return tuple(zip((mine, before, before), found, strict=True))
+
+
+def _unmixed(
+    near: _Near, weights: Tensor, value: Tensor | None, targets: list[Tensor], grad: Tensor
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the gradients of the nearest keys' weights, and those that reach the targets past the weights."""
+    scheme, v = near.part.scheme, near.part.v
+    entering = weights.to(v.dtype)
+    if value is None and not scheme.overrides("mix"):
+        # Two products, where autograd would want the output first.
+        rows, out = (x.reshape(*v.shape[:2], -1, x.shape[-1]) for x in (entering, grad))  # [B, G, H / G * q, K or D]
+        of_v = rows.mT @ out
+        return grouped_matmul(grad, v.mT), [of_v if target is v else None for target in targets]
+    with torch.enable_grad():
+        entering = entering.detach().requires_grad_()
+        mixed = scheme.mix(entering, v, near.block)
+        if value is not None:
+            share = (1 - weights.sum(-1, keepdim=True)).clamp_min_(0)
+            mixed = mixed + (share * value.to(weights)).to(mixed.dtype)
+    by_weight, *by_value = torch.autograd.grad(mixed, [entering, *targets], grad, allow_unused=True)
+    return by_weight, by_value
+
+
+def _weights(logits: Tensor, lse: Tensor) -> Tensor:
+    # torch's exp is slow, and very slow where the result is next to nothing.
+    return ((logits - lse[..., None]) * math.log2(math.e)).exp2_()

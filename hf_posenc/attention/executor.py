@@ -1,0 +1,73 @@
+"""What every executor can be asked: does it know a scheme, does it take a call, in which form, and to run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.scheme import Scheme
+
+# Minimum number of queries for the fused paths: fewer are not worth their calls.
+FEWEST_QUERIES = 32
+
+
+class Executor(ABC):
+    """One way to run attention. Every executor equals `Dense`, in outputs and in all gradients.
+
+    Attributes:
+        name: Name in `attend(executor=...)`, `plan` and `explain`.
+        gives_weights: It returns weights as well as outputs.
+        learns_masks: A float mask that requires a gradient gets one.
+        refusal: Reasons not to compute a call, for an error; `None` leaves a call that was forced on it to the blocks.
+    """
+
+    name: ClassVar[str]
+    gives_weights: ClassVar[bool] = False
+    learns_masks: ClassVar[bool] = False
+    refusal: ClassVar[str | None] = None
+
+    @abstractmethod
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        """Whether the scheme has the structure that the executor needs, on this kind of device."""
+
+    def computes(self, call: Call) -> bool:
+        """Whether the executor is right for this call, fast or not."""
+        return True
+
+    def pays(self, call: Call) -> bool:
+        """Whether the call is large enough for the executor."""
+        return True
+
+    def takes(self, call: Call) -> bool:
+        """Whether the executor runs this call, unless one before it in `EXECUTORS` does."""
+        allowed = (self.gives_weights or not call.need_weights) and (self.learns_masks or not call.mask.learns)
+        return allowed and self.pays(call) and self.computes(call)
+
+    def form(self, call: Call) -> str | None:
+        """Return the form in which positions enter, where the executor has several."""
+        return None
+
+    @abstractmethod
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` if the executor gives any."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The executor of one call.
+
+    Attributes:
+        executor: Name of the executor.
+        form: Form in which positions entered, where the executor has several.
+    """
+
+    executor: str
+    form: str | None = None
+
+    def __str__(self) -> str:
+        return self.executor if self.form is None else f"{self.executor} ({self.form})"

@@ -1,0 +1,99 @@
+"""The executor of our own kernels. They need Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.gpu.trial import CompiledExecutor
+from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Bias, GateCount, KeyBias, KeyScan, Stick
+
+# Tiles of wider heads do not fit.
+_WIDEST = 128
+_NAMES: dict[type[Bias] | type[KeyScan], str] = {GateCount: "gate count", Stick: "stick", KeyBias: "key bias"}
+
+
+class Triton(CompiledExecutor):
+    """One kernel for each structure. No tensor of size Q x K exists, except a mask that is given as one.
+
+    Queries that see no key get zeros. Gradients of keys and values may be added up in no fixed order.
+    """
+
+    name = "triton"
+
+    def structure(self, scheme: Scheme) -> KeyScan | KeyBias | None:
+        found = scheme.key_scan() or scheme.added()
+        return found if isinstance(found, (GateCount, Stick, KeyBias)) else None
+
+    def in_fixed_order(self, call: Call) -> bool:
+        return isinstance(self.structure(call.scheme), KeyBias)
+
+    def computes(self, call: Call) -> bool:
+        found = self.structure(call.scheme)
+        return (
+            super().computes(call)
+            and call.q.shape[-1] == call.v.shape[-1] <= _WIDEST
+            and not (isinstance(found, Stick) and found.rest_to_own and not _own_keys_are_last(call))
+        )
+
+    def form(self, call: Call) -> str:
+        found = self.structure(call.scheme)
+        assert found is not None
+        return _NAMES[type(found)]
+
+    def run(self, call: Call) -> tuple[Tensor, None]:
+        found = self.structure(call.scheme)
+        # Triton launches on the current GPU.
+        with torch.autocast(call.device.type, enabled=False), torch.cuda.device_of(call.q):
+            if isinstance(found, Stick):
+                return _stick(found, call), None
+            if isinstance(found, GateCount):
+                return _gate_count(found, call), None
+            assert isinstance(found, KeyBias)
+            return _key_bias(found, call), None
+
+
+def _own_keys_are_last(call: Call) -> bool:
+    """Whether the last keys are the queries' own."""
+    missing = call.keys - call.queries
+    if call.mask.rule == "slots":
+        return call.mask.ahead == missing
+    # In a cache there may be slots behind the queries.
+    return missing >= 0 and bool((call.positions.key[:, missing:] == call.positions.query).all())
+
+
+def _stick(scan: Stick, call: Call) -> Tensor:
+    from hf_posenc.attention.gpu import stick, tiles
+
+    v = call.v
+    bias = None if scan.bias is None else scan.bias.float()
+    output, rest = stick.break_stick(tiles.shape_of(call), call.q, call.k, v, bias, current=scan.current)
+    if scan.rest is not None:
+        return output + (rest[..., None] * scan.rest.float()[:, None]).to(output)
+    if scan.rest_to_own:
+        length, before = call.queries, call.keys - call.queries
+        if call.mask.keep is not None:
+            rest = rest * call.mask.keep.expand(*call.mask.keep.shape[:2], length, -1).diagonal(before, -2, -1)
+        values = v[:, :, before:].repeat_interleave(call.q.shape[1] // v.shape[1], dim=1)
+        return output + (rest[..., None] * values).to(output)
+    return output
+
+
+def _gate_count(scan: GateCount, call: Call) -> Tensor:
+    from hf_posenc.attention.gpu import count, tiles
+
+    q, k = call.content()
+    gates = scan.keys(k, call.block(call.mask.keep))
+    bias = scan.at(q, torch.empty(0, dtype=torch.float32, device=q.device))
+    opening = None if gates is None else (q, gates)
+    return count.count_gates(tiles.shape_of(call), call.q, call.k, call.v, opening, bias, scan.scale)
+
+
+def _key_bias(added: KeyBias, call: Call) -> Tensor:
+    from hf_posenc.attention.gpu import keys, tiles
+
+    batch = len(call.q)
+    own, others = (added.at(state).float().expand(batch, -1, -1) for state in (call.own, call.state))
+    return keys.attend(tiles.shape_of(call), call.q, call.k, call.v, own, others)

@@ -1,0 +1,127 @@
+"""Kernels that are compiled on the spot must pass a trial before they are used.
+
+No test can run on every GPU, driver and compiler. So the first call of each kind is computed a second time by the dense
+reference, for its last rows, with gradients where there are any. A kernel that gives another result, or does not run, is not
+used, and a warning says so. The kernels have not run on a GPU yet: they were tested uncompiled and in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.dense import Dense
+from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
+from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Bias, KeyScan
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The oldest GPUs whose matrix units multiply bfloat16.
+_CAPABILITY = (8, 0)
+_ROWS = 64
+# Tolerance relative to the root mean square, by bytes of a number: half precision rounds operands, and GPUs may multiply float32
+# with 10 bits.
+_TOLERANCE = {8: 1e-6, 4: 5e-3, 2: 5e-2}
+_COMPARED = ("output", "gradient of q", "gradient of k", "gradient of v")
+_RESULTS: dict[Hashable, bool] = {}
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels can be compiled for a device."""
+    return device.type == "cuda" and _compiles(device.index)
+
+
+@functools.cache
+def _compiles(index: int | None) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= _CAPABILITY
+
+
+class CompiledExecutor(Executor):
+    """An executor whose kernels are compiled, so that they must pass a trial."""
+
+    @abstractmethod
+    def structure(self, scheme: Scheme) -> KeyScan | Bias | None:
+        """Return the structure of a scheme, if there is a kernel for it."""
+
+    def in_fixed_order(self, call: Call) -> bool:
+        """Whether gradients are added up in a fixed order."""
+        return False
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        return available(device) and self.structure(scheme) is not None
+
+    def pays(self, call: Call) -> bool:
+        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling() and available(call.device)
+
+    def computes(self, call: Call) -> bool:
+        return (
+            call.one_softmax
+            and call.mask.bias is None
+            and call.q.dtype in _DTYPES
+            and call.k.shape[1] == call.v.shape[1]
+            and self.structure(call.scheme) is not None
+        )
+
+    def takes(self, call: Call) -> bool:
+        allowed = not torch.are_deterministic_algorithms_enabled() or self.in_fixed_order(call)
+        return super().takes(call) and allowed and self.passed(call)
+
+    def passed(self, call: Call) -> bool:
+        """Whether the executor equals the reference in the first call of this kind."""
+        of_scheme = (type(call.scheme), repr(call.scheme.options()))
+        masked = (call.mask.rule, call.mask.keep is None)
+        kind = (self.name, *of_scheme, call.q.dtype, call.device, call.q.shape[-1], *masked, torch.is_grad_enabled())
+        if kind not in _RESULTS:
+            problem = _difference(self, call)
+            _RESULTS[kind] = problem is None
+            if problem is not None:
+                warnings.warn(
+                    f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention goes by blocks "
+                    "instead, which is slower. Please report this, with the versions of torch and triton.",
+                    stacklevel=2,
+                )
+        return _RESULTS[kind]
+
+
+def _difference(executor: Executor, call: Call) -> str | None:
+    """Return what is wrong with an executor, as the rest of a sentence."""
+    part = _last_rows(call)
+    seen = part.visible()[0]
+    rows = torch.ones((), device=call.device) if seen is None else seen.any(-1, keepdim=True)
+    weight = torch.randn(part.q.shape, generator=torch.Generator().manual_seed(0)).to(part.q) * rows
+    want = _results(Dense().run, part, weight)
+    try:
+        got = _results(executor.run, part, weight)
+    except Exception as error:  # a compiler may raise anything
+        return f"does not run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    tolerance = _TOLERANCE[call.q.element_size()]
+    for what, a, b in zip(_COMPARED, got, want, strict=False):
+        off, size = (float(x.double().square().mean().sqrt()) for x in (a.double() - b.double(), b))
+        if not off <= tolerance * (size + tolerance):
+            return f"is off by {off / size:.1e} in its {what}"
+    return None
+
+
+def _last_rows(call: Call) -> Call:
+    """Return the last rows of a call on copies of the operands, which have no part in the caller's graph."""
+    part = call.part(max(0, call.queries - _ROWS), call.queries, call.keys)
+    return part.with_operands([x.detach().clone() for x in part.operands()])
+
+
+def _results(run: Callable[[Call], tuple[Tensor, Tensor | None]], call: Call, weight: Tensor) -> list[Tensor]:
+    """Return the output and, where the caller wants any, the gradients."""
+    learns = torch.is_grad_enabled()
+    leaves = [x.requires_grad_(learns) for x in (call.q.detach(), call.k.detach(), call.v.detach())]
+    output, _ = run(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
+    grads = torch.autograd.grad(output, leaves, weight) if learns else ()
+    return [output.detach() * weight.ne(0), *grads]

@@ -1,0 +1,210 @@
+"""`attend`: attention with a scheme, outside any transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.engine import executors, run
+from hf_posenc.attention.layout import is_plain
+from hf_posenc.attention.mask import Mask, from_tensor
+from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.operands import Positions, Tokens
+from hf_posenc.scheme import Scheme
+
+
+def attend(
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    hidden: Tensor | None = None,
+    mask: Tensor | None = None,
+    need_weights: bool = False,
+    executor: str | None = None,
+    host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    query_coords: Tensor | None = None,
+    key_coords: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with a scheme, outside any transformers model.
+
+    The whole scheme is applied: its projection (rotations), scores, weights, mixing and finish. Queries may be the last
+    rows of a longer sequence of keys; pass keys as they were projected, before any rotation.
+
+    Args:
+        scheme: From `build`. Its geometry says whether keys ahead of a query are hidden.
+        q: Queries `[B, H, Q, D]`.
+        k: Keys `[B, G, K, D]`.
+        v: Values `[B, G, K, D]`.
+        query_positions: Integers `[B|1, Q]`.
+        key_positions: Integers `[B|1, K]`.
+        hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes that
+            read those of the queries only.
+        mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
+            be added, where less than -9,000 hides, broadcastable to `[B, H, Q, K]`. A query that does not see its own key is taken for padding: what
+            comes out for it means nothing.
+        need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"nearby"`, on a GPU `"flex"`
+            and `"triton"`, where the scheme has it.
+        host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
+            projections.
+        query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token its
+            position on each axis.
+        key_coords: The same of the keys, `[B|1, K, n]`.
+
+    Returns:
+        The output `[B, H, Q, D]`, or a pair with the weights.
+
+    Raises:
+        ShapeError: The shapes do not fit together or to the scheme's geometry, or an operand is no tensor.
+        PositionError: A position is negative, or coordinates are not finite or do not fit the scheme or the positions.
+        OptionError: The first argument is no scheme, or the executor cannot run it.
+    """
+    if not isinstance(scheme, Scheme):
+        raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
+    geometry = scheme.geometry
+    given = {"q": q, "k": k, "v": v, "query_positions": query_positions, "key_positions": key_positions}
+    for name, tensor in given.items():
+        _check_tensor(name, tensor, optional=False)
+    may_be_given = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
+    for name, operand in may_be_given.items():
+        _check_tensor(name, operand, optional=True)
+    _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
+    if executor is not None and executor not in executors(scheme, q.device):
+        raise OptionError(
+            f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme, q.device))}."
+        )
+    if executor not in (None, "dense") and need_weights:
+        raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
+    _check_coords(scheme, query_coords, query_positions, "query")
+    _check_coords(scheme, key_coords, key_positions, "key")
+    # Distances in a narrow type would overflow.
+    query_positions, key_positions = query_positions.long(), key_positions.long()
+    positions = Positions(query_positions, key_positions, query_coords, key_coords)
+    length, keys = q.shape[2], k.shape[2]
+    real = None
+    if mask is not None and mask.ndim == 2 and not mask.is_floating_point():
+        real = mask = mask if mask.dtype == torch.bool else mask != 0
+    complete = hidden is not None and hidden.shape[1] == keys
+    tokens = Tokens(
+        positions=positions, hidden=hidden if complete else None, real=real, common=scheme.common, host=host
+    )
+    projected = scheme.project(tokens, q, k, v)
+    assert geometry.scale is not None
+    call = Call(
+        scheme=scheme,
+        q=projected.q,
+        k=scheme.recall(projected.k, projected.state),
+        v=projected.v,
+        positions=positions,
+        reach=reach(positions),
+        scale=geometry.scale,
+        mask=_visible(mask, q, positions, causal=geometry.causal),
+        state=projected.state,
+        own={name: tensor[:, keys - length :] for name, tensor in projected.state.items()},
+        tables=projected.tables,
+        need_weights=need_weights,
+    )
+    output, weights = run(call, executor=executor)
+    output = scheme.finish(output, None if hidden is None else hidden[:, hidden.shape[1] - length :])
+    return output if weights is None else (output, weights)
+
+
+def reach(positions: Positions) -> int:
+    """Return a bound on every distance between a query and a key (positions are never negative)."""
+    return max(int(positions.query.max()), int(positions.key.max()))
+
+
+def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bool) -> Mask:
+    """Return the visibility of keys, given the mask of `attend`."""
+    keys = positions.key.shape[1]
+    rule: Literal["all", "positions"] = "positions" if causal else "all"
+    if mask is None and causal and is_plain(positions.query, positions.key):
+        return Mask("slots", ahead=keys - q.shape[2])
+    if mask is None:
+        return Mask(rule)
+    if mask.ndim == 2:
+        if mask.is_floating_point():
+            raise ShapeError(
+                f"Got a 2-D attention mask of dtype {mask.dtype}; expected a bool or integer padding mask [batch, "
+                "keys]. Pass a float mask that is added to the logits as [batch, heads or 1, queries, keys]."
+            )
+        mask = mask[:, None, None, :]
+    elif mask.ndim == 3:
+        mask = mask[:, None]
+    return from_tensor(mask, rule=rule, batch=q.shape[0], heads=q.shape[1], q=q.shape[2], k=keys)
+
+
+def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind: str) -> None:
+    if coords is None:
+        return
+    if not scheme.axes:
+        raise PositionError(
+            f"Got {kind}_coords, but {type(scheme).__name__} reads positions only. Leave them out, or build a scheme with axes."
+        )
+    rows, length = positions.shape
+    shape = list(coords.shape)
+    if coords.ndim != 3 or shape[1:] != [length, scheme.axes] or not coords.is_floating_point():
+        raise PositionError(
+            f"Got {kind}_coords of shape {shape} and dtype {coords.dtype}; expected floats of shape [{rows}, {length}, "
+            f"{scheme.axes}]: a coordinate on each axis of each token."
+        )
+
+    if not bool(coords.isfinite().all()):
+        raise PositionError(f"Got {kind}_coords that are not finite; expected a number for each axis of each token.")
+
+
+def _check_tensor(name: str, given: object, *, optional: bool) -> None:
+    if not isinstance(given, Tensor) and not (optional and given is None):
+        kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+        raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' if optional else ''}.")
+
+
+def _check_shapes(
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    hidden: Tensor | None,
+) -> None:
+    geometry = scheme.geometry
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [batch, heads, length, head_dim].")
+        if not tensor.is_floating_point():
+            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected a float type.")
+    batch, keys = q.shape[0], k.shape[2]
+    expected_q = [batch, geometry.heads, q.shape[2], geometry.head_dim]
+    expected_k = [batch, geometry.kv_heads, keys, geometry.head_dim]
+    for name, tensor, expected in (("q", q, expected_q), ("k", k, expected_k), ("v", v, expected_k)):
+        if list(tensor.shape) != expected:
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; the scheme's geometry expects {expected}.")
+    for name, tensor, length in (
+        ("query_positions", query_positions, q.shape[2]),
+        ("key_positions", key_positions, keys),
+    ):
+        if tensor.ndim != 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected integers.")
+        if not tensor.numel():
+            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
+        if int(tensor.min()) < 0:
+            raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
+    if hidden is not None and list(hidden.shape) not in (
+        [batch, keys, geometry.hidden_size],
+        [batch, q.shape[2], geometry.hidden_size],
+    ):
+        raise ShapeError(
+            f"Got hidden of shape {list(hidden.shape)}; expected {[batch, keys, geometry.hidden_size]}, one row per key (or "
+            f"per query: {[batch, q.shape[2], geometry.hidden_size]})."
+        )
