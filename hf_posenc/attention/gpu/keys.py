@@ -20,48 +20,13 @@ from hf_posenc.attention.gpu.tiles import Shape, dot, last_block, load_rows, mer
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _forward(
-    q,
-    k,
-    v,
-    of_queries,
-    of_keys,
-    out,
-    lse,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
+    q, k, v, of_queries, of_keys, out, lse, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row, query_batch,
+    key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     # The last queries have most to do, and start first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -97,18 +62,10 @@ def _forward(
 
 @triton.jit
 def _of_logits(
-    q_tile,
-    k_tile,
-    v_tile,
-    grad_tile,
-    of_query,
-    of_key,
-    level,
-    mean,
-    seen,
+    q_tile, k_tile, v_tile, grad_tile, of_query, of_key, level, mean, seen,
     scale,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Return the weights of a tile, and the gradient of its logits."""
     z = dot(q_tile, tl.trans(k_tile), PRECISION) * scale + (of_key[None, :] - of_query[:, None])
     weights = tl.where(seen, tl.exp(z - level[:, None]), 0.0)
@@ -117,54 +74,13 @@ def _of_logits(
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _backward_of_queries(
-    q,
-    k,
-    v,
-    of_queries,
-    of_keys,
-    grad,
-    inner,
-    lse,
-    dq,
-    d_of_queries,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    grad_batch,
-    grad_head,
-    grad_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
+    q, k, v, of_queries, of_keys, grad, inner, lse, dq, d_of_queries, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row, dq_batch,
+    dq_head, dq_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -201,55 +117,13 @@ def _backward_of_queries(
 
 @triton.jit(do_not_specialize=tiles.SIZES)
 def _backward_of_keys(
-    q,
-    k,
-    v,
-    of_queries,
-    of_keys,
-    grad,
-    inner,
-    lse,
-    dk,
-    dv,
-    d_of_keys,
-    query_positions,
-    key_positions,
-    keep,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    grad_batch,
-    grad_head,
-    grad_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    query_batch,
-    key_batch,
-    keep_batch,
-    keep_head,
-    keep_row,
-    keep_column,
-    scale,
-    heads,
-    group,
-    queries,
-    keys,
-    ahead,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    RULE: tl.constexpr,
-    KEEP: tl.constexpr,
+    q, k, v, of_queries, of_keys, grad, inner, lse, dk, dv, d_of_keys, query_positions, key_positions, keep,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row, dk_batch,
+    dk_head, dk_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
+    scale, heads, group, queries, keys, ahead,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     # The first keys are seen by most queries, and start first.
     n = tl.program_id(0)
     groups = heads // group
@@ -316,16 +190,8 @@ class _Attend(torch.autograd.Function):
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         _forward[shape.grid](
-            q,
-            k,
-            v,
-            of_queries,
-            of_keys,
-            out,
-            lse,
-            **tiles.strides(q=q, k=k, v=v, out=out),
-            **shape.arguments,
-        )
+            q, k, v, of_queries, of_keys, out, lse, **tiles.strides(q=q, k=k, v=v, out=out), **shape.arguments,
+        )  # fmt: skip
         ctx.shape = shape
         ctx.save_for_backward(q, k, v, of_queries, of_keys, out, lse)
         return out.to(q.dtype)
