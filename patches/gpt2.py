@@ -60,7 +60,6 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
                 **kwargs,
             )
             return stock
-        eager = self.config._attn_implementation == "eager"
         layer = LayerCall(
             context,
             hidden_states,
@@ -68,10 +67,10 @@ class PosencGPT2Attention(PosencAttention, GPT2Attention):
             causal=True,
             scale=self.scaling,
             dropout=self.attn_dropout.p if self.training else 0.0,
-            need_weights=eager or bool(output_attentions),
+            need_weights=output_attentions,
             cache=past_key_values,
             index=self.layer_idx,
-            upcast=self.reorder_and_upcast_attn and eager,
+            upcast=self.reorder_and_upcast_attn and self.config._attn_implementation == "eager",
         )
         output, weights = self.attend_with_scheme(layer)
         return self.resid_dropout(self.c_proj(output)), weights

@@ -67,7 +67,7 @@ class PosencLlamaAttention(PosencAttention, LlamaAttention):
             causal=True,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
+            need_weights=bool(kwargs.get("output_attentions")),
             cache=past_key_values,
             index=self.layer_idx,
             rotate=rotate,

@@ -181,7 +181,7 @@ class PosencAttention:
             parameters=context.native_parameters if kept else (),
             dropout=layer.dropout,
             upcast=layer.upcast,
-            need_weights=layer.need_weights,
+            need_weights=layer.need_weights or self.config._attn_implementation == "eager",
         )
 
 
@@ -196,7 +196,7 @@ class LayerCall:
         causal: Whether the layer is causal.
         scale: Softmax scale of the layer.
         dropout: Probability in training, 0 otherwise.
-        need_weights: Return the weights, too: the backend is eager, or the caller asked for them.
+        need_weights: Return the weights although the attention implementation is not eager.
         cache: The model's cache, if it uses one.
         index: Index of the layer in the cache.
         upcast: Multiply queries and keys in float32.
@@ -209,7 +209,7 @@ class LayerCall:
     causal: bool
     scale: float
     dropout: float
-    need_weights: bool
+    need_weights: bool = False
     cache: Cache | None = None
     index: int | None = None
     upcast: bool = False

@@ -65,7 +65,7 @@ class PosencT5Attention(PosencAttention, T5Attention):
             causal=self.is_decoder,
             scale=self.scaling,
             dropout=self.dropout if self.training else 0.0,
-            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
+            need_weights=bool(kwargs.get("output_attentions")),
             cache=past_key_values,
             index=self.layer_idx,
         )

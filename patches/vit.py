@@ -52,7 +52,7 @@ class PosencViTAttention(PosencAttention, ViTAttention):
             causal=False,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            need_weights=self.config._attn_implementation == "eager" or bool(kwargs.get("output_attentions")),
+            need_weights=bool(kwargs.get("output_attentions")),
         )
         output, weights = self.attend_with_scheme(layer)
         return self.o_proj(output), weights

@@ -51,7 +51,7 @@ def attend(
             be added, where less than -9,000 hides, broadcastable to `[B, H, Q, K]`. A query that does not see its own key is taken for padding: what
             comes out for it means nothing.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
-        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"nearby"`, on a GPU `"flex"`
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"locality"`, on a GPU `"flex"`
             and `"triton"`, where the scheme has it.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
             projections.
