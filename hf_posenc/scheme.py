@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
-from hf_posenc.hiding import softmax_of_seen
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.masking import softmax_of_seen
 from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
 
 Result = TypeVar("Result")
@@ -227,16 +228,6 @@ def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options of a scheme class, in order."""
     parameters = inspect.signature(scheme.__init__).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
-
-
-def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
-    """Multiply `[B, H, q, x]` by `[B, G, x, y]` with each kv head serving H / G query heads, without repeating it."""
-    batch, heads, length, width = rows.shape
-    groups = shared.shape[1]
-    if groups == heads:
-        return rows @ shared
-    folded = rows.reshape(batch, groups, heads // groups * length, width) @ shared  # [B, G, H/G * q, y]
-    return folded.view(batch, heads, length, shared.shape[-1])
 
 
 def set_start(parameter: Tensor, value: Tensor) -> None:

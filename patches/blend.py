@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Projection, Tokens
-from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, Locality
 
 

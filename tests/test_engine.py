@@ -18,7 +18,7 @@ from hf_posenc.attention import Call, Mask, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import cutoff, fused, kernel
 from hf_posenc.attention.layout import slots_tell_distances
-from hf_posenc.relative import by_distance, keys_by_distance, sums_by_distance
+from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 FORMS = {

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_posenc.schemes import _network
+from hf_posenc.ops import network as op
 from hf_posenc.schemes._network import PairNetwork
 
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Or the pairs here would be few enough for one go.
-    monkeypatch.setattr(_network, "worth_it", lambda x: True)
-    monkeypatch.setattr(_network, "_IN_CACHE", 40)
+    monkeypatch.setattr(op, "worth_it", lambda x: True)
+    monkeypatch.setattr(op, "_IN_CACHE", 40)
 
 
 def operands(
@@ -45,7 +45,7 @@ def test_a_few_pairs_after_the_other_give_the_same_output_and_gradients(
     network, inputs = operands(batch, 1 if shared else batch, pairs, channels, width, slope, residual)
     first, second = network.layers
     weights = [first.weight, first.bias, second.weight, second.bias]
-    want = _network._plain(slope, residual, *weights, *inputs)
+    want = op.naive(slope, residual, *weights, *inputs)
     got = network(*inputs)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     grad = torch.randn_like(want)
@@ -65,7 +65,7 @@ def test_gradients_flow_only_where_they_are_asked_for(learns: int) -> None:
         x.requires_grad_(index == learns)
     output = network(*inputs)
     (found,) = torch.autograd.grad(output.square().sum(), targets[learns])
-    again = _network._plain(0.01, True, first.weight, first.bias, second.weight, second.bias, *inputs)
+    again = op.naive(0.01, True, first.weight, first.bias, second.weight, second.bias, *inputs)
     (wanted,) = torch.autograd.grad(again.square().sum(), targets[learns])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
@@ -75,7 +75,7 @@ def test_gradients_have_gradients() -> None:
     first, second = network.layers
     weights = [first.weight, first.bias, second.weight, second.bias]
     tensors = [x.detach().requires_grad_() for x in (*weights, *inputs)]
-    assert torch.autograd.gradgradcheck(lambda *given: _network._InCache.apply(0.01, True, *given), tensors)
+    assert torch.autograd.gradgradcheck(lambda *given: op._InCache.apply(0.01, True, *given), tensors)
 
 
 def test_a_silent_network_says_nothing() -> None:

@@ -20,7 +20,7 @@ import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Tokens
-from hf_posenc.schemes._pairs import rotate_halves, rotate_neighbours
+from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
 
 GOLDENS = Path(__file__).parent / "goldens"
 PRECISE = [torch.float64, torch.float32]

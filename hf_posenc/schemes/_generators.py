@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.schemes._pairs import Layout
+from hf_posenc.ops.rotations import Layout
 
 
 def upper_skew(raw: Tensor) -> Tensor:

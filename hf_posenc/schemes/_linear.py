@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,20 +51,6 @@ class LentLinear(_Weights):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.weight, self.bias
-
-
-def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` whose C add up to its width.
-
-    Logits have heads there: what it returns needs no turning. Inputs of one row for the whole batch come last.
-    """
-    total, stop = bias[:, None], weight.shape[1]
-    # From the last one on: what is the same for all rows of the batch is multiplied once for them.
-    for x in reversed(inputs):
-        start = stop - x.shape[1]
-        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
-        stop = start
-    return total
 
 
 class AnyDtypeLinear(Linear):

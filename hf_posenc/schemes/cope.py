@@ -3,12 +3,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.hiding import fill_hidden_
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops.counting import between, counts, to_the_end, values_at_counts
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.masking import fill_hidden_
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.schemes._linear import AnyDtypeLinear
 from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
 

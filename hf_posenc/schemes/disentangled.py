@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
-from hf_posenc.relative import by_distance, keys_by_distance
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._buckets import LONGEST

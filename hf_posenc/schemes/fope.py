@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
+from hf_posenc.ops.rotations import turn_pairs
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._pairs import turn_pairs
 from hf_posenc.schemes._rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent
 

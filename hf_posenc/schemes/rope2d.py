@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Positions, Projection, Tokens
+from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._pairs import Layout, turn_pairs
 from hf_posenc.schemes._rotary import frozen_cautions, geometric_frequencies
 from hf_posenc.structures import Rotation
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.hiding import fill_hidden_
 from hf_posenc.operands import Block, Geometry
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.masking import fill_hidden_
+from hf_posenc.ops.stick import broken
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, grouped_matmul, set_start
-from hf_posenc.schemes._stick import broken
+from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import KeyScan, Locality, Stick
 
 # Of lm-engine, and torch's default.

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.rotations import rotate_halves
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import grouped_matmul
 from hf_posenc.schemes._additive import require
 from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.schemes._pairs import rotate_halves
 from hf_posenc.schemes._rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 

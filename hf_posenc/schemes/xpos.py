@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import grouped_matmul
 from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._pairs import Layout
 from hf_posenc.schemes._rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hf_posenc.attention import reach
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
+from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.recipes.plots.subject import Layer, Part
-from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.scheme import Scheme
 
 
 @dataclass(frozen=True, eq=False)

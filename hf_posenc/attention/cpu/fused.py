@@ -25,7 +25,8 @@ from hf_posenc.attention.cpu.pieces import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.cpu.tables import TableBias
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.scheme import Scheme
 from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
 
 # Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.

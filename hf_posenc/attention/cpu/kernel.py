@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_posenc.scheme import grouped_matmul
+from hf_posenc.ops.linear import grouped_matmul
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

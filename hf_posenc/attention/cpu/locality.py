@@ -18,9 +18,10 @@ from hf_posenc.attention.call import Call, Index
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.hiding import fill_hidden_
 from hf_posenc.operands import Block
-from hf_posenc.scheme import Scheme, grouped_matmul
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.masking import fill_hidden_
+from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Locality
 
 # Minimum number of keys for this path.

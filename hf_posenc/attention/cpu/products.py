@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.cpu.biases import BlockBias, Gradient, Piece
+from hf_posenc.ops.skew import skewed_view
 from hf_posenc.structures import Vectors
 
 # Keys that meet the vectors of their distances at once.
@@ -24,12 +25,12 @@ _TILE = 64
 _ROWS = 128
 # Fewer rows do not pay for the tables.
 _FEWEST_ROWS = 16
-# Each of them is there or not.
+# Names of the inputs, of which some may be missing.
 _INPUTS = ("q", "falling", "k", "rising", "key_bias")
 
 
 class ProductsBias(BlockBias):
-    """What `RelativeProducts` adds, where the distance of two tokens is the difference of their slots, in causal calls.
+    """The bias of `RelativeProducts`, where the distance of two tokens is the difference of their slots, in causal calls.
 
     The farthest vectors are taken off all others: softmax does not see what every key gets from a query, and what every query
     gives to a key goes with the queries, see `moved`. So nothing is left to add from the farthest distance on.
@@ -62,7 +63,7 @@ class ProductsBias(BlockBias):
         self.distances = next(x.shape[1] for x in (of_queries, of_keys) if x is not None) - vectors.ahead
         self.end, self.beyond = self.keys, 0
         if self.distances < self.keys:
-            # That of distance 0 is near in any case: no row's keys may all be hidden in a piece, see `Piece`.
+            # Distance 0 is always near: no row's keys may all be hidden in a piece, see `Piece`.
             self.end, self.beyond = max(1, self.distances - 1), _ROWS + _TILE
             if of_keys is not None:
                 always = of_keys[:, 0] if always is None else always + of_keys[:, 0]
@@ -238,7 +239,7 @@ class _ProductsGradient(Gradient[ProductsBias]):
 
 
 def _with_room(vectors: Tensor, before: int, behind: int) -> Tensor:
-    """Return `[H, N, D]` with the first and the last of the N repeated."""
+    """Return vectors `[H, N, D]` with the first and the last of the N repeated."""
     first, last = vectors[:, :1].expand(-1, before, -1), vectors[:, -1:].expand(-1, behind, -1)
     return torch.cat((first, vectors, last), dim=1) if before or behind else vectors
 
@@ -252,14 +253,13 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _shifted(products: Tensor, batch: int, rows: int) -> Tensor:
-    """Return `[H, B * q, W]` as `[B, H, q, W - q + 1]`, a view that begins one place later in each row before the last."""
-    heads, _, width = products.shape
-    shape, strides = (batch, heads, rows, width - rows + 1), (rows * width, batch * rows * width, width - 1, 1)
-    return products.as_strided(shape, strides, products.storage_offset() + rows - 1)
+    """Return `[H, B * q, W]` as `[B, H, q, W - q + 1]`, a skewed view."""
+    lines = products.view(len(products), batch, rows, -1).transpose(0, 1)
+    return skewed_view(lines, products.shape[-1] - rows + 1)
 
 
 def _unshifted(x: Tensor, width: int) -> Tensor:
-    """Return the transpose of `_shifted`: `[B, H, q, K]` in `[H, B * q, W]`, beside zeros."""
+    """Return the transpose of `_shifted`: `[B, H, q, K]` in `[H, B * q, W]`, with zeros elsewhere."""
     batch, heads, rows, count = x.shape
     lines = x.new_empty(heads, batch * rows, width)
     # Zeros only where some row has nothing.

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# Which channels form a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
+# The channels of a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
 Layout = Literal["half", "interleaved"]
 
-# Where halves are turned piece by piece: from so many numbers on, by so many tokens, whose products stay in a core's cache.
+# Minimum number of numbers to turn halves piece by piece, and the tokens of a piece, whose products stay in a core's cache.
 _WORTH_PIECES = 2**16
 _TOKENS = 256
 

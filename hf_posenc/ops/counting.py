@@ -1,4 +1,4 @@
-"""What lies between whole counts: CoPE's logits of keys that stand at counts of gates."""
+"""Counting gates: CoPE's logits of keys at fractional counts, between those of whole counts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.hiding import fill_hidden_, worth_it
+from hf_posenc.ops.masking import fill_hidden_, worth_it
 
 
 def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
     """Return the value of each key `[B, H, q, K]` at the number of keys that the query counts from it to the last.
 
     Args:
-        gate_logits: Of which the sigmoid says how much a key counts, `[B, H, q, K]`.
-        at_whole: The values at the counts 0 to N - 1, `[B, H, q, N]`; from there on the last, and in between a line.
-        keep: Which keys are counted, bool `[B|1, H|1, q|1, K]`; `None` means all.
+        gate_logits: Logits of the gates, `[B, H, q, K]`; a key counts by the sigmoid of its logit.
+        at_whole: Values at the counts 0 to N - 1, `[B, H, q, N]`; beyond stands the last, and in between a line.
+        keep: Keys that are counted, bool `[B|1, H|1, q|1, K]`; `None` means all.
     """
     if not worth_it(gate_logits):
         return between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
@@ -26,7 +26,7 @@ def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None)
 
 
 def counts(gate_logits: Tensor, keep: Tensor | None, most: int) -> Tensor:
-    """Return how many keys are counted from each key to the last, `[B, H, q, K]`, up to `most`."""
+    """Return the number of keys that are counted from each key to the last, `[B, H, q, K]`, up to `most`."""
     gates = gate_logits.sigmoid()
     if keep is not None:
         gates = gates.where(keep, 0.0)
@@ -39,12 +39,12 @@ def to_the_end(gates: Tensor) -> Tensor:
 
 
 def between(at_whole: Tensor, place: Tensor, table: Tensor | int = 0) -> Tensor:
-    """Return what lies between values at whole places.
+    """Return values at fractional places, on lines between those at whole places.
 
     Args:
-        at_whole: `[..., N]`, or `[..., T, N]` of several tables.
-        place: From 0 to N - 1, `[..., K]`.
-        table: Which of them, int64 `[..., K]`.
+        at_whole: Values `[..., N]`, or `[..., T, N]` of several tables.
+        place: Places from 0 to N - 1, `[..., K]`.
+        table: Index of the table, int64 `[..., K]`.
     """
     count = at_whole.shape[-1]
     steps = F.pad(at_whole.diff(dim=-1), (0, 1))
@@ -57,7 +57,7 @@ def between(at_whole: Tensor, place: Tensor, table: Tensor | int = 0) -> Tensor:
 
 
 class _ValuesAtCounts(torch.autograd.Function):
-    """`values_at_counts` with fewer passes, and a third of them on the way back."""
+    """`values_at_counts` with fewer passes, a third of them in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class _ValuesAtCounts(torch.autograd.Function):
         of_logits: Tensor | None = None
         of_whole: Tensor | None = None
         if torch.is_grad_enabled():
-            # For gradients of gradients, of what they flow into.
+            # For gradients of gradients.
             values = between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
             targets = [x for x in (gate_logits, at_whole) if x.requires_grad]
             found = iter(torch.autograd.grad(values, targets, grad, create_graph=True))

@@ -1,8 +1,7 @@
-"""Numbers per query and distance, or products of keys with vectors per distance, brought to queries and keys.
+"""The skew: numbers per query and distance, or products of keys with vectors per distance, brought to queries and keys.
 
-Where both stand one after the other, the distance changes by one from key to key and from query to query. What belongs to
-each distance then only has to be shifted by one more place in each row, which is a matter of strides, not of an index per
-query and key.
+Where positions are consecutive, the distance changes by one from key to key and from query to query. The number of a distance
+is then shifted by one more place in each row, which strides can do, without an index per query and key.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _TILE = 64
 
 
 def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
-    """Return for each query and key what the query has for their distance.
+    """Return for each query and key the number that the query has for their distance.
 
     Args:
-        values: `[B, H, q, N]`, for the distances from `last` down; distances before and behind have that of the end.
-        distance: int64 `[B|1, q, K]`.
-        last: See above.
-        plain: Whether distances are those of consecutive positions.
+        values: Numbers `[B, H, q, N]`, for the distances from `last` down; distances before and behind have that of the end.
+        distance: Distances, int64 `[B|1, q, K]`.
+        last: Largest distance.
+        plain: Positions are consecutive.
 
     Returns:
         `[B, H, q, K]`.
@@ -37,14 +36,14 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
 
 
 def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *, plain: bool) -> Tensor:
-    """Return for each query and distance the sum of what the keys there have: the transpose of `by_distance`.
+    """Return for each query and distance the sum over the keys at it: the transpose of `by_distance`.
 
     Args:
-        weights: `[B, H, q, K]`.
-        distance: int64 `[B|1, q, K]`.
-        last: See `by_distance`.
-        count: Of distances, from `last` down; what is before and behind counts to the ends.
-        plain: Whether distances are those of consecutive positions.
+        weights: Numbers to sum, `[B, H, q, K]`.
+        distance: Distances, int64 `[B|1, q, K]`.
+        last: Largest distance.
+        count: Number of distances, from `last` down; keys beyond count to the ends.
+        plain: Positions are consecutive.
 
     Returns:
         `[B, H, q, count]`.
@@ -61,11 +60,11 @@ def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int,
     """Return for each query and key the product of the query with the vector of their distance.
 
     Args:
-        q: `[B, H, q, D]`.
-        vectors: `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the end.
-        distance: int64 `[B|1, q, K]`.
-        last: See above.
-        plain: Whether distances are those of consecutive positions.
+        q: Queries `[B, H, q, D]`.
+        vectors: Vectors `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the end.
+        distance: Distances, int64 `[B|1, q, K]`.
+        last: Largest distance.
+        plain: Positions are consecutive.
 
     Returns:
         `[B, H, q, K]`.
@@ -81,10 +80,10 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
     """Return for each query and key the product of the key with the vector of their distance.
 
     Args:
-        k: `[B, G, K, D]`.
-        vectors: `[H, N, D]`, for the distances from `first` up; distances before and behind have that of the end.
-        distance: int64 `[1, q, K]`, of consecutive positions.
-        first: See above.
+        k: Keys `[B, G, K, D]`.
+        vectors: Vectors `[H, N, D]`, for the distances from `first` up; distances before and behind have that of the end.
+        distance: Distances, int64 `[1, q, K]`, of consecutive positions.
+        first: Smallest distance.
 
     Returns:
         `[B, H, q, K]`.
@@ -154,7 +153,7 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
         ctx.width = x.shape[-1]
-        return _view(x, count)
+        return skewed_view(x, count)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -171,7 +170,7 @@ class _ShiftBack(torch.autograd.Function):
         # Zeros only where some row has nothing.
         found[..., : rows - 1] = 0
         found[..., ctx.count :] = 0
-        _view(found, ctx.count).copy_(x)
+        skewed_view(found, ctx.count).copy_(x)
         return found
 
     @staticmethod
@@ -179,7 +178,8 @@ class _ShiftBack(torch.autograd.Function):
         return _shifted(grad, ctx.count), None
 
 
-def _view(x: Tensor, count: int) -> Tensor:
+def skewed_view(x: Tensor, count: int) -> Tensor:
+    """Return `[..., q, count]` of `[..., q, W]`: each row begins one place later than the row behind it. A view, without autograd."""
     *outer, row, place = x.stride()
     first = x.storage_offset() + (x.shape[-2] - 1) * place
     return x.as_strided((*x.shape[:-1], count), (*outer, row - place, place), first)

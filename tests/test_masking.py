@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc import hiding
-from hf_posenc.hiding import fill_hidden_, softmax_of_seen
-from hf_posenc.schemes._counting import values_at_counts
-from hf_posenc.schemes._stick import broken
+from hf_posenc.ops import masking
+from hf_posenc.ops.counting import values_at_counts
+from hf_posenc.ops.masking import fill_hidden_, softmax_of_seen
+from hf_posenc.ops.stick import broken
 
 CAUSAL = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
 PADDED = CAUSAL & (torch.arange(5) > torch.tensor([[0], [2]]))[:, None, None]
@@ -27,7 +27,7 @@ MASKS = {
 
 @pytest.fixture(params=[0, 2**16], ids=["by hand", "by autograd"])
 def by_hand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(hiding, "_WORTH_IT", request.param)
+    monkeypatch.setattr(masking, "_WORTH_IT", request.param)
     return request.param == 0
 
 
@@ -77,6 +77,6 @@ def test_both_ways_agree(keep: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     plain = results()
-    monkeypatch.setattr(hiding, "_WORTH_IT", 0)
+    monkeypatch.setattr(masking, "_WORTH_IT", 0)
     for got, want in zip(results(), plain, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

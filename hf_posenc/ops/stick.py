@@ -1,4 +1,4 @@
-"""How a stick is broken: stick-breaking's weights of logits."""
+"""Breaking a stick: the weights that stick-breaking attention makes of logits."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.hiding import fill_hidden_, worth_it
+from hf_posenc.ops.masking import fill_hidden_, worth_it
 
 
 def broken(logits: Tensor, taking: Tensor) -> tuple[Tensor, Tensor]:
-    """Break a stick from the last key to the first, at each the sigmoid of its logit off what is left.
+    """Break a stick from the last key to the first: each takes the sigmoid of its logit of what is left.
 
     Args:
-        logits: `[B, H, q, K]`.
-        taking: Which keys break a piece off, bool `[B|1, H|1, q, K]`.
+        logits: Logits `[B, H, q, K]`.
+        taking: Keys that break a piece off, bool `[B|1, H|1, q, K]`.
 
     Returns:
         The pieces `[B, H, q, K]`, and what is left of 1 in the end, `[B, H, q, 1]`.
     """
     if not worth_it(logits):
-        return _plain(logits, taking)
+        return _naive(logits, taking)
     pieces, rest = _Broken.apply(logits, taking)  # type: ignore[no-untyped-call]
     return pieces, rest
 
 
-def _plain(logits: Tensor, taking: Tensor) -> tuple[Tensor, Tensor]:
+def _naive(logits: Tensor, taking: Tensor) -> tuple[Tensor, Tensor]:
     # So low a logit takes nothing and leaves all.
     return _pieces(torch.where(taking, logits, torch.finfo(logits.dtype).min))
 
@@ -42,7 +42,7 @@ def _pieces(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Broken(torch.autograd.Function):
-    """The same, with a third of the passes on the way back."""
+    """The same, with a third of the passes in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, taking: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +55,8 @@ class _Broken(torch.autograd.Function):
     def backward(ctx: Any, of_pieces: Tensor, of_rest: Tensor) -> tuple[Tensor, None]:
         logits, taking, filled, pieces, rest = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # For gradients of gradients, of what they flow into.
-            found = torch.autograd.grad(_plain(logits, taking), logits, (of_pieces, of_rest), create_graph=True)
+            # For gradients of gradients.
+            found = torch.autograd.grad(_naive(logits, taking), logits, (of_pieces, of_rest), create_graph=True)
             return found[0], None
         own = of_pieces * pieces
         # A logit takes from the pieces of the keys before it, and from the rest.
