@@ -1,7 +1,7 @@
 """Structures that a scheme may declare of itself, so that other rooms need not know the scheme.
 
-Biases, folds, locality and walks over keys let attention take a fast path (`Scheme.added` and its neighbours). Equivalents
-say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`).
+Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
+Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """A bias on the scaled logits, which depends on positions and on what tokens bring, not on queries and keys.
+    """A bias on the scaled logits that depends on positions and on per-token state, not on queries and keys.
 
     Attributes:
-        of: Returns it for a block, `[B|1, H, q, K]`, in dtype and on the device of the second argument.
+        of: Returns the bias of a block, `[B|1, H, q, K]`, in dtype and on the device of the second argument.
     """
 
     of: Callable[..., Tensor]
@@ -35,7 +35,7 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class ContentBias(Bias):
-    """A bias that depends on queries and keys, too: `of` gets them behind its other arguments, as `Scheme.score` does."""
+    """A bias that depends on queries and keys, too: `of` gets them as its last arguments, as `Scheme.score` does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,11 @@ class Vectors:
     """Vectors per head and distance, for the distances from N - 1 - `ahead` down to 0. Those beyond have the first.
 
     Attributes:
-        of_queries: Which queries are multiplied with, `[H | G, N, D]`.
-        of_keys: Which keys are, likewise.
+        of_queries: Vectors that are multiplied with queries, `[H | G, N, D]`.
+        of_keys: Vectors that are multiplied with keys, likewise.
         bias: Bias that is added to the queries first, `[H, D]`.
-        always: Which keys are multiplied with at every distance, `[H, D]`.
-        ahead: So many are for negative distances, behind the others: they may be any, and spare a copy to make room for them.
+        always: Vectors that are multiplied with keys at every distance, `[H, D]`.
+        ahead: Number of vectors for negative distances, at the end. Their values do not matter; they save a copy.
     """
 
     of_queries: Tensor | None = None
@@ -62,7 +62,8 @@ class RelativeProducts(ContentBias):
     """The scaled products of queries, of keys, or of both, with vectors of the distance; in causal layers.
 
     Attributes:
-        vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for this call.
+        vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for
+            this call.
     """
 
     vectors: Callable[[Mapping[str, Tensor]], Vectors | None]
@@ -84,7 +85,7 @@ class KeyBias(Bias):
     """A number per head and token: that of the key less that of the query.
 
     Attributes:
-        at: Returns it for tokens, float32 or wider `[B|1, H, S]`, given their state.
+        at: Returns the number of tokens, float32 or wider `[B|1, H, S]`, given their state.
     """
 
     at: Callable[[Mapping[str, Tensor]], Tensor]
@@ -98,8 +99,8 @@ class DistanceTable(Bias):
     """A number per head and distance.
 
     Attributes:
-        at: Returns it for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]` in the dtype of the
-            second argument.
+        at: Returns the number for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]`
+            in the dtype of the second argument.
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]
@@ -117,8 +118,8 @@ class PiecewiseLinear(Bias):
     Attributes:
         feature: Returns u of int64 distances `[N]`, float `[N]`, in the dtype of the second argument.
         weight: Returns w of int64 query positions `[B|1, Q]`, float of the same shape, likewise.
-        constant_below: Returns the position below which w is the same for all queries. At it, w may depend on parameters in
-            two ways.
+        constant_below: Returns the position below which w is the same for all queries. At it, w may depend on
+            parameters in two ways.
         pieces: Returns the ends of the pieces, in ascending order `[M]`, and slope and offset of each piece, each
             `[M + 1, H]`, in the dtype that is given: between two ends the function is `slope * u * w + offset`.
     """
@@ -145,13 +146,13 @@ class PiecewiseLinear(Bias):
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Queries, keys and values that are made anew for each call, of which plain attention makes the output.
+    """Queries, keys and values that are computed for each call, so that plain attention over them gives the output.
 
     Attributes:
-        of: Returns them, `[B, H, Q, d]`, `[B, G, K, d]` and `[B, G, K, d]`, given those that `score` and `mix` get and a block of all;
-            the output has as many channels as `mix` makes. Only the products that the causal rule leaves visible need be right; others must be
-            finite.
-        span: How far apart the positions of queries may be.
+        of: Returns them, `[B, H, Q, d]`, `[B, G, K, d]` and `[B, G, K, d]`, given the arguments of `score` and `mix`
+            and one block for the whole call. The output has as many channels as that of `mix`. Only the products that
+            the causal rule leaves visible need be right; others must be finite.
+        span: Largest difference between the positions of queries.
         ahead: Whether products with keys at later positions than the query's are right, too.
     """
 
@@ -162,14 +163,14 @@ class Folded:
 
 @dataclass(frozen=True, eq=False)
 class Locality:
-    """What the nearest keys are, beyond which position makes no difference; keys count in the order of their slots.
+    """The nearest keys, beyond which position makes no difference; keys count in the order of their slots.
 
     Attributes:
-        enough: Whether the keys of a block, without those before them, hold all that differ. It is given what `score` gets.
-        beyond: Returns what keys before them get of position: a bias for each query, `[B, H, q, 1]`, in dtype of the second
-            argument, given the queries as `score` gets them; and what is added to their values, `[D]`, or `None`. Where there
-            is no such function they get no weight at all.
-        first_try: How many keys before those of the queries may do; twice as many are tried each time that they do not.
+        enough: Returns whether all keys before those of a block are alike, given the arguments of `score`.
+        beyond: Returns the effect of position on the keys before: a bias for each query, `[B, H, q, 1]`, in the dtype
+            of the second argument, given the queries as `score` gets them; and the addend of their values, `[D]`, or
+            `None`. Without this function they get no weight at all.
+        first_try: Number of keys before those of the queries to try first; each further try takes twice as many.
     """
 
     enough: Callable[[Tensor, Tensor, Tensor, Block], bool]
@@ -191,20 +192,21 @@ class Locality:
 
 @dataclass(frozen=True, eq=False)
 class KeyScan:
-    """How a scheme goes through the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`."""
+    """A scan of the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`."""
 
 
 @dataclass(frozen=True, eq=False)
 class GateCount(KeyScan):
-    """A bias at what gates let through, from a key up to the query; in between it is straight, and it ends at the last number.
+    """A bias at the sum of the gates from a key up to the query.
 
-    A gate is the sigmoid of a scaled product; hidden keys have none.
+    Between whole numbers it is linear, and from the last it is constant. A gate is the sigmoid of a scaled product;
+    hidden keys have none.
 
     Attributes:
-        at: Returns the bias at whole numbers from 0 on, `[B, H, Q, N]`, given the queries as `score` gets them, in dtype of the
-            second argument.
-        keys: Returns the keys by which gates open, `[B, G, K, D]`, given those that `score` gets and a block of all; `None` where the
-            logits open them.
+        at: Returns the bias at whole numbers from 0 on, `[B, H, Q, N]`, given the queries as `score` gets them, in
+            dtype of the second argument.
+        keys: Returns the keys by which gates open, `[B, G, K, D]`, given those that `score` gets and one block for
+            the whole call; `None` where the logits open them.
         scale: Factor on the products of queries and these keys.
     """
 
@@ -215,13 +217,13 @@ class GateCount(KeyScan):
 
 @dataclass(frozen=True, eq=False)
 class Stick(KeyScan):
-    """In place of the softmax every key takes the sigmoid of its logit of what nearer ones left.
+    """Every key takes the sigmoid of its logit, as a share of the rest that nearer keys left; there is no softmax.
 
     Attributes:
-        current: Whether the query's own key takes a part, too.
-        bias: Of the logits, `[H]`.
-        rest_to_own: Whether the query's own value gets what all keys leave.
-        rest: What gets it, `[H, D]`; `None` if nothing does.
+        current: Whether the query's own key takes a share, too.
+        bias: Bias on the logits, `[H]`.
+        rest_to_own: Whether the rest goes to the query's own value.
+        rest: Value that the rest goes to, `[H, D]`; `None` if it is dropped.
     """
 
     current: bool
@@ -247,8 +249,8 @@ class Rotation:
     """Queries and keys turn in planes, by angles proportional to the position of their token.
 
     With `x = basis @ q`, plane i is the pair (u, w) = (x[i], x[i + P]), which at position p becomes
-    `(u cos - w sin, w cos + u sin)` with the angle `p * frequencies[i]`. Keys likewise, so only the product `basis.T @ basis`
-    is seen where the angle is 0: it is the identity, or holds a factor on what is turned.
+    `(u cos - w sin, w cos + u sin)` with the angle `p * frequencies[i]`. Keys likewise, so only the product `basis.T
+    @ basis` is seen where the angle is 0: it is the identity, or holds a factor on what is turned.
 
     Attributes:
         frequencies: Angle per position of each plane, float64 `[G, P]` with P = D / 2; may be zero or negative.

@@ -91,7 +91,7 @@ class PosencAttention:
         def __getattr__(self, name: str) -> Any: ...
 
     def take_context(self, kwargs: dict[str, Any]) -> Context:
-        """Return the context that the body sent, which must be there: without it the layer would compute something else."""
+        """Return the context that the body sent, without which the layer would compute something else."""
         context = kwargs.pop(CONTEXT, None)
         if context is None:
             raise without_context(self)
@@ -99,7 +99,7 @@ class PosencAttention:
         return context
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden states `[B, S, E]`, without positions."""
+        """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden `[B, S, E]`, without positions."""
         raise NotImplementedError
 
     def attend_with_scheme(self, layer: LayerCall) -> tuple[Tensor, Tensor | None]:
@@ -120,20 +120,20 @@ class PosencAttention:
         return output.transpose(1, 2).reshape(*layer.hidden.shape[:-1], -1), weights
 
     def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the output `[B, H, S, D]` and the weights, given the scheme and the part of it that all layers share."""
+        """Return the output `[B, H, S, D]` and the weights, given the scheme and its part that all layers share."""
         context = layer.context
         if context.strength != 1:
             scheme = Blended(scheme, context.strength)
         operands = self.project_heads(layer.hidden)
         tokens = layer.tokens(operands[0].device, common, host=lambda x: self.project_heads(x)[:2])
-        call = self._call(scheme, layer, scheme.project(tokens, *operands))
-        del operands  # not needed beside their projection
+        call = self._call(scheme, layer, scheme.project(tokens, *operands), tokens.positions)
+        del operands  # only their projection is needed
         output, weights = run(call)
         if context.passage is not None:
             context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
         return scheme.finish(output, layer.hidden), weights
 
-    def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection) -> Call:
+    def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection, positions: Positions) -> Call:
         """Return the call for the executors: rotate, cache and mask what the scheme projected."""
         context, kept = layer.context, self.posenc_keeps_native
         q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
@@ -143,7 +143,6 @@ class PosencAttention:
             if scheme.reads_keys:
                 state[CONTENT] = keys.transpose(1, 2)
             q, keys = layer.rotate(q, keys)
-        positions = layer.positions()
         if layer.cache is not None:
             assert layer.index is not None
             fresh = {"positions": positions.query.expand(len(q), -1), **state}
@@ -157,8 +156,8 @@ class PosencAttention:
             positions = Positions(positions.query, places)
         length = q.shape[2]
         if layer.mask is None and layer.causal and length > 1:
-            # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has slots not
-            # filled yet). The keys are then the queries' own tokens.
+            # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has
+            # slots not filled yet). The keys are then the queries' own tokens.
             keys, values = keys[:, :, :length], values[:, :, :length]
             state = {name: tensor[:, :length] for name, tensor in state.items()}
             positions = replace(positions, key=positions.query)
@@ -200,7 +199,8 @@ class LayerCall:
         cache: The model's cache, if it uses one.
         index: Index of the layer in the cache.
         upcast: Multiply queries and keys in float32.
-        rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's projection.
+        rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
+            projection.
     """
 
     context: Context
@@ -215,22 +215,18 @@ class LayerCall:
     upcast: bool = False
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
-    def positions(self) -> Positions:
-        """Return the positions of the fresh tokens, as queries and as keys."""
-        here, coords = self.context.positions, self.context.coords
-        assert here is not None
-        return Positions(here, here, coords, coords)
-
     def tokens(
         self, device: torch.device, common: Scheme | None, host: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> Tokens:
         """Return the fresh tokens as `Scheme.project` gets them."""
         context, past = self.context, {}
+        here, coords = context.positions, context.coords
+        assert here is not None
         if self.cache is not None:
             assert self.index is not None
             past = token_cache.past(self.cache, self.index, device)
         return Tokens(
-            positions=self.positions(),
+            positions=Positions(here, here, coords, coords),
             hidden=self.hidden,
             real=context.real,
             past=past,

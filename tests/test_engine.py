@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import models
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, attention, build, schemes
-from hf_posenc.attention import Call, Mask, executors
+from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import cutoff, fused, kernel
 from hf_posenc.attention.layout import slots_tell_distances
@@ -490,6 +491,23 @@ def test_straight_pieces_of_any_number_are_looked_up(width: int) -> None:
     scheme = make("fire", width=width).double()
     got, want = (one_attention(scheme, executor, *skipped(150)) for executor in ("fused", "dense"))
     compare(got, want, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["rope", "kerple", "cope", "cape"])
+def test_only_the_reference_gives_weights(name: str) -> None:
+    places = Positions(torch.arange(600)[None], torch.arange(600)[None])
+    q, kv = torch.zeros(1, HEADS, 600, HEAD_DIM), torch.zeros(1, KV_HEADS, 600, HEAD_DIM)
+    call = Call(make(name), q, kv, kv, places, 599, 1.0, Mask("slots"))
+    assert [executor.name for executor in EXECUTORS if executor.takes(call)][-1] == "dense"
+    assert choose(call).name != "dense"
+    assert [executor.name for executor in EXECUTORS if executor.takes(replace(call, need_weights=True))] == ["dense"]
+
+
+def test_a_named_executor_that_does_not_fit_leaves_the_call_to_the_blocks() -> None:
+    # The nearest keys are not the last ones.
+    with attention.recorded() as record:
+        one_attention(make("cope"), "locality", *packed(70))
+    assert [str(choice) for choice in record] == ["blocks"]
 
 
 @pytest.mark.parametrize("name", ["cope", "stick_breaking", "shaw"])

@@ -16,11 +16,12 @@ from hf_posenc.attention.executor import Executor
 from hf_posenc.attention.parameters import with_parameters
 from hf_posenc.scheme import Scheme
 
-# Number of logits up to which most schemes are faster in the dense form, and what it keeps for the backward pass is small. At four
-# times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit, more than half as fast again.
+# Number of logits up to which most schemes are faster in the dense form, and what it keeps for the backward pass is
+# small. At four times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit,
+# more than half as fast again.
 _DENSE_LOGITS = 2**19
-# The logits of a block should stay in cache, with what a scheme makes of them, unless a block then has a few rows only. They must
-# never weigh on memory.
+# The logits of a block should stay in cache, with what a scheme makes of them, unless a block then has a few rows
+# only. They must never weigh on memory.
 _LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
 _FEW_ROWS = 64
 
@@ -100,13 +101,13 @@ class BlockPlan:
             yield rows, all_rows(call.part(*rows))[0]
 
     def kept(self, output: Tensor) -> tuple[Tensor, ...]:
-        """Return what `gradients` needs of the forward pass beside the operands."""
+        """Return tensors of the forward pass that `gradients` needs, operands aside."""
         return ()
 
     def gradients(
         self, part: Call, rows: Rows, targets: list[Tensor], grad: Tensor, kept: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Return what the gradient of a block's output gives to targets, which are of `part` or parameters.
+        """Return the gradients of a block's output with respect to targets: tensors of `part`, or parameters.
 
         Args:
             part: The block.
@@ -122,7 +123,7 @@ class BlockPlan:
     def beyond(
         self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]
     ) -> Sequence[tuple[tuple[slice, ...], Tensor]]:
-        """Return further gradients of queries, keys and values, with their places: those of keys before `rows.first`."""
+        """Return further gradients of queries, keys and values, with their places, for keys before `rows.first`."""
         return ()
 
 
@@ -135,9 +136,9 @@ def by_blocks(plan: BlockPlan, call: Call) -> Tensor:
 class _ByBlocks(torch.autograd.Function):
     """Runs blocks without autograd, and once more with it, one block at a time, in the backward pass.
 
-    `torch.utils.checkpoint` around each block would do the same on paper. But the graph it leaves behind for each block sits
-    between the freed buffers of neighbouring blocks, and the process grows by S x S all the same (measured: 1.6 GB at
-    S = 4096 against 0.1 GB here).
+    `torch.utils.checkpoint` around each block would do the same on paper. But the graph it leaves behind for each
+    block sits between the freed buffers of neighbouring blocks, and the process grows by S x S all the same
+    (measured: 1.6 GB at S = 4096 against 0.1 GB here).
     """
 
     @staticmethod

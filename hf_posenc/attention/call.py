@@ -146,7 +146,7 @@ class Call:
     def part(
         self, start: int, stop: int, keys: int, first: int = 0, *, operands: Sequence[Tensor] | None = None
     ) -> Call:
-        """Return the call of the queries `start:stop` against the keys `first:keys`; on given parts of the operands, if any."""
+        """Return the call of the queries `start:stop` against the keys `first:keys`, on parts of the operands."""
         if operands is None:
             places = self.places(start, stop, keys, first)
             operands = [x[place] for x, place in zip(self.operands(), places, strict=True)]
@@ -154,7 +154,7 @@ class Call:
         return replace(self.with_operands(operands), positions=positions, mask=self.mask.part(start, stop, keys, first))
 
     def outline(self) -> Call:
-        """Return the same call with shapes in place of operands, for what outlives the forward pass.
+        """Return the same call with only the shapes of its operands, to be kept after the forward pass.
 
         Autograd keeps the operands for the backward pass, or drops them under gradient checkpointing.
         """

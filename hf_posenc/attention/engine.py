@@ -63,7 +63,8 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
 
     Args:
         call: The call.
-        executor: Name of the executor; `None` chooses. A kernel that does not compute this call leaves it to the blocks.
+        executor: Name of the executor; `None` chooses. A kernel that does not compute this call leaves it to the
+            blocks.
 
     Returns:
         The output `[B, H, Q, D]`; the weights `[B, H, Q, K]` if the call needs them, else `None`.
@@ -90,7 +91,7 @@ def _named(name: str, call: Call) -> Executor:
         return executor
     if executor.refusal is not None:
         raise OptionError(
-            f"Executor {name!r} cannot run this call of {type(call.scheme).__name__}: {executor.refusal}. Leave the executor out, "
-            "or take 'blocks'."
+            f"Executor {name!r} cannot run this call of {type(call.scheme).__name__}: {executor.refusal}. "
+            "Leave the executor out, or take 'blocks'."
         )
     return _BLOCKS

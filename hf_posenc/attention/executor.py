@@ -45,8 +45,9 @@ class Executor(ABC):
 
     def takes(self, call: Call) -> bool:
         """Whether the executor runs this call, unless one before it in `EXECUTORS` does."""
-        allowed = (self.gives_weights or not call.need_weights) and (self.learns_masks or not call.mask.learns)
-        return allowed and self.pays(call) and self.computes(call)
+        if not self.pays(call) or (call.need_weights and not self.gives_weights):
+            return False
+        return (self.learns_masks or not call.mask.learns) and self.computes(call)
 
     def form(self, call: Call) -> str | None:
         """Return the form in which positions enter, where the executor has several."""

@@ -15,8 +15,8 @@ _ROWS = 256
 def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = True) -> bool:
     """Whether every key that a query sees is as far from it in positions as in slots.
 
-    This holds in a plain sequence, with padding, and in packed sequences that do not see each other. In causal layers queries
-    that are padding may stand anywhere.
+    This holds in a plain sequence, with padding, and in packed sequences that do not see each other. In causal layers
+    queries that are padding may stand anywhere.
     """
     slots = torch.arange(positions.key.shape[1], device=positions.key.device)
     length, count = positions.query.shape[1], len(slots)
@@ -41,7 +41,7 @@ def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = Tru
 
 
 def is_plain(query: Tensor, key: Tensor) -> bool:
-    """Whether queries at positions `[B|1, Q]` are the last of the keys at `[B|1, K]`, each row a sequence without a gap."""
+    """Whether queries at positions `[B|1, Q]` are the last of the keys at `[B|1, K]`, in sequences without a gap."""
     count = query.shape[1]
     if query.shape[0] != key.shape[0] or count > key.shape[1]:
         return False

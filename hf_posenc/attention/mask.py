@@ -20,8 +20,8 @@ class Mask:
     """Visibility of keys, without an S x S tensor where a rule will do.
 
     Attributes:
-        rule: `"all"`, `"slots"` (key i is visible to query j if i <= j + ahead) or `"positions"` (if its position is not greater
-            than the query's).
+        rule: `"all"`, `"slots"` (key i is visible to query j if i <= j + ahead) or `"positions"` (if its position is
+            not greater than the query's).
         keep: Keys that may be seen, bool `[B|1, H|1, Q|1, K]`, on top of the rule.
         bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
         ahead: Number of keys before the first query's own, K - Q (rule `"slots"`).
@@ -84,8 +84,8 @@ def from_tensor(
 ) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
 
-    Values of a float mask below `_HIDDEN` mean "hidden". They become booleans, so that they replace the bias of a scheme
-    instead of being added to it, and so that schemes that count keys do not count hidden ones.
+    Values of a float mask below `_HIDDEN` mean "hidden". They become booleans, so that they replace the bias of a
+    scheme instead of being added to it, and so that schemes that count keys do not count hidden ones.
 
     Raises:
         ShapeError: The mask does not broadcast to `[batch, heads, q, k]`.

@@ -27,8 +27,8 @@ class _Holder(nn.Module):
 def with_parameters(scheme: Scheme, parameters: Sequence[Tensor], function: Callable[[], Result]) -> Result:
     """Call a function while a scheme has these parameters, in its own order: those of its forward pass.
 
-    They are the scheme's own, except after a forward pass within `torch.func.functional_call`, which gives them back before
-    any backward pass begins.
+    They are the scheme's own, except after a forward pass within `torch.func.functional_call`, which gives them back
+    before any backward pass begins.
     """
     own = dict(scheme.named_parameters())
     if all(now is then for now, then in zip(own.values(), parameters, strict=True)):

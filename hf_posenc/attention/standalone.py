@@ -45,18 +45,18 @@ def attend(
         v: Values `[B, G, K, D]`.
         query_positions: Integers `[B|1, Q]`.
         key_positions: Integers `[B|1, K]`.
-        hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes that
-            read those of the queries only.
-        mask: Keys that may be seen, beside the causal rule: bool or integer padding mask `[B, K]`; or bool, or float to
-            be added, where less than -9,000 hides, broadcastable to `[B, H, Q, K]`. A query that does not see its own key is taken for padding: what
-            comes out for it means nothing.
+        hidden: Hidden states of all tokens `[B, K, E]`, the queries' being the last; `[B, Q, E]` will do for schemes
+            that read those of the queries only.
+        mask: Keys that may be seen, in addition to the causal rule: a bool or integer padding mask `[B, K]`; or a bool
+            or float mask that broadcasts to `[B, H, Q, K]`. A float mask is added; less than -9,000 hides. A query that
+            does not see its own key counts as padding, and its output means nothing.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
-        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"locality"`, on a GPU `"flex"`
-            and `"triton"`, where the scheme has it.
-        host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's own
-            projections.
-        query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token its
-            position on each axis.
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"locality"`,
+            on a GPU `"flex"` and `"triton"`, where the scheme has it.
+        host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's
+            own projections.
+        query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token
+            its position on each axis.
         key_coords: The same of the keys, `[B|1, K, n]`.
 
     Returns:
@@ -78,9 +78,8 @@ def attend(
         _check_tensor(name, operand, optional=True)
     _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
     if executor is not None and executor not in executors(scheme, q.device):
-        raise OptionError(
-            f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {', '.join(executors(scheme, q.device))}."
-        )
+        available = ", ".join(executors(scheme, q.device))
+        raise OptionError(f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {available}.")
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
     _check_coords(scheme, query_coords, query_positions, "query")
@@ -147,7 +146,8 @@ def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind
         return
     if not scheme.axes:
         raise PositionError(
-            f"Got {kind}_coords, but {type(scheme).__name__} reads positions only. Leave them out, or build a scheme with axes."
+            f"Got {kind}_coords, but {type(scheme).__name__} reads positions only. Leave them out, or build a scheme "
+            "with axes."
         )
     rows, length = positions.shape
     shape = list(coords.shape)
@@ -205,6 +205,6 @@ def _check_shapes(
         [batch, q.shape[2], geometry.hidden_size],
     ):
         raise ShapeError(
-            f"Got hidden of shape {list(hidden.shape)}; expected {[batch, keys, geometry.hidden_size]}, one row per key (or "
-            f"per query: {[batch, q.shape[2], geometry.hidden_size]})."
+            f"Got hidden of shape {list(hidden.shape)}; expected {[batch, keys, geometry.hidden_size]}, one row "
+            f"per key (or per query: {[batch, q.shape[2], geometry.hidden_size]})."
         )

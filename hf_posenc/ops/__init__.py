@@ -1,1 +1,1 @@
-"""Functions of tensors, with a backward pass of their own where that is faster, each in one file with its naive form."""
+"""Functions of tensors with a backward pass of their own, each in one file with its naive form."""

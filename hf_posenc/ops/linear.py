@@ -19,7 +19,7 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 def channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` whose C add up to its width.
+    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` that lie side by side.
 
     Logits have heads there, so the result needs no transpose. Inputs of one row for the whole batch come last.
     """

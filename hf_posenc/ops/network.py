@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from hf_posenc.ops.linear import channel_linear
 from hf_posenc.ops.masking import worth_it
 
-# Hidden numbers at once: those of a whole block of logits would fit into no cache, and be written to new memory each time.
+# Hidden numbers at once: those of a whole block of logits would fit into no cache, and be written to new memory each
+# time.
 _IN_CACHE = 2**18
 
 
@@ -20,7 +21,8 @@ def pair_network(weights: Sequence[Tensor], inputs: Sequence[Tensor], *, slope: 
     """Return the output `[B|1, out, N]` of the network for N pairs.
 
     Args:
-        weights: Weight `[hidden, C]` and bias `[hidden]` of the first layer, weight `[out, hidden]` and bias `[out]` of the second.
+        weights: Weight `[hidden, C]` and bias `[hidden]` of the first layer, weight `[out, hidden]` and bias `[out]`
+            of the second.
         inputs: Channels of the pairs, each `[B|1, c, N]`; together they have C channels.
         slope: Slope of the ReLU for negative numbers.
         residual: Add all inputs to the output; each has as many channels as that.

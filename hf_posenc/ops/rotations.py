@@ -10,13 +10,14 @@ from torch import Tensor
 # The channels of a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
 Layout = Literal["half", "interleaved"]
 
-# Minimum number of numbers to turn halves piece by piece, and the tokens of a piece, whose products stay in a core's cache.
+# Minimum number of numbers to turn halves piece by piece, and the tokens of a piece, whose products stay in a core's
+# cache.
 _WORTH_PIECES = 2**16
 _TOKENS = 256
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Multiply the channel pairs (i, i + d / 2) of `[..., S, d]`, as complex numbers, by `cos + i sin`, each `[..., S, d / 2]`."""
+    """Multiply the channel pairs (i, i + d / 2) of `[..., S, d]`, as complex numbers, by `cos + i sin`."""
     if x.numel() < _WORTH_PIECES or x.device.type != "cpu" or torch.compiler.is_compiling():
         u, w = x.chunk(2, dim=-1)
         return torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
@@ -55,10 +56,10 @@ class _Halves(torch.autograd.Function):
 
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin`, each `[..., d / 2]`."""
+    """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin` `[..., d / 2]`."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
-    # One pass over memory where four products and their interleaving take six. Pairs must lie next to each other, and an even number of
-    # numbers apart.
+    # One pass over memory where four products and their interleaving take six. Pairs must lie next to each other, and
+    # an even number of numbers apart.
     if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
         pairs = pairs.contiguous()
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin)).flatten(-2)
@@ -67,8 +68,8 @@ def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Multiply channel pairs of `[B, H, S, D]`, as complex numbers, by `cos + i sin`, each `[B|1, G|1, S, M]`.
 
-    The first 2 M channels are turned and the others pass. Each of G heads serves H / G. The product is taken in the dtype of
-    `cos` and cast back.
+    The first 2 M channels are turned and the others pass. Each of G heads serves H / G. The product is taken in the
+    dtype of `cos` and cast back.
     """
     width = 2 * cos.shape[-1]
     heads = x.view(x.shape[0], cos.shape[1], -1, *x.shape[2:])  # [B, G, H / G, S, D]

@@ -1,7 +1,7 @@
 """The skew: numbers per query and distance, or products of keys with vectors per distance, brought to queries and keys.
 
-Where positions are consecutive, the distance changes by one from key to key and from query to query. The number of a distance
-is then shifted by one more place in each row, which strides can do, without an index per query and key.
+Where positions are consecutive, the distance changes by one from key to key and from query to query. The number of a
+distance is then shifted by one more place in each row, which strides can do, without an index per query and key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
     """Return for each query and key the number that the query has for their distance.
 
     Args:
-        values: Numbers `[B, H, q, N]`, for the distances from `last` down; distances before and behind have that of the end.
+        values: Numbers `[B, H, q, N]`, for the distances from `last` down; distances before and behind have that of
+            the end.
         distance: Distances, int64 `[B|1, q, K]`.
         last: Largest distance.
         plain: Positions are consecutive.
@@ -61,7 +62,8 @@ def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int,
 
     Args:
         q: Queries `[B, H, q, D]`.
-        vectors: Vectors `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the end.
+        vectors: Vectors `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the
+            end.
         distance: Distances, int64 `[B|1, q, K]`.
         last: Largest distance.
         plain: Positions are consecutive.
@@ -81,7 +83,8 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
 
     Args:
         k: Keys `[B, G, K, D]`.
-        vectors: Vectors `[H, N, D]`, for the distances from `first` up; distances before and behind have that of the end.
+        vectors: Vectors `[H, N, D]`, for the distances from `first` up; distances before and behind have that of the
+            end.
         distance: Distances, int64 `[1, q, K]`, of consecutive positions.
         first: Smallest distance.
 
@@ -104,8 +107,8 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
     k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys)).reshape(
         len(k), groups, tiles, _TILE, width
     )  # [B, G, T, t, D]
-    # A tile sees the distances from its last key and the first query to its first key and the last query: so many chunks of
-    # as many distances as it has keys.
+    # A tile sees the distances from its last key and the first query to its first key and the last query: so many
+    # chunks of as many distances as it has keys.
     lowest = int(distance[0, 0, 0]) - tiles * _TILE + 1
     rising = _window(vectors.mT, lowest - first, (tiles - 1 + spread) * _TILE)
     chunks = (
@@ -129,7 +132,7 @@ def _window(values: Tensor, start: int, count: int) -> Tensor:
 
 
 def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
-    """Return the transpose of `_window`: `count` places, the first of them at `-start`, to whose ends all outside are added."""
+    """Return the transpose of `_window`: `count` places from `-start` on, with all outside added to the ends."""
     places = values.shape[-1]
     begin, end = (min(max(0, place), places) for place in (-start, count - start))
     before = min(count, max(0, start))
@@ -142,7 +145,7 @@ def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """Return `count` places of each row of `[..., q, W]`, from the last row's first on, one place later in each row before."""
+    """Return `count` places of each row of `[..., q, W]`, each row one place later than the row behind it."""
     shifted: Tensor = _Shift.apply(x, count)  # type: ignore[no-untyped-call]
     return shifted
 
@@ -179,7 +182,7 @@ class _ShiftBack(torch.autograd.Function):
 
 
 def skewed_view(x: Tensor, count: int) -> Tensor:
-    """Return `[..., q, count]` of `[..., q, W]`: each row begins one place later than the row behind it. A view, without autograd."""
+    """Return the same as a view `[..., q, count]`, without autograd."""
     *outer, row, place = x.stride()
     first = x.storage_offset() + (x.shape[-2] - 1) * place
     return x.as_strided((*x.shape[:-1], count), (*outer, row - place, place), first)

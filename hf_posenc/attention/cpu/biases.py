@@ -1,7 +1,7 @@
 """Biases on the logits, block by block of rows, and how their gradients are gathered.
 
-In some forms the rows of a block run backwards: the last query comes first. A bias of the distance then grows in the same
-direction along rows and along keys, so that a block of it is a view of one table, in which both strides are 1.
+In some forms the rows of a block run backwards: the last query comes first. A bias of the distance then grows in the
+same direction along rows and along keys, so that a block of it is a view of one table, in which both strides are 1.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Piece:
 
     Attributes:
         keys: Slice of the block's keys.
-        bias: Bias with hidden keys in it, `[B|1, H, q|1, keys]`, float32 or float64. Where a block has several pieces, no row
-            of one is -inf throughout, since the kernel has 0 for the logarithm of its sum.
+        bias: Bias with hidden keys in it, `[B|1, H, q|1, keys]`, float32 or float64. Where a block has several
+            pieces, no row of one is -inf throughout, since the kernel has 0 for the logarithm of its sum.
         causal: Whether row i sees the first i + 1 of these keys only, and the bias does not say so.
     """
 
@@ -49,8 +49,8 @@ class Piece:
 class BlockBias:
     """A bias by blocks of rows.
 
-    It is made of tensors, its inputs, into which gradients may flow. Between the passes autograd keeps those, and the bias only
-    their shapes: each pass works on a copy that has them, see `with_inputs`.
+    It is made of tensors, its inputs, into which gradients may flow. Between the passes autograd keeps those, and the
+    bias only their shapes: each pass works on a copy that has them, see `with_inputs`.
 
     Args:
         call: Call that the bias belongs to.
@@ -104,7 +104,7 @@ class BlockBias:
         """
 
     def spread(self) -> float:
-        """Return by how much the bias of a head may differ among the keys it needs, as far as that is known at once, or 0."""
+        """Return the largest difference within the bias of a head, over the keys it needs; 0 if unknown."""
         return 0.0
 
     def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
@@ -124,7 +124,7 @@ class BlockBias:
         """Return an object that gathers the gradients of the inputs."""
         raise NotImplementedError
 
-    # -- the mask --------------------------------------------------------------------------------------------------------
+    # -- the mask ----------------------------------------------------------------------------------------------------
 
     def masked(self, bias: Tensor, block: Rows) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
@@ -133,7 +133,8 @@ class BlockBias:
     def split(self, bias: Tensor, block: Rows, *, by_kernel: bool) -> list[Piece]:
         """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.
 
-        Only next to the diagonal does the causal rule of slots hide anything: there it is in the bias, or left to the kernel.
+        Only next to the diagonal does the causal rule of slots hide anything: there it is in the bias, or left to the
+        kernel.
         """
         by_kernel = by_kernel and self.slots
         first = block.start + self.mask.ahead if self.slots else 0
@@ -170,7 +171,7 @@ class Gradient(Generic[AnyBlockBias]):
 
     Args:
         bias: Bias with its inputs.
-        wanted: Which of the inputs need a gradient.
+        wanted: Whether each of the inputs needs a gradient.
     """
 
     def __init__(self, bias: AnyBlockBias, wanted: Sequence[bool]) -> None:
@@ -182,7 +183,7 @@ class Gradient(Generic[AnyBlockBias]):
         return self.bias.pieces(block, by_kernel=False)
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        """Take the gradient of the logits of some heads in some rows of the batch, from key `first` on, `[b, h, q, K - first]`.
+        """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows of the batch, from key `first` on.
 
         All heads of a row come before the next rows. Only forms with `first_keys` get another `first` than 0.
         """
@@ -248,8 +249,8 @@ class KeysBias(BlockBias):
 
     def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
         keys = self.inputs[0]
-        # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By steps that
-        # smaller blocks of the backward pass share.
+        # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By
+        # steps that smaller blocks of the backward pass share.
         near = max(0, block.start - block.start % self.rows + self.ahead)
         bias = (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
         return self.split(bias, block, by_kernel=by_kernel)
@@ -280,7 +281,7 @@ class _KeysGradient(Gradient[KeysBias]):
 
 
 class AnyBias(BlockBias):
-    """A bias that the scheme computes for every block, from state, tables and parameters; from queries and keys, too, if it needs them."""
+    """A bias that the scheme computes for every block, from state, tables, parameters and possibly content."""
 
     name = "bias by blocks"
     # Tables that a block reads get a gradient of their whole size from each, so few blocks are better.

@@ -1,7 +1,7 @@
 """The cutoff: keys so far away that they get no weight, whatever queries and keys hold. Heads do without them.
 
-A penalty on distance, like a steep slope of ALiBi's or the gates of FoX, leaves most heads with a part of the keys. The lengths
-of queries and keys bound how much they may do against it.
+A penalty on distance, like a steep slope of ALiBi's or the gates of FoX, leaves most heads with a part of the keys.
+The lengths of queries and keys bound how much they may do against it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
         scale: Factor on `q @ k.T`.
 
     Returns:
-        The slack of each head, `[H]`, float32 or wider; NaN or infinite where queries or keys are. `None` if a cutoff does not pay.
+        The slack of each head, `[H]`, float32 or wider; NaN or infinite where queries or keys are. `None` if a cutoff
+        does not pay.
     """
     if k.shape[2] < _KEYS or q.shape[2] == 1:
         return None

@@ -1,7 +1,7 @@
 """Schemes that only add a bias: blocks of rows go through the fused kernel, each with its part of the bias.
 
-No bias of size Q x K ever exists. Where the distance of two tokens is the difference of their slots, the bias of a block is a
-view of a table that overlaps itself, and costs nothing; see `TableBias`.
+No bias of size Q x K ever exists. Where the distance of two tokens is the difference of their slots, the bias of a
+block is a view of a table that overlaps itself, and costs nothing; see `TableBias`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, Relati
 _IN_CACHE = 2**18
 
 _LOG2_E = math.log2(math.e)
-# Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes and gates would
-# spend nearly all of the backward pass on weights that count for nothing (see `cutoff.LEAST`). The kernel does not drop them, so
-# biases that differ by so much (natural logarithms) do without it there.
+# Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes
+# and gates would spend nearly all of the backward pass on weights that count for nothing (see `cutoff.LEAST`). The
+# kernel does not drop them, so biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
 
 
@@ -302,7 +302,7 @@ def _in_cache(
 
 
 def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:
-    """Add `factor * weights.T @ rows` of `[b, H, q, K]` and `[b, H, q, D]` to `[b, G, K, D]`, over heads that share a kv head."""
+    """Add `factor * weights.T @ rows` of `[b, H, q, K]` and `[b, H, q, D]` to `[b, G, K, D]`."""
     # One row of the batch, or all heads: there is such a view.
     total = total.view(-1, *total.shape[2:])
     count = len(total)

@@ -1,8 +1,8 @@
 """Softmax attention with a bias on a CPU, by the kernel under torch's own attention function.
 
-The public function gives no logarithm of the sum of exponentials, which merging parts and a backward pass of our own need,
-and takes a slow path for a bias that learns. The kernel is private to torch, so it is tried on a small problem before its
-first use; where it is missing or does something else, plain products take its place.
+The public function gives no logarithm of the sum of exponentials, which merging parts and a backward pass of our own
+need, and takes a slow path for a bias that learns. The kernel is private to torch, so it is tried on a small problem
+before its first use; where it is missing or does something else, plain products take its place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def forward(
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.
-        bias: On the scaled logits, `[B|1, H|1, Q|1, K]` with any strides, float32 (float64 for float64 operands); -inf hides.
+        bias: Bias on the scaled logits, `[B|1, H|1, Q|1, K]` with any strides, float32 (float64 for float64 operands);
+            -inf hides.
         scale: Factor on `q @ k.T`.
         causal: Hide from query i the keys after key i.
 
     Returns:
-        `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64. A row whose bias is -inf throughout has
-        zeros for both from the fused kernel, NaN and -inf from plain products: let the smallest number hide it.
+        `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64. A row whose bias is -inf
+        throughout has zeros for both from the fused kernel, NaN and -inf from plain products: let the smallest number
+        hide it.
     """
     run = _fused if _kernel_works() else _plain
     return run(_rowwise(q), _rowwise(k), _rowwise(v), bias, scale, causal)
@@ -66,10 +68,10 @@ def backward(
 
 
 def mark_empty_rows(lse: Tensor) -> Tensor:
-    """Return logarithms of sums `[B, H, Q]` with +inf for rows that see no key, which gives them neither weights nor gradients.
+    """Return logarithms of sums `[B, H, Q]` with +inf for rows that see no key: no weights and no gradients for them.
 
-    Where all is hidden by the smallest number, that number swallows the logarithm: weights made from it would add up to as many
-    as there are keys.
+    Where all is hidden by the smallest number, that number swallows the logarithm: weights made from it would add up
+    to as many as there are keys.
     """
     return lse.masked_fill(lse < torch.finfo(lse.dtype).min / 2, math.inf)
 

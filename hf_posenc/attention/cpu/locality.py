@@ -1,7 +1,7 @@
 """Schemes for which position makes a difference among the nearest keys only; see `structures.Locality`.
 
-Each block of rows finds out how many keys that is. These go through the seams; the others, which share one bias per query or
-have no weight, go through the fused kernel or nowhere. The result is the same, not an approximation.
+Each block of rows finds out how many keys that is. These go through the seams; the others, which share one bias per
+query or have no weight, go through the fused kernel or nowhere. The result is the same, not an approximation.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _MergingPlan(_NearPlan):
         return output, lse
 
     def shares(self, near: _Near) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of the nearest keys, hidden ones too, above the bias of the others; and the addend of all values."""
+        """Return the logits of the nearest keys, hidden ones too, less the others' bias; and the addend of values."""
         _, q, _ = near.product
         logits = near.part.scheme.score(*near.product, near.block)
         assert self.locality.beyond is not None

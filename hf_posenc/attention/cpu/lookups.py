@@ -88,7 +88,7 @@ def _looked_up(table: Tensor, index: Tensor) -> Tensor:
 
 
 class PiecewiseLookup(_Lookup):
-    """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`, in causal calls."""
+    """A piecewise linear function of distance times query weight, in causal calls; see `PiecewiseLinear`."""
 
     name = "straight pieces by index"
 

@@ -38,11 +38,11 @@ class _Tables:
 class PiecewiseBias(BlockBias):
     """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`.
 
-    Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them. There the
-    bias is `slope * u * w + offset` with a slope and an offset of the distance, two tables like that of `TableBias`. Distances
-    at which an end of a piece lies for some row have the piece of the smallest weight in the tables, and the bend of the
-    function at that end is added to them. It is for causal calls in which the distance of two tokens is the difference of their
-    slots.
+    Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them.
+    There the bias is `slope * u * w + offset` with a slope and an offset of the distance, two tables like that of
+    `TableBias`. Distances at which an end of a piece lies for some row have the piece of the smallest weight in the
+    tables, and the bend of the function at that end is added to them. It is for causal calls in which the distance of
+    two tokens is the difference of their slots.
     """
 
     name = "straight pieces"

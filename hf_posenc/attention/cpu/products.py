@@ -1,7 +1,8 @@
-"""Products with one vector per distance, of queries and of keys, block by block of rows: Transformer-XL and disentangled attention.
+"""Products of queries and keys with one vector per distance, by blocks of rows (Transformer-XL, disentangled).
 
-Where the distance of two tokens is the difference of their slots, all vectors that a few rows need follow each other. Each row is
-multiplied with all of them at once, and the bias is a view of these products, in which every row is shifted by one more place.
+Where the distance of two tokens is the difference of their slots, all vectors that a few rows need follow each other.
+Each row is multiplied with all of them at once, and the bias is a view of these products, in which every row is
+shifted by one more place.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _INPUTS = ("q", "falling", "k", "rising", "key_bias")
 
 
 class ProductsBias(BlockBias):
-    """The bias of `RelativeProducts`, where the distance of two tokens is the difference of their slots, in causal calls.
+    """The bias of `RelativeProducts` in causal calls, where distances are differences of slots.
 
-    The farthest vectors are taken off all others: softmax does not see what every key gets from a query, and what every query
-    gives to a key goes with the queries, see `moved`. So nothing is left to add from the farthest distance on.
+    The farthest vectors are taken off all others: softmax does not see what every key gets from a query, and what
+    every query gives to a key goes with the queries, see `moved`. So nothing is left to add from the farthest
+    distance on.
 
     Args:
         vectors: The vectors.
@@ -160,11 +162,12 @@ class _Near:
     Attributes:
         keys: Slice of these keys.
         rows: Number of rows of the block.
-        width: Number of distances, from that of the first key and the last row down to that of the last key and the first row.
+        width: Number of distances, from that of the first key and the last row down to that of the last key and the
+            first row.
         behind: Number of those that are not negative.
         falling: Place of their vectors in the table of those that fall.
-        tiles: A few keys each, and the place of the vectors of their distances in the table of those that rise, from the distance
-            of the last key and the first row up.
+        tiles: A few keys each, and the place of the vectors of their distances in the table of those that rise, from
+            the distance of the last key and the first row up.
     """
 
     def __init__(self, bias: ProductsBias, block: Rows) -> None:

@@ -1,4 +1,4 @@
-"""Tables of distances, where the distance of two tokens is the difference of their slots: blocks that are views of one table."""
+"""Tables of distances, where these are differences of slots: blocks that are views of one table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class TableBias(BlockBias):
         call: The call.
 
     Attributes:
-        falling: Once prepared, the table from the largest distance down, with the bias ahead of a query behind that, `[H, M]`.
+        falling: Once prepared, the table from the largest distance down, with the bias ahead of a query behind that,
+            `[H, M]`.
         first: Place of the first key in it that gets a weight, int64 `[H]`; `None` if all do.
     """
 

@@ -1,7 +1,7 @@
 """Softmax attention with a bias at what gates let through, see `structures.GateCount`. Imports Triton.
 
-Near a query the gates of each key are added up, from tile to tile. Where all queries of a tile have counted to the last number,
-farther keys share the bias there, and need no gates.
+Near a query the gates of each key are added up, from tile to tile. Where all queries of a tile have counted to the
+last number, farther keys share the bias there, and need no gates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_posenc.attention.gpu.tiles import (
 
 @triton.jit
 def _between(bias, rows, position, seen, N: tl.constexpr):
-    """Return the bias at a position, the step from the whole number below to the next, that number, and how far it is behind."""
+    """Return the bias at a position, the step from the whole number below to the next, that number, and the rest."""
     below = tl.floor(position)
     index = below.to(tl.int32)
     place = rows[:, None] * N + index
@@ -217,7 +217,7 @@ def count_gates(
     """Return the output `[B, H, Q, D]`.
 
     Args:
-        shape: Of the call.
+        shape: Shape of the call.
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.

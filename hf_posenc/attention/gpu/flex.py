@@ -1,8 +1,8 @@
 """Schemes that only add a bias, on a GPU: torch compiles a kernel for each form of it (`flex_attention`).
 
-A bias is read element by element from its inputs: a table of distances, a number per token, or straight pieces. Hidden blocks
-of keys are skipped. Without compilation, `flex_attention` builds the whole matrix, so this executor needs a compiler; on a CPU,
-in tests, its graph runs as it was traced.
+A bias is read element by element from its inputs: a table of distances, a number per token, or straight pieces.
+Hidden blocks of keys are skipped. Without compilation, `flex_attention` builds the whole matrix, so this executor
+needs a compiler; on a CPU, in tests, its graph runs as it was traced.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _NARROWEST = 16
 # Rows and columns of the blocks that are skipped, the size that torch's kernels expect.
 _BLOCK = 128
-# A function is compiled again for other dtypes, numbers of heads, masks, and operands with or without gradients. Beyond torch's
-# own limit of 8 it would raise.
+# A function is compiled again for other dtypes, numbers of heads, masks, and operands with or without gradients.
+# Beyond torch's own limit of 8 it would raise.
 _VARIANTS = 64
 
 _NAMES: dict[type[Bias], str] = {
@@ -94,11 +94,11 @@ def _is_one_table(added: Bias, call: Call) -> bool:
     return isinstance(added, DistanceTable)
 
 
-# -- what is compiled ----------------------------------------------------------------------------------------------------
+# -- what is compiled ------------------------------------------------------------------------------------------------
 #
-# Operands and all that a bias is made of are arguments, so that one graph serves every call. Distances are not below 0 but for
-# keys that are hidden, or where what is given makes up for it. Each input that learns is read at one place: torch gives several
-# no gradient.
+# Operands and all that a bias is made of are arguments, so that one graph serves every call. Distances are not below
+# 0 but for keys that are hidden, or where what is given makes up for it. Each input that learns is read at one place:
+# torch gives several no gradient.
 
 
 def _add_of_table(
@@ -177,7 +177,7 @@ def _attention(
     return output
 
 
-# -- what biases are made of ---------------------------------------------------------------------------------------------
+# -- what biases are made of -----------------------------------------------------------------------------------------
 
 
 def _places(call: Call, shift: int = 0) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ def _of_pieces(added: PiecewiseLinear, call: Call) -> tuple[Tensor, ...]:
     return (*_places(call), feature, weight, ends, slope, offset)
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------------------------
 
 
 def _block_mask(call: Call) -> BlockMask | None:
@@ -270,7 +270,7 @@ def _blocks_of_slots(length: int, keys: int, ahead: int, exact: bool, device: to
 
 
 def _slot_blocks(length: int, keys: int, ahead: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return in which blocks any key is visible, and in which all are, where row i sees the first i + 1 + ahead keys."""
+    """Return the blocks with any visible key, and those with all, where row i sees the first i + 1 + ahead keys."""
     rows = torch.arange(0, length, _BLOCK, device=device)[:, None]
     columns = torch.arange(0, keys, _BLOCK, device=device)
     # A block that goes over an end is never whole.
@@ -287,7 +287,7 @@ def _extremes(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_blocks(keep: Tensor) -> Tensor:
-    """Return a mask `[B|1, H|1, Q|1, K]` by blocks, `[B|1, H|1, rows|1, columns, 128|1, 128]`, with nothing beyond its ends."""
+    """Return a mask `[B|1, H|1, Q|1, K]` by blocks, `[B|1, H|1, rows|1, columns, 128|1, 128]`, False outside."""
     rows, columns = keep.shape[2:]
     size = 1 if rows == 1 else _BLOCK
     padded = F.pad(keep, (0, -columns % _BLOCK, 0, -rows % size))

@@ -1,7 +1,7 @@
 """Softmax attention with a number per key and head added, see `structures.KeyBias`. Imports Triton.
 
-Torch's `flex_attention` computes the same, but gathers the gradient of every number by as many atomic additions as there are pairs;
-here a program owns a tile of keys, and sums up in registers.
+Torch's `flex_attention` computes the same, but gathers the gradient of every number by as many atomic additions as
+there are pairs; here a program owns a tile of keys, and sums up in registers.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def attend(shape: Shape, q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of
     """Return the output `[B, H, Q, D]`.
 
     Args:
-        shape: Of the call.
+        shape: Shape of the call.
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.

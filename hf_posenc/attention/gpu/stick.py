@@ -1,7 +1,7 @@
 """Stick-breaking attention, see `structures.Stick`: one kernel for each direction. Imports Triton.
 
-What is left of a stick is carried as a logarithm from tile to tile. Where nothing to speak of is left for any query of a tile, its
-program ends.
+What is left of a stick is carried as a logarithm from tile to tile. Where nothing to speak of is left for any query
+of a tile, its program ends.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ def break_stick(
     """Return the weighted values `[B, H, Q, D]` and what is left of each stick, float32 `[B, H, Q]`.
 
     Args:
-        shape: Of the call.
+        shape: Shape of the call.
         q: `[B, H, Q, D]`.
         k: `[B, G, K, D]`.
         v: `[B, G, K, D]`.
-        bias: Of the scaled logits, float32 `[H]`.
+        bias: Bias on the scaled logits, float32 `[H]`.
         current: Whether a query's own key takes a piece.
     """
     output: tuple[Tensor, Tensor] = _BreakStick.apply(shape, current, q, k, v, bias)

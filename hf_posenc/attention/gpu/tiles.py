@@ -1,7 +1,7 @@
 """What kernels share: parts of operands and masks as tiles, and how operands are handed over. Imports Triton.
 
-A program computes a tile of queries of one head. It goes through the keys from the last that it can see to the first, so that what
-lies between a key and a query has been seen before the key is.
+A program computes a tile of queries of one head. It goes through the keys from the last that it can see to the first,
+so that what lies between a key and a query has been seen before the key is.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 
-# Arguments for whose values no kernel is compiled anew.
+# Arguments that a kernel is not compiled again for.
 SIZES = ("heads", "group", "queries", "keys", "ahead")
 _RULES = {"all": 0, "slots": 1, "positions": 2}
 
 
-# -- on the device -------------------------------------------------------------------------------------------------------
+# -- on the device ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def last_block(m, keys, ahead, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.cons
 
 @triton.jit
 def merge(total, highest, sums, logits, v, PRECISION: tl.constexpr):
-    """Take more keys into a softmax: return the sum of values, the highest logit and the sum of exponentials above it."""
+    """Take more keys into a softmax: return the sum of values, the highest logit and the sum of exponentials."""
     higher = tl.maximum(highest, tl.max(logits, axis=1))
     level = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp(highest - level)
@@ -103,7 +103,7 @@ def two_sum(a, b):
     return total, (a - (total - of_b)) + (b - of_b)
 
 
-# -- on the host ---------------------------------------------------------------------------------------------------------
+# -- on the host -----------------------------------------------------------------------------------------------------
 
 
 # Queries and keys of a tile: heads that are wide, and products in float32, leave room for fewer.
@@ -115,8 +115,8 @@ class Shape:
     """The shape of a call and of its tiles, and what hides keys. It holds no operand.
 
     Attributes:
-        grid: How many tiles of queries there are, and heads of all sequences.
-        arguments: What every kernel of the call is given.
+        grid: Number of tiles of queries, and of heads of all sequences.
+        arguments: Arguments that every kernel of the call gets.
     """
 
     grid: tuple[int, int]

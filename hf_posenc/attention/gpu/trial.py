@@ -1,8 +1,9 @@
 """Kernels that are compiled on the spot must pass a trial before they are used.
 
 No test can run on every GPU, driver and compiler. So the first call of each kind is computed a second time by the dense
-reference, for its last rows, with gradients where there are any. A kernel that gives another result, or does not run, is not
-used, and a warning says so. The kernels have not run on a GPU yet: they were tested uncompiled and in Triton's interpreter.
+reference, for its last rows, with gradients where there are any. A kernel that gives another result, or does not run,
+is not used, and a warning says so. The kernels have not run on a GPU yet: they were tested uncompiled and in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The oldest GPUs whose matrix units multiply bfloat16.
 _CAPABILITY = (8, 0)
 _ROWS = 64
-# Tolerance relative to the root mean square, by bytes of a number: half precision rounds operands, and GPUs may multiply float32
-# with 10 bits.
+# Tolerance relative to the root mean square, by bytes of a number: half precision rounds operands, and GPUs may
+# multiply float32 with 10 bits.
 _TOLERANCE = {8: 1e-6, 4: 5e-3, 2: 5e-2}
 _COMPARED = ("output", "gradient of q", "gradient of k", "gradient of v")
 _RESULTS: dict[Hashable, bool] = {}
@@ -73,8 +74,9 @@ class CompiledExecutor(Executor):
         )
 
     def takes(self, call: Call) -> bool:
-        allowed = not torch.are_deterministic_algorithms_enabled() or self.in_fixed_order(call)
-        return super().takes(call) and allowed and self.passed(call)
+        if not super().takes(call):
+            return False
+        return (self.in_fixed_order(call) or not torch.are_deterministic_algorithms_enabled()) and self.passed(call)
 
     def passed(self, call: Call) -> bool:
         """Whether the executor equals the reference in the first call of this kind."""
@@ -86,8 +88,8 @@ class CompiledExecutor(Executor):
             _RESULTS[kind] = problem is None
             if problem is not None:
                 warnings.warn(
-                    f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention goes by blocks "
-                    "instead, which is slower. Please report this, with the versions of torch and triton.",
+                    f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention "
+                    "goes by blocks instead, which is slower. Please report this with the versions of torch and triton.",
                     stacklevel=2,
                 )
         return _RESULTS[kind]
