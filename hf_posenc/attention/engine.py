@@ -73,7 +73,8 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
         OptionError: The named executor cannot run the call.
     """
     used = choose(call) if executor is None else _named(executor, call)
-    record = _RECORD.get()
+    # A context variable would break a graph that is being compiled.
+    record = None if torch.compiler.is_compiling() else _RECORD.get()
     if record is not None:
         record.append(Choice(used.name, used.form(call)))
     output, weights = used.run(call)
