@@ -1,4 +1,4 @@
-"""Whether a recipe and its model go together; what the keys say by themselves is in `consistency`."""
+"""Validation of a recipe against its model; `consistency` validates the keys by themselves."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from hf_posenc.scheme import Scheme
 
 
 def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
-    """Return the tokens per window, and those of the model's own training.
+    """Return the window length of the recipe, and the model's trained length.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers.
+        recipe: Recipe.
+        config: Config of the model.
 
     Raises:
-        RecipeError: Neither says how long windows are, or the model cannot read what the recipe would do with them.
+        RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
     own = trained_length(config)
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(
-            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. Give a "
-            "number of tokens, for instance training.length=512."
+            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. "
+            "Give a number of tokens, for instance training.length=512."
         )
     for contradiction in consistency.contradictions_of_length(recipe.training, length):
         raise RecipeError(contradiction)
     if recipe.training.skip_to is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: their "
-            "decoders have positions of their own. Leave it out."
+            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: "
+            "their decoders have positions of their own. Leave it out."
         )
     if recipe.distillation.length is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their encoders "
-            "read them whole. Leave it out."
+            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their "
+            "encoders read them whole. Leave it out."
         )
     return length, own or length
 
 
 def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Say if a recipe of the package, which its summary tells, is named after another architecture than the model's.
+    """Return a caution if a built-in recipe (recognised by its summary) was made for another architecture.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers.
+        recipe: Recipe.
+        config: Config of the model.
     """
     name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
     if name is None:
@@ -63,43 +63,39 @@ def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
     own = f"{architecture}-{recipe.conversion.scheme}"
     instead = f" {own} is the recipe for this one." if own in library.names() else ""
     return (
-        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how it begins, were "
+        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how "
+        "it begins, were "
         f"not tried on such.{instead}",
     )
 
 
 def check_unconverted(recipe: Recipe, config: Any) -> None:
-    """Raise if a model that is converted already would be converted again, and lose what its scheme has learned.
+    """Raise `RecipeError` if the model is converted already: a second conversion would lose its trained scheme.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers, as loaded.
-
-    Raises:
-        RecipeError: It would.
+        recipe: Recipe.
+        config: Config of the model, as loaded.
     """
     there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
         raise RecipeError(
-            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew in its place. To "
-            "train it on as it is, give conversion={scheme: null} distillation={}; or name the original model."
+            f"The model {recipe.model} is converted already, to {there}: an untrained {recipe.conversion.scheme} would "
+            f"replace it. To train it on as it is, give conversion={{scheme: null}} distillation={{}}; or name the "
+            "original model."
         )
 
 
 def check_tables(recipe: Recipe, model: Any, length: int) -> None:
-    """Raise if windows, or the positions that they skip to, reach beyond what the model knows.
+    """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme.
 
     Args:
-        recipe: As read.
-        model: The model, converted.
+        recipe: Recipe.
+        model: Converted model.
         length: Tokens per window.
-
-    Raises:
-        RecipeError: They reach beyond its own table, while that is in force, or a scheme's.
     """
     end = table_end(model)
     known = [module.end_of_positions() for module in model.modules() if isinstance(module, Scheme)]
-    # Packed documents may all be shorter.
+    # Packed documents may all be shorter than the window.
     rows = min((end for end in known if end is not None), default=None) if recipe.data.packing == "windows" else None
     for key, reach in (("training.length", length), ("training.skip_to", recipe.training.skip_to)):
         if rows is not None and reach is not None and reach > rows:
