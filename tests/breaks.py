@@ -33,7 +33,7 @@ class Break:
         file: The file, from the root of the tree.
         old: Text that is there once.
         new: Text that replaces it.
-        tests: Names of the test files that are likely to catch it, without `test_` and `.py`.
+        tests: Names of the test files that are likely to catch it, without `test_` and `.py`; perhaps one test of a file.
     """
 
     what: str
@@ -51,12 +51,12 @@ BREAKS = [
     Break("FIRE's network starts silent at init='paper'", S + "fire.py", 'if self.init == "zero":', 'if self.init == "paper":', "options"),
     Break("sandwich counts frequencies from another start", S + "sandwich.py", "+ self.freq_start", "+ 1 - self.freq_start", "goldens"),
     Break("sinusoidal positions have sine and cosine the other way round", S + "sinusoidal.py", "(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())", "goldens"),
-    Break("T5's table does not start as the model's own", S + "t5.py", 'init = "native" if fits else "normal"', 'init = "normal"', "matrix"),
+    Break("T5's table does not start as the model's own", S + "t5.py", 'init = "native" if fits else "normal"', 'init = "normal"', "matrix::test_declared_exact_starts_are_exact"),
     Break("the gate of rotary schemes forgets the scaling of the model", S + "_rotary.py", "whole = self.geometry.rotary_scaling if self._native else 1.0", "whole = 1.0", "rotary_family heads"),
     Break("a rotary scheme turns queries by the positions of keys", S + "_rotary.py", "same = positions.query is positions.key", "same = positions.query.shape == positions.key.shape", "attend"),
     Break("Shaw's values are not added", S + "shaw.py", "return output + (sums @ self.rel_v.to(sums)).to(output.dtype)", "return output + 0 * (sums @ self.rel_v.to(sums)).to(output.dtype)", "content_relative attend"),
     Break("xPos fades by the wrong share of channels", S + "xpos.py", "self.rotary_dim + 0.4).div(1.4)", "self.rotary_dim + 0.4).div(1.3)", "rotary_family goldens"),
-    Break("the gates of FoX count padding", S + "fox.py", "log_gates = log_gates.masked_fill(~tokens.real[..., None], 0)", "log_gates = log_gates * 1", "matrix fox"),
+    Break("the gates of FoX count padding", S + "fox.py", "log_gates = log_gates.masked_fill(~tokens.real[..., None], 0)", "log_gates = log_gates * 1", "matrix::test_left_padding_equals_each_row_alone"),
     Break("the sums of FoX start again in each chunk", S + "fox.py", "return sums if before is None else sums + before", "return sums", "fox"),
     Break("CoPE with separate keys caches none of their bytes, so plans say", S + "cope.py", "* element if self.separate_keys else 0), 0", "* 0 if self.separate_keys else 0), 0", "cope cache_bytes"),
     Break("CoPE counts gates of keys that are ahead as behind", S + "cope.py", "return (block.distance() < 0)[:, None]", "return (block.distance() <= 0)[:, None]", "cope"),
@@ -73,19 +73,19 @@ BREAKS = [
     Break("blocks drop gradients that come from other blocks", A + "blocks.py", "total[places[index] if index < len(places) else ...] += part", "total[places[index] if index < len(places) else ...] = part.to(total)", "attend"),
     # Caches and generation.
     Break("a crop leaves the state of the tokens", P + "cache.py", "self.token_state = {name: tensor[:, :length] for", "self.token_state = {name: tensor for", "cache"),
-    Break("beams do not take their state with them", P + "cache.py", "self._map_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))", "pass", "matrix cache"),
-    Break("a static cache writes state one slot too early", P + "cache.py", "+ self.cumulative_length - new.shape[_TOKENS]", "+ self.cumulative_length - new.shape[_TOKENS] - (self.cumulative_length > new.shape[_TOKENS])", "matrix cache"),
+    Break("beams do not take their state with them", P + "cache.py", "self._map_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))", "pass", "matrix::test_beam_search"),
+    Break("a static cache writes state one slot too early", P + "cache.py", "+ self.cumulative_length - new.shape[_TOKENS]", "+ self.cumulative_length - new.shape[_TOKENS] - (self.cumulative_length > new.shape[_TOKENS])", "matrix::test_static_cache_equals_growing_cache"),
     Break("a cache that a stock model has filled is taken", P + "cache.py", "    held = int(layer.get_seq_length())\n", "    held = 0\n", "bad_input"),
     # Surgery.
     Break("undo takes its steps back in the order they were made", P + "surgery.py", "self._steps.pop()()", "self._steps.pop(0)()", "bad_input"),
-    Break("a table that was frozen by patch stays so after unpatch", P + "surgery.py", "undo.set_grad(parameters[index], True)", "undo.set_grad(parameters[index], False)", "matrix checkpoints_on_disk"),
+    Break("a table that was frozen by patch stays so after unpatch", P + "surgery.py", "undo.set_grad(parameters[index], True)", "undo.set_grad(parameters[index], False)", "matrix::test_unpatch_is_bit_identical_also_after_training"),
     Break("an attention with a forward of its own is patched", P + "surgery.py", 'if "forward" in vars(target) and', 'if "forward" in vars(target) and False and', "bad_input"),
-    Break("every:2 begins with the first layer", P + "selection.py", "everything[int(step) - 1 :: int(step)]", "everything[:: int(step)]", "public in_use options matrix heads"),
+    Break("every:2 begins with the first layer", P + "selection.py", "everything[int(step) - 1 :: int(step)]", "everything[:: int(step)]", "exporting cli"),
     Break("a blend keeps queries as they were", P + "blend.py", "q=self._between(q, there.q)", "q=q", "strength"),
     # Checkpoints and adapters.
     Break("a record of a newer format is read", P + "record.py", "version > FORMAT_VERSION", "version > FORMAT_VERSION + 1000", "bad_input"),
-    Break("the digest of a record leaves out its groups", P + "record.py", 'if key != "plugin_version"}', 'if key not in ("plugin_version", "groups")}', "checkpoints checkpoints_on_disk"),
-    Break("the original value behind the lock is lost", P + "checkpoint.py", '"locked": data.get(field, getattr(self, field))}', '"locked": None}', "checkpoints_on_disk matrix"),
+    Break("the digest of a record leaves out its groups", P + "record.py", '("plugin_version", "digest")}', '("plugin_version", "digest", "groups")}', "records checkpoints"),
+    Break("the original value behind the lock is lost", P + "checkpoint.py", '"locked": data.get(field, getattr(self, field))}', '"locked": None}', "matrix::test_save_and_load_are_bit_equal checkpoints_on_disk"),
     Break("an adapter of other schemes is loaded", P + "adapters.py", 'if wanted["groups"] != own["groups"]:', 'if len(wanted["groups"]) != len(own["groups"]):', "adapters"),
     # Recipes and evaluation.
     Break("scheme parameters decay", R + "training/optimizer.py", '"lr": scheme_learning_rate, "weight_decay": 0.0}', '"lr": scheme_learning_rate, "weight_decay": weight_decay}', "levers recipes run"),
@@ -128,7 +128,8 @@ def _verdict(one: Break, copy: Path, *, whole: bool, check: bool) -> str:
         return "there"
     path.write_text(text.replace(one.old, one.new), encoding="utf-8")
     try:
-        likely = [f"tests/test_{name}.py" for name in one.tests.split() if (copy / f"tests/test_{name}.py").exists()]
+        names = [name.partition("::") for name in one.tests.split()]
+        likely = [f"tests/test_{file}.py{mark}{test}" for file, mark, test in names]
         for files in [[file] for file in likely] + [["tests"]] * whole:
             caught = _failure(copy, files)
             if caught:
