@@ -51,7 +51,7 @@ BREAKS = [
     Break("FIRE's network starts silent at init='paper'", S + "fire.py", 'if self.init == "zero":', 'if self.init == "paper":', "options"),
     Break("sandwich counts frequencies from another start", S + "sandwich.py", "+ self.freq_start", "+ 1 - self.freq_start", "goldens"),
     Break("sinusoidal positions have sine and cosine the other way round", S + "sinusoidal.py", "(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())", "goldens"),
-    Break("T5's table does not start as the model's own", S + "t5.py", 'init = "native" if fits else "normal"', 'init = "normal"', "matrix::test_declared_exact_starts_are_exact"),
+    Break("T5's table does not start as the model's own", S + "t5.py", 'init = "native" if fits else "normal"', 'init = "normal"', "documentation::test_concepts_name_the_schemes_that_start_exact"),
     Break("the gate of rotary schemes forgets the scaling of the model", S + "_rotary.py", "whole = self.geometry.rotary_scaling if self._native else 1.0", "whole = 1.0", "rotary_family heads"),
     Break("a rotary scheme turns queries by the positions of keys", S + "_rotary.py", "same = positions.query is positions.key", "same = positions.query.shape == positions.key.shape", "attend"),
     Break("Shaw's values are not added", S + "shaw.py", "return output + (sums @ self.rel_v.to(sums)).to(output.dtype)", "return output + 0 * (sums @ self.rel_v.to(sums)).to(output.dtype)", "content_relative attend"),

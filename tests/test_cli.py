@@ -364,6 +364,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.grid  # the test above has what is started, and test_run.py the run
 def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     typed = ["train", "llama-kerple", *SMALL, "--out", str(out), "--launch", "one"]
