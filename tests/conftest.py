@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import grid
 import pytest
 import torch
 from transformers.utils import logging
@@ -12,6 +13,12 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 # Also for processes that tests start: the models are tiny, and the tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the grid before `-m` selects."""
+    grid.mark(items)
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,6 @@ from hf_posenc.operands import Projection, Tokens
 from hf_posenc.schemes._generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
 from hf_posenc.structures import Rotation
 
-# The matrix has these schemes on models as well.
-pytestmark = pytest.mark.variant
-
 GOLDENS = Path(__file__).parent / "goldens"
 SCHEMES = ("liere", "comrope_ap", "comrope_ld")
 DTYPES = [torch.float32, torch.float64]

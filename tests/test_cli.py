@@ -364,6 +364,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.grid  # the test above has what is started, and test_run.py the run
 def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     typed = ["train", "llama-kerple", *SMALL, "--out", str(out), "--launch", "one"]
@@ -377,6 +378,7 @@ def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
 
 
+@pytest.mark.grid  # test_run.py has what one process says, and test_distributed.py two processes
 def test_a_mistake_is_said_once_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     typed = ["train", "llama-kerple", *SMALL, "training.batch_size=3", "--out", tmp_path / "out", "--launch", "ddp"]
@@ -716,11 +718,11 @@ def test_the_package_can_be_run_as_a_module() -> None:
     assert (done.returncode, done.stdout) == (0, f"hf-posenc {hf_posenc.__version__}\n"), done.stderr
 
 
-def test_process_prints_to_the_right_places(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    good = run_process("convert", checkpoints["llama"], "nope", tmp_path / "out")
-    assert (good.returncode, good.stderr) == (0, "")
-    bad = run_process("verify", checkpoints["llama"])
-    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (1, "", 1)
+def test_commands_print_to_the_right_places(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    good = run("convert", checkpoints["llama"], "nope", tmp_path / "out")
+    assert (good.exit_code, good.stderr) == (0, "")
+    bad = run("verify", checkpoints["llama"])
+    assert (bad.exit_code, bad.stdout, bad.stderr.count("\n")) == (1, "", 1)
 
 
 def test_terminated_process_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -127,13 +127,6 @@ def test_commands_exist_with_their_options(line: str) -> None:
     assert {word.partition("=")[0] for word in words if word.startswith("-")} <= options
 
 
-def test_quoted_messages_are_those_of_the_errors() -> None:
-    messages = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    quoted = [line for _, body in _blocks("docs/loading.md", "text") for line in body.splitlines()]
-    assert quoted
-    assert [quote for quote in quoted if quote not in messages] == []
-
-
 @pytest.fixture
 def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_posenc.schemes()

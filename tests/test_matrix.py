@@ -1,6 +1,7 @@
 """Every scheme on every architecture, through everything a user does with a model.
 
-The cases come from the registry: a new scheme is tested by existing. Nothing is skipped.
+The cases come from the registry: a new scheme is tested by existing. Nothing is skipped; tests/grid.py says which cases
+run on demand.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from hf_posenc.attention import blocks
-from hf_posenc.scheme import Scheme
-
-CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
 
 # Options that change what is computed; each runs through the same tests as a scheme of its own.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -81,50 +79,24 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nope", {"layers": "every:2"}),
     ("kerple", {"layers": [0], "native": "keep", "gate": False}),
 ]
-CASES += [(architecture, variant) for architecture in ARCHITECTURES for variant in range(len(VARIANTS))]
+DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
+CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS + VARIANTS]
 
 
-def _id(case: object) -> str:
-    if isinstance(case, int):
-        name, options = VARIANTS[case]
-        return name + "-" + "-".join(f"{key}={value}" for key, value in options.items())
-    return str(case)
+def _id(case: tuple[str, str, dict[str, Any]]) -> str:
+    architecture, name, options = case
+    return "-".join([architecture, name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def _seams(name: str) -> tuple[bool, ...]:
-    scheme = hf_posenc.schemes()[name].cls
-    seams = (
-        "embed",
-        "project",
-        "recall",
-        "score",
-        "weigh",
-        "mix",
-        "carry",
-        "finish",
-        "feed",
-        "make_common",
-        "state_bytes",
-    )
-    return tuple(getattr(scheme, seam) is not getattr(Scheme, seam) for seam in seams)
-
-
-# One scheme for each set of seams: the others, and other options, use nothing else of transformers.
-_FIRSTS = {_seams(name): name for name in reversed(hf_posenc.schemes())}.values()
-PARAMETERS = [
-    pytest.param(case, marks=[pytest.mark.variant] * (case[1] not in _FIRSTS), id=f"{case[0]}-{_id(case[1])}")
-    for case in CASES
-]
-# What generation does to a cache besides to fill it, and what is done with a module as a whole, is the same whatever the options of a scheme.
-by_scheme = pytest.mark.parametrize(
-    "case", [p for p in PARAMETERS if p.values[0][1] in hf_posenc.schemes()], indirect=True
-)
+PARAMETERS = [pytest.param(case, id=_id(case)) for case in CASES]
+# Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation;
+# test_attend.py has the future and float32 with all options.
+by_scheme = pytest.mark.parametrize("case", [p for p in PARAMETERS if not p.values[0][2]], indirect=True)
 
 
 @pytest.fixture(params=PARAMETERS)
 def case(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any]]:
-    architecture, choice = request.param
-    name, options = VARIANTS[choice] if isinstance(choice, int) else (choice, {})
+    architecture, name, options = request.param
     return architecture, name, {**stacks_for(architecture, name), **options}
 
 
@@ -175,6 +147,7 @@ def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]
     assert [name for name, p in fresh.items() if torch.equal(p, before[name])] == []
 
 
+@by_scheme
 def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     assert all(p.ndim >= 1 for p in new_parameters(model).values())
@@ -308,6 +281,7 @@ def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None
         assert (model(**call, use_cache=False).logits - jumped)[:, -1].abs().max() > 1e-6, "the first token is not seen"
 
 
+@by_scheme
 def test_the_future_changes_nothing_before_it(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 23)
@@ -358,6 +332,7 @@ def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str,
     assert error(model) <= 2 * error(original)
 
 
+@by_scheme
 def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -367,6 +342,7 @@ def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
     assert (exact - rounded).pow(2).mean().sqrt() < 0.05 * exact.pow(2).mean().sqrt()
 
 
+@by_scheme
 def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 19)
