@@ -53,8 +53,8 @@ def check_place(name: str) -> None:
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"There is no directory {name}, and the hub, which may know the name, is not reached: {reason}. Correct the path, or "
-            "download the model where there is a network."
+            f"There is no directory {name}, and the hub, which may know the name, is not reached: {reason}. Correct "
+            "the path, or download the model where there is a network."
         ) from error
 
 
@@ -77,8 +77,8 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         if type(config) not in kind._model_mapping:
             raise RecipeError(
-                f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To train this "
-                "one, patch it and train it as any other of its kind."
+                f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "
+                "train this one, patch it and train it as any other of its kind."
             )
         return kind.from_pretrained(name, **options).eval(), load_tokenizer(name)
     except PosencError:
@@ -101,8 +101,9 @@ def load_tokenizer(name: str) -> Any:
     # A damaged file fails wherever its content is used first; the tokenizers library raises bare exceptions.
     except Exception as error:
         raise CheckpointError(
-            f"The tokenizer of {name} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected the files that its "
-            "save_pretrained writes, tokenizer.json and tokenizer_config.json for most. Save them there again, or download them again."
+            f"The tokenizer of {name} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
+            "expected the files that its save_pretrained writes, tokenizer.json and tokenizer_config.json for most. "
+            "Save them there again, or download them again."
         ) from error
 
 

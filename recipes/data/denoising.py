@@ -37,8 +37,8 @@ class Denoising:
         vocabulary = tokenizer.get_vocab()
         if SENTINEL not in vocabulary:
             raise RecipeError(
-                f"The {type(tokenizer).__name__} has no token {SENTINEL}, which marks what is to be restored; expected a "
-                "tokenizer of the T5 family. Add the token to it, and train the model's embedding of it."
+                f"The {type(tokenizer).__name__} has no token {SENTINEL}, which marks what is to be restored; expected "
+                "a tokenizer of the T5 family. Add the token to it, and train the model's embedding of it."
             )
         self.sentinel: int = vocabulary[SENTINEL]
         self.share, self.seed, self._collate = share, seed, collate

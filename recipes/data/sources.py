@@ -43,14 +43,15 @@ def read(data: Data) -> tuple[Documents, Documents]:
         raise RecipeError(f"data.limit is {data.limit}; expected at least one document, or null for all.")
     if data.streaming and data.held_out is None:
         raise RecipeError(
-            "data.streaming is on and data.held_out is null; a stream has no end to set text aside from. Name a split or a "
-            "local file in data.held_out."
+            "data.streaming is on and data.held_out is null; a stream has no end to set text aside from. Name a split "
+            "or a local file in data.held_out."
         )
     held_out = _held_out(data)
     documents = _source(data)
     if data.column != TEXT and not any(map(_has_columns, (data.source, data.held_out))):
         raise RecipeError(
-            f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it out."
+            f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it "
+            "out."
         )
     if data.limit is not None:
         documents = documents.take(data.limit)
@@ -63,8 +64,8 @@ def _source(data: Data) -> Documents:
     where = "built-in" if data.source == BUILTIN else "local"
     if data.config is not None or data.split != "train":
         raise RecipeError(
-            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither; leave them out. "
-            "data.held_out names the file to measure on."
+            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither; leave them "
+            "out. data.held_out names the file to measure on."
         )
     if data.source != BUILTIN:
         return _from_files(Path(data.source), data.column, streaming=data.streaming)
@@ -150,8 +151,8 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
     if column not in first:
         raise RecipeError(
-            f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of hf-posenc "
-            f"eval. It has: {', '.join(first)}."
+            f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of "
+            f"hf-posenc eval. It has: {', '.join(first)}."
         )
     if not isinstance(first[column], str):
         raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")

@@ -99,8 +99,8 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
     held_out = [np.asarray(ids, dtype=np.int32) for ids in _ids(measured)]
     if sum(map(len, held_out)) <= length:
         raise RecipeError(
-            f"The held-out text has {sum(map(len, held_out))} tokens; expected more than a window, {length}. Set more aside "
-            "with data.held_out_share, name another data.held_out, or take a shorter training.length."
+            f"The held-out text has {sum(map(len, held_out))} tokens; expected more than a window, {length}. Set more "
+            "aside with data.held_out_share, name another data.held_out, or take a shorter training.length."
         )
     train = _packed(data.packing, tokens, length, tokenizer.eos_token_id, frozenset(map(_digest, held_out)))
     # A stream that is too short for a window is noticed now, not when the training begins.
@@ -118,8 +118,8 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
 def _check(data: Data, tokenizer: Any, denoising: bool) -> None:
     if tokenizer.eos_token_id is None:
         raise RecipeError(
-            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in the "
-            "tokenizer_config.json of the model."
+            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in "
+            "the tokenizer_config.json of the model."
         )
     if denoising and data.packing == "documents":
         raise RecipeError(
@@ -151,8 +151,8 @@ def _checked(text: Any) -> str | None:
     """Return a document, which may be none; a column can hold different things."""
     if not isinstance(text, str | None):
         raise RecipeError(
-            f"A row of the text holds the {type(text).__name__} {text!r:.60}; expected text, as in the first row. Correct it, or "
-            "name another data.column."
+            f"A row of the text holds the {type(text).__name__} {text!r:.60}; expected text, as in the first row. "
+            "Correct it, or name another data.column."
         )
     return text
 
@@ -200,8 +200,8 @@ def _windows(tokens: sources.Documents, *, pack: Pack, avoided: frozenset[bytes]
     first = next(found, None)
     if first is None:
         raise RecipeError(
-            "The text to train on has too few tokens for one window, what is held out not counted. Give more text, or take "
-            "a shorter training.length."
+            "The text to train on has too few tokens for one window, what is held out not counted. Give more text, or "
+            "take a shorter training.length."
         )
     yield first
     yield from found

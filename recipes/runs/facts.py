@@ -245,7 +245,8 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     return [
         (
             "model",
-            f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, trained on {facts.trained_length:,} "
+            f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, trained on "
+            f"{facts.trained_length:,} "
             "tokens)",
         ),
         ("scheme", scheme),

@@ -105,7 +105,8 @@ class Lock:
         except BlockingIOError:
             self.release()
             raise RecipeError(
-                f"{self.folder} is being written by another process. Wait until that ends, stop it, or choose another folder."
+                f"{self.folder} is being written by another process. Wait until that ends, stop it, or choose another "
+                "folder."
             ) from None
         except OSError:
             pass  # A file system without locks.
@@ -156,8 +157,8 @@ class WholeCheckpoints(TrainerCallback):
         """Raise if the trainer would look for the best checkpoint where it wrote it: it has moved by then."""
         if args.load_best_model_at_end:
             raise OptionError(
-                "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which move, and keep the "
-                "last weights. Leave it out, and load one of checkpoints(folder)."
+                "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which "
+                "move, and keep the last weights. Leave it out, and load one of checkpoints(folder)."
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -62,8 +62,8 @@ class Measurements:
                     measurements._curves[entry["name"], entry["step"]] = curve
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"The measurements {path} cannot be read ({type(error).__name__}: {error}). Remove the file to measure "
-                    "again what can still be measured."
+                    f"The measurements {path} cannot be read ({type(error).__name__}: {error}). Remove the file to "
+                    "measure again what can still be measured."
                 ) from error
             if version != _FORMAT_VERSION:
                 raise CheckpointError(

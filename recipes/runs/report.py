@@ -104,8 +104,9 @@ def _results(measurements: Measurements, facts: Facts) -> list[str]:
     ]
     notes = f" Of them, {'; '.join(unread)}." if unread else ""
     lines = [
-        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (mean ± standard error), after "
-        f"reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of {facts.length:,}; the model's "
+        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (mean ± standard "
+        f"error), after reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of "
+        f"{facts.length:,}; the model's "
         f"own training had {facts.trained_length:,}.{notes}",
         "",
         *_by_context(contexts, subjects, _perplexity),

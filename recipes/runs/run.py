@@ -158,8 +158,9 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
     changes = [f"{key} was {before!r} and is {now!r}" for key, before, now in _changes(folder, recipe)]
     if changes:
         raise RecipeError(
-            f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or train the "
-            f"changed recipe in a folder of its own: hf-posenc train {shlex.quote(str(folder / RECIPE))} --out FOLDER"
+            f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or "
+            f"train the changed recipe in a folder of its own: hf-posenc train {shlex.quote(str(folder / RECIPE))} "
+            "--out FOLDER"
         )
     return train(recipe, folder, console=console, command=_record(folder).get("command", ""))
 
@@ -378,7 +379,8 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         changes = [f"{key} is {there!r} there and {here!r} here" for key, there, here in _changes(folder, recipe)]
         if changes:
             raise RecipeError(
-                f"{folder} holds a run of another recipe: {'; '.join(changes)}. Choose another folder, or resume that run."
+                f"{folder} holds a run of another recipe: {'; '.join(changes)}. Choose another folder, or resume that "
+                "run."
             )
     elif (
         folder.is_dir()
@@ -429,8 +431,8 @@ def _record(folder: Path) -> dict[str, Any]:
             raise ValueError("no record of a run")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it records of "
-            "the run so far is lost, and nothing else."
+            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it "
+            "records of the run so far is lost, and nothing else."
         ) from error
     return found
 
@@ -480,8 +482,9 @@ def _other_teacher(model: Any, distillation: Distillation) -> Any:
         here, there = (getattr(config, name, None) for config in (model.config, other.config))
         if here != there:
             raise RecipeError(
-                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model {here}. Give "
-                "a model of the same vocabulary, and of the same shape where hidden states are learned from."
+                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model "
+                f"{here}. Give a model of the same vocabulary, and of the same shape where hidden states are learned "
+                "from."
             )
     return other.requires_grad_(False)
 

@@ -117,8 +117,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         )
     if conversion.fit == "attention" and conversion.native != "remove":
         yield (
-            f"conversion.fit is 'attention', but conversion.native is {conversion.native!r}: with its own encoding in force, attention is "
-            "what it was. Set conversion.native to remove, or leave fit out."
+            f"conversion.fit is 'attention', but conversion.native is {conversion.native!r}: with its own encoding in "
+            "force, attention is what it was. Set conversion.native to remove, or leave fit out."
         )
     if data.streaming and data.source == "builtin":
         yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
@@ -140,13 +140,13 @@ def _contradictions_of_schedule(training: Training) -> Iterator[str]:
         return
     if training.learning_rate <= POLYNOMIAL_END:
         yield (
-            f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at {POLYNOMIAL_END}; expected "
-            "more than that. Give a larger rate, or another schedule."
+            f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at "
+            f"{POLYNOMIAL_END}; expected more than that. Give a larger rate, or another schedule."
         )
     if warmup_steps(training) == training.steps:
         yield (
-            f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and training.schedule: polynomial "
-            "has none left to lower them. Give less warmup, or another schedule."
+            f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and "
+            "training.schedule: polynomial has none left to lower them. Give less warmup, or another schedule."
         )
 
 
@@ -173,13 +173,14 @@ def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
     for mixed in training.mixed_lengths or []:
         if length % mixed or mixed < 2:
             yield (
-                f"training.mixed_lengths has {mixed}; expected divisors of training.length = {length} from 2 on, so that "
-                "windows can be cut into them."
+                f"training.mixed_lengths has {mixed}; expected divisors of training.length = {length} from 2 on, so "
+                "that windows can be cut into them."
             )
     if training.skip_to is not None and training.skip_to <= length:
         yield (
-            f"training.skip_to is {training.skip_to}; expected more than training.length = {length}: there are no positions "
-            f"to skip. Recipes come with the skip_to of a small model; give for instance training.skip_to={8 * length}."
+            f"training.skip_to is {training.skip_to}; expected more than training.length = {length}: there are no "
+            "positions to skip. Recipes come with the skip_to of a small model; give for instance "
+            f"training.skip_to={8 * length}."
         )
 
 
@@ -220,8 +221,8 @@ def _of_fit(conversion: Conversion, like: str, scheme: Scheme | None) -> Iterato
     if like == "attention":
         if scheme is not None and scheme.overrides("embed"):
             yield (
-                f"conversion.fit is 'attention', but {conversion.scheme} is added to the inputs of the model, not in attention. "
-                "Leave fit out."
+                f"conversion.fit is 'attention', but {conversion.scheme} is added to the inputs of the model, not in "
+                "attention. Leave fit out."
             )
         return
     if conversion.scheme not in additive():

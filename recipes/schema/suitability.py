@@ -29,20 +29,20 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(
-            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. Give a "
-            "number of tokens, for instance training.length=512."
+            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. "
+            "Give a number of tokens, for instance training.length=512."
         )
     for contradiction in consistency.contradictions_of_length(recipe.training, length):
         raise RecipeError(contradiction)
     if recipe.training.skip_to is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: their "
-            "decoders have positions of their own. Leave it out."
+            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: "
+            "their decoders have positions of their own. Leave it out."
         )
     if recipe.distillation.length is not None and config.is_encoder_decoder:
         raise RecipeError(
-            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their encoders "
-            "read them whole. Leave it out."
+            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their "
+            "encoders read them whole. Leave it out."
         )
     return length, own or length
 
@@ -63,7 +63,8 @@ def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
     own = f"{architecture}-{recipe.conversion.scheme}"
     instead = f" {own} is the recipe for this one." if own in library.names() else ""
     return (
-        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how it begins, were "
+        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how "
+        "it begins, were "
         f"not tried on such.{instead}",
     )
 
@@ -81,8 +82,9 @@ def check_unconverted(recipe: Recipe, config: Any) -> None:
     there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
         raise RecipeError(
-            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew in its place. To "
-            "train it on as it is, give conversion={scheme: null} distillation={}; or name the original model."
+            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew "
+            f"in its place. To train it on as it is, give conversion={{scheme: null}} distillation={{}}; or name the "
+            "original model."
         )
 
 

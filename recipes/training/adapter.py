@@ -36,13 +36,13 @@ def quantization(
         return None
     if adapter.kind == "none":
         raise RecipeError(
-            "adapter: four_bit=true with kind='none': weights in 4 bits cannot be trained. Set adapter.kind to 'lora' or "
-            "'scheme', or leave out four_bit."
+            "adapter: four_bit=true with kind='none': weights in 4 bits cannot be trained. Set adapter.kind to 'lora' "
+            "or 'scheme', or leave out four_bit."
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
-            "adapter: four_bit=true needs bitsandbytes, which is not installed. Run pip install bitsandbytes, or leave out "
-            "four_bit."
+            "adapter: four_bit=true needs bitsandbytes, which is not installed. Run pip install bitsandbytes, or "
+            "leave out four_bit."
         )
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -91,8 +91,8 @@ def check_targets(model: nn.Module, adapter: Adapter) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             known = sorted({name.rpartition(".")[2] for name in names})
             raise RecipeError(
-                f"adapter.targets has {target!r}; expected the end of the name of a linear layer or an embedding, or null for "
-                f"all linear layers but the head. {suggest(target, known)}"
+                f"adapter.targets has {target!r}; expected the end of the name of a linear layer or an embedding, or "
+                f"null for all linear layers but the head. {suggest(target, known)}"
             )
 
 

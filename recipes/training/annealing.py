@@ -34,8 +34,8 @@ class Annealing(TrainerCallback):
         refuse_best_at_end("Annealing", args)
         if not annealed_inside(model):
             raise OptionError(
-                "Annealing: no scheme of the model has anything to bring in. Patch with a scheme that has the option anneal, and "
-                "anneal=True: fope or xpos."
+                "Annealing: no scheme of the model has anything to bring in. Patch with a scheme that has the option "
+                "anneal, and anneal=True: fope or xpos."
             )
         self._set(model, state)
 

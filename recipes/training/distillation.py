@@ -64,8 +64,8 @@ class Teacher:
         """
         if not isinstance(adapted, PeftModel):
             raise OptionError(
-                f"Teacher.within: expected a model under a PEFT adapter, got a {type(adapted).__name__}, whose own weights are "
-                "trained. Use Teacher.copy_of(model)."
+                f"Teacher.within: expected a model under a PEFT adapter, got a {type(adapted).__name__}, whose own "
+                "weights are trained. Use Teacher.copy_of(model)."
             )
         patched_inside(adapted)
         teacher = cls.__new__(cls)
@@ -118,7 +118,8 @@ def _length_of(model: Any, length: int | None) -> int | None:
     end = table_end(model)
     if length is not None and end is not None and length > end:
         raise OptionError(
-            f"Teacher(length={length!r}): the {type(model).__name__} has a table of {end} positions. Give at most as many tokens."
+            f"Teacher(length={length!r}): the {type(model).__name__} has a table of {end} positions. Give at most as "
+            "many tokens."
         )
     return length or trained_length(config.get_text_config())
 
@@ -190,8 +191,8 @@ class Distilling:
     ) -> None:
         if not 0 <= share <= 1 or hidden < 0 or not 0 <= until <= 1:
             raise OptionError(
-                f"Distilling(share={share!r}, hidden={hidden!r}, until={until!r}): expected 0 <= share <= 1, hidden >= 0 and "
-                "0 <= until <= 1."
+                f"Distilling(share={share!r}, hidden={hidden!r}, until={until!r}): expected 0 <= share <= 1, hidden >= "
+                "0 and 0 <= until <= 1."
             )
         super().__init__(**kwargs)
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]

@@ -89,21 +89,21 @@ def match(
         raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
     if min(steps, batch_size, micro_batch_size or 1) < 1 or learning_rate <= 0:
         raise OptionError(
-            f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}): expected steps and windows of at least 1, and a "
-            "positive learning rate."
+            f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}): expected steps and windows of at "
+            "least 1, and a positive learning rate."
         )
     attentions = _matchable(model)
     schemes = nn.ModuleList(module for module in model.modules() if isinstance(module, Scheme))
     weights = [weight for weight in schemes.parameters() if weight.requires_grad]  # each once
     if not weights:
         raise OptionError(
-            "match: the schemes of this model have no weights to train: none with these options, or all are frozen. Unfreeze "
-            "them, or patch with options that have some."
+            "match: the schemes of this model have no weights to train: none with these options, or all are frozen. "
+            "Unfreeze them, or patch with options that have some."
         )
     if position_ids is not None and model.config.is_encoder_decoder:
         raise OptionError(
-            f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot be told apart. "
-            "Give windows of one document each."
+            f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot "
+            "be told apart. Give windows of one document each."
         )
     check_windows("match", model, ids, least=2)
     longest = trained_length(model.config.get_text_config())
@@ -129,8 +129,8 @@ def match(
             _distances(model, parts(chosen), learn=True)
             if all(weight.grad is None for weight in weights):
                 raise OptionError(
-                    "match: the weights of these schemes act on the inputs of the model, not in its attention, so attention "
-                    "says nothing of them. Train them."
+                    "match: the weights of these schemes act on the inputs of the model, not in its attention, so "
+                    "attention says nothing of them. Train them."
                 )
             optimizer.step()
             schedule.step()
@@ -154,8 +154,8 @@ def _matchable(model: PreTrainedModel) -> list[nn.Module]:
             geometry = architecture.geometry(body, layer)
             if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
                 raise OptionError(
-                    f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does not show "
-                    "what positions do in it. Start without; a handover takes such a model over."
+                    f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does "
+                    "not show what positions do in it. Start without; a handover takes such a model over."
                 )
             found.append(attention)
     return found

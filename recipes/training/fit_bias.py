@@ -87,8 +87,9 @@ def fit(
         raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
     if like == "native" and options:
         raise OptionError(
-            f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the scheme to fit to, "
-            "and the native encoding has none. Leave them out, or name a scheme: fit(model, 'kerple')."
+            f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the "
+            "scheme to fit to, and the native encoding has none. Leave them out, or name a scheme: fit(model, "
+            "'kerple')."
         )
     if ids is not None:
         check_windows("fit", model, ids, least=1)
@@ -108,8 +109,8 @@ def fit(
                 geometry = architecture.geometry(body, layer)
                 if geometry.axes > 1:
                     raise OptionError(
-                        f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} coordinates; only "
-                        "models of text are fitted."
+                        f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} "
+                        "coordinates; only models of text are fitted."
                     )
                 own = attentions[layer]._modules.get(surgery.OWN)
                 scheme = own if isinstance(own, Scheme) else _shared(body, group.id)
@@ -120,7 +121,8 @@ def fit(
                 if not any(p.requires_grad for p in scheme.parameters()):
                     if any(True for _ in scheme.parameters()):
                         raise OptionError(
-                            f"fit: all parameters of {group.scheme} on layer {layer} of the {name} are frozen. Unfreeze them."
+                            f"fit: all parameters of {group.scheme} on layer {layer} of the {name} are frozen. "
+                            "Unfreeze them."
                         )
                     raise OptionError(
                         f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
@@ -155,8 +157,8 @@ def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: in
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= known:
         raise ShapeError(
-            f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the model. Tokenise "
-            "the text with its own tokenizer."
+            f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the "
+            "model. Tokenise the text with its own tokenizer."
         )
 
 

@@ -63,8 +63,9 @@ def refuse_best_at_end(callback: str, args: Any) -> None:
     """Raise if the `Trainer` would put weights of an earlier step into the function of the last one."""
     if getattr(args, "load_best_model_at_end", False):
         raise OptionError(
-            f"{callback} with load_best_model_at_end=True: Trainer would restore the weights of an earlier step, but not what the "
-            "model computed with them then. Leave it out, and load the best checkpoint from its directory."
+            f"{callback} with load_best_model_at_end=True: Trainer would restore the weights of an earlier step, but "
+            "not what the model computed with them then. Leave it out, and load the best checkpoint from its "
+            "directory."
         )
 
 

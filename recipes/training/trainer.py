@@ -213,8 +213,8 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
     count = len(windows) // batch_size * batch_size
     if count == 0:
         raise RecipeError(
-            f"The text makes {len(windows)} windows, and training.batch_size is {batch_size}. Give more text, smaller batches "
-            "or a smaller training.length."
+            f"The text makes {len(windows)} windows, and training.batch_size is {batch_size}. Give more text, smaller "
+            "batches or a smaller training.length."
         )
     return windows if count == len(windows) else Subset(windows, range(count))
 
@@ -280,8 +280,9 @@ class AdaptationTrainer(Distilling, _Uncached):
         """
         if not math.isfinite(logs.get("loss", 0.0)):
             raise RecipeError(
-                f"The loss at step {self.state.global_step} is {logs['loss']}: the training diverged. Give smaller learning rates "
-                "(training.learning_rate, training.scheme_learning_rate) or more training.warmup, and another folder."
+                f"The loss at step {self.state.global_step} is {logs['loss']}: the training diverged. Give smaller "
+                "learning rates (training.learning_rate, training.scheme_learning_rate) or more training.warmup, and "
+                "another folder."
             )
         super().log(logs, *args, **kwargs)
 

@@ -49,8 +49,9 @@ class NewParametersFirst(TrainerCallback):
         own = [parameter for name, parameter in trained if not is_scheme_parameter(name)]
         if self.share and len(own) == len(trained):
             raise OptionError(
-                f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to train, so the "
-                "first stage would train nothing. Leave the callback out, or patch with a scheme that learns."
+                f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to "
+                "train, so the first stage would train nothing. Leave the callback out, or patch with a scheme that "
+                "learns."
             )
         self._hooks = [parameter.register_hook(torch.zeros_like) for parameter in own]
 
