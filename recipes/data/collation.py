@@ -1,8 +1,8 @@
-"""Batches that show a model other lengths than those it is trained on: position skipping, and mixed lengths.
+"""Collators for training on other lengths than the window's own: position skipping and mixed lengths.
 
-Both wrap a batch of windows `[B, n]` of token ids, and work in any `Trainer` as its `data_collator`. What they draw depends
-on the seed and on the tokens alone, so that a run that is resumed, or loads its data with several workers, draws the same. For
-packed documents take `transformers.DataCollatorWithFlattening`; patched models keep its sequences apart.
+Both take windows `[B, n]` of token ids and work as the `data_collator` of any `Trainer`. Draws depend only on the seed
+and the tokens, so a resumed run, or one with several data workers, draws the same. For packed documents use
+`transformers.DataCollatorWithFlattening`; patched models keep its sequences apart.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Collator = Callable[[list[Any]], dict[str, Tensor]]
 class PositionSkipping:
     """Give windows the positions of a longer text, by leaving some out (PoSE, Zhu et al. 2024, arXiv 2309.10400).
 
-    Each window is cut into chunks, and each chunk but the first begins later than the one before ended, by a random number
-    of positions; the last can be anywhere up to `length - 1`. So all distances up to `length` are seen at the price of
-    short windows. Tokens and labels stay as they are.
+    Each window is cut into chunks, with a gap of random size in the positions between two chunks; the last position is
+    at most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
+    are unchanged.
 
     Args:
-        length: The length whose positions are wanted.
-        chunks: How many chunks a window is cut into.
-        seed: Of the cuts and gaps.
-        collate: Makes the batch; by default stacks.
+        length: Length of the longer text.
+        chunks: Number of chunks per window.
+        seed: Random seed of cuts and gaps.
+        collate: Collator of the batch; stacks by default.
 
     Raises:
         OptionError: There are fewer than two chunks.
@@ -54,7 +54,7 @@ class PositionSkipping:
                 f"length={self.length}, the number of positions to choose from."
             )
         batch["position_ids"] = torch.stack([self.positions(row) for row in batch["input_ids"]])
-        # A jump is no boundary between documents.
+        # Without a mask, transformers would take each gap for the start of another document.
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         return batch
 
@@ -62,7 +62,7 @@ class PositionSkipping:
         """Return the positions of one window of token ids, int64 `[n]`."""
         tokens, draw = len(ids), content_generator(ids, self.seed)
         cuts = torch.randperm(tokens - 1, generator=draw)[: self.chunks - 1].sort().values + 1
-        # Gaps are sorted points in what is left out: each way of leaving out is as likely.
+        # Sorted points among the free positions: every set of gaps is equally likely.
         free = self.length - tokens
         gaps = torch.randint(free + 1, (self.chunks - 1,), generator=draw).sort().values
         skipped = torch.zeros(tokens, dtype=torch.long)
@@ -71,15 +71,15 @@ class PositionSkipping:
 
 
 class MixedLengths:
-    """Cut the windows of each batch into shorter ones, of one length drawn for the batch; the tokens stay the same.
+    """Cut the windows of each batch into shorter ones, all of one length drawn for the batch.
 
     Args:
-        lengths: What to draw from; each must divide the windows' length.
-        seed: Of the draws.
-        collate: Makes the batch; by default stacks.
+        lengths: Lengths to draw from; each must divide the windows' length.
+        seed: Random seed.
+        collate: Collator of the batch; stacks by default.
 
     Raises:
-        OptionError: There is no length to draw.
+        OptionError: `lengths` is empty, or has a length below 1.
     """
 
     def __init__(self, lengths: Sequence[int], *, seed: int = 0, collate: Collator = default_data_collator) -> None:
@@ -95,7 +95,7 @@ class MixedLengths:
 
 
 def draw_length(lengths: Sequence[int], draw: torch.Generator) -> int:
-    """Return one of some lengths, each as likely."""
+    """Return one of the lengths, drawn uniformly."""
     return lengths[int(torch.randint(len(lengths), (1,), generator=draw))]
 
 
@@ -103,7 +103,7 @@ def cut(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """Cut the windows of a batch into shorter ones: every tensor becomes `[B * n / length, length]`.
 
     Raises:
-        ShapeError: The length does not divide the windows'.
+        ShapeError: The length does not divide the windows' length.
     """
     tokens = batch["input_ids"].shape[1]
     if tokens % length:
@@ -112,5 +112,5 @@ def cut(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
 
 
 def content_generator(ids: Tensor, seed: int) -> torch.Generator:
-    """Return a generator whose draws depend on token ids and a seed alone."""
+    """Return a generator seeded by token ids and a seed."""
     return torch.Generator().manual_seed(zlib.crc32(ids.cpu().contiguous().numpy().tobytes(), seed))

@@ -1,4 +1,4 @@
-"""What an encoder-decoder is trained on: the encoder reads a corrupted text, and the decoder writes it whole."""
+"""Training task of encoder-decoders: the encoder reads corrupted text, the decoder writes the original."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SENTINEL = "<extra_id_0>"
 
 
 class Denoising:
-    """Replace random tokens of what the encoder reads by the first sentinel; the labels stay whole.
+    """Collator that replaces random encoder inputs by the first sentinel; the labels stay whole.
 
-    To write the next token the decoder must find its place in the source, and only positions say which token follows
-    which there. (Where spans are cut out and only these are to be written, as T5 was first trained, the decoder has
-    little to look up.) What is replaced depends on the seed and the window alone, so a run that is resumed draws the same.
+    To write the next token the decoder must find its place in the source, which needs positions. (T5's own span
+    corruption, where only the spans are written, gives the decoder little to look up.) Draws depend only on the seed
+    and the window, so a resumed run draws the same.
 
     Args:
-        tokenizer: Of the model; it must know the sentinel.
-        share: Share of the tokens that are replaced, from 0 to 1.
-        seed: Of the draws.
-        collate: Makes the batch; by default stacks.
+        tokenizer: The model's tokenizer; it must know the sentinel.
+        share: Share of tokens to replace, from 0 to 1.
+        seed: Random seed.
+        collate: Collator of the batch; stacks by default.
 
     Raises:
         RecipeError: The tokenizer has no sentinel.
@@ -44,11 +44,11 @@ class Denoising:
         self.share, self.seed, self._collate = share, seed, collate
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Return the batch with corrupted `input_ids` `[B, n]`; transformers makes the decoder's inputs of the labels."""
+        """Return the batch with corrupted `input_ids` `[B, n]`; the model makes decoder inputs from the labels."""
         batch = self._collate(examples)
         return batch | {"input_ids": self.corrupt(batch["input_ids"])}
 
     def corrupt(self, ids: Tensor) -> Tensor:
-        """Return token ids `[B, n]` of which a share is the sentinel, the same for the same window."""
+        """Return token ids `[B, n]` with a share replaced by the sentinel; equal windows are corrupted equally."""
         replaced = [torch.rand(len(row), generator=content_generator(row, self.seed)) < self.share for row in ids]
         return ids.masked_fill(torch.stack(replaced).to(ids.device), self.sentinel)

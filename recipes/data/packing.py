@@ -1,4 +1,4 @@
-"""Windows of one length out of tokenised documents: cut from their stream, or filled with whole documents."""
+"""Windows of one length from tokenised documents: cut from the stream, or filled with whole documents."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 Ids = list[int]
 Example = dict[str, Ids]
 
-# Windows that wait for a document that fits. More waste less, and cost more time.
+# Windows that wait for a document that fits. More windows waste less padding and take more time.
 OPEN_WINDOWS = 64
 
 
 def windows(documents: Iterable[Ids], length: int) -> Iterator[Example]:
-    """Cut the documents, one after the other, into windows of `length` tokens; what is left at the end is dropped."""
+    """Cut the concatenated documents into windows of `length` tokens; the remainder is dropped."""
     rest: Ids = []
     for ids in documents:
         rest += ids
@@ -26,14 +26,14 @@ def windows(documents: Iterable[Ids], length: int) -> Iterator[Example]:
 def whole_documents(documents: Iterable[Ids], length: int, *, padding: int) -> Iterator[Example]:
     """Fill windows of `length` tokens with whole documents, each in the first that has room.
 
-    Positions restart at each document, which is what tells the documents of a window apart, and no document's first token
-    is a label: the one before it belongs to another. Longer documents are cut. What no document fits is padding, a
-    document of its own without labels.
+    Positions restart at each document; this tells the documents of a window apart. The first token of a document is no
+    label, since the token before it belongs to another one. Longer documents are cut. The rest of a window is padding,
+    as a document of its own without labels.
 
     Args:
-        documents: Token ids.
+        documents: Token ids of each document.
         length: Tokens per window.
-        padding: The token to pad with.
+        padding: Id of the padding token.
     """
     waiting: list[list[Ids]] = []
     for piece in _pieces(documents, length):

@@ -1,4 +1,4 @@
-"""Where the text of a recipe comes from: the built-in documents, local files, or a dataset on the hub."""
+"""Sources of text: the built-in documents, local files, or a dataset on the hub."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hf_posenc.recipes.data.text import builtin_documents
 from hf_posenc.recipes.schema.recipe import Data
 
 BUILTIN = "builtin"
-# The column that documents are in once they are read.
+# Column of the text in all datasets returned here.
 TEXT = "text"
 
 Documents: TypeAlias = Dataset | IterableDataset
 
-# Builders of `datasets` by what a file is called; each may be compressed (.gz).
+# Builders of `datasets` by file suffix; .gz may follow.
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read(data: Data) -> tuple[Documents, Documents]:
-    """Read the documents to train on and those to measure on, each with one column, `TEXT`.
+    """Return the training and the held-out documents, each a dataset with one column, `TEXT`.
 
-    A .txt file is one document, a row of any other file is one. What `held_out` does not name is the last
-    `held_out_share` of the documents; a single document is cut, at the last blank line before that share. `limit` counts
-    the documents of the source, before any are set aside.
+    A document is a whole .txt file, or one row of any other file. Without `held_out`, the last `held_out_share` of the
+    documents is held out; a single document is cut at a blank line near that place. `limit` counts documents before
+    the split.
 
     Raises:
-        RecipeError: Something that the recipe names does not exist, holds no text, or does not go together.
+        RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
     if not 0 < data.held_out_share < 1:
         raise RecipeError(f"data.held_out_share is {data.held_out_share}; expected a share between 0 and 1.")
@@ -75,7 +75,7 @@ def _source(data: Data) -> Documents:
 
 
 def _held_out(data: Data) -> Documents | None:
-    """Return the documents that `held_out` names, or those that come with the source."""
+    """Return the documents that `held_out` names, or the built-in held-out ones; `None` if there are none."""
     if data.held_out is None:
         return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.source == BUILTIN else None
     if _is_local(data.held_out):
@@ -88,7 +88,7 @@ def _held_out(data: Data) -> Documents | None:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name means files here: they exist, or it looks like a path."""
+    """Whether a name means local files: the path exists, or the name looks like a path."""
     path = Path(name).expanduser()
     return path.exists() or path.is_absolute() or name.startswith(".") or _kind(path) is not None
 
@@ -98,14 +98,14 @@ def _kind(path: Path) -> str | None:
 
 
 def _has_columns(name: str | None) -> bool:
-    """Whether text that can be read is in rows of columns."""
+    """Whether a source has columns: a dataset on the hub, or local files other than .txt."""
     if name is None or name == BUILTIN:
         return False
     return not _is_local(name) or _files(Path(name).expanduser())[0] != "text"
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
-    """Return the kind of the files at a path, and their names."""
+    """Return the builder for the files at a path, and the file names."""
     if not path.exists():
         raise RecipeError(f"There is no file or folder {path}.")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -122,9 +122,9 @@ def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
     kind, named = _files(path)
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")
-    # Other builders leave out the mark that some editors put at the beginning of a file by themselves.
+    # utf-8-sig drops a byte order mark; the other builders do so by default.
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-    # The builder of text files names the column itself.
+    # The text builder always calls its column "text".
     column = TEXT if kind == "text" else column
     return _load(str(path), column, path=kind, data_files=named, split="train", streaming=streaming, **options)
 
@@ -141,10 +141,10 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         with _without_logging():
             documents = datasets.load_dataset(**arguments)
             first = next(iter(documents), None)
-    # What `datasets` raises for names, splits, files and a network that are not there, and for files it cannot read.
+    # `datasets` raises these for missing names, splits, files or network, and for unreadable files.
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
-        if isinstance(cause, SchemaInferenceError):  # There was not one row.
+        if isinstance(cause, SchemaInferenceError):  # The file has no rows.
             raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error
         raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}") from error
     if first is None:
@@ -162,7 +162,7 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
 
 @contextlib.contextmanager
 def _without_logging() -> Iterator[None]:
-    """Keep `datasets` from logging what it raises as well."""
+    """Silence the log of `datasets`, which would repeat each exception."""
     before = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -172,7 +172,7 @@ def _without_logging() -> Iterator[None]:
 
 
 def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Set the last documents aside, or the end of a single one."""
+    """Split off the last documents, or the end of a single document."""
     count = len(documents)
     if count == 1:
         text = documents[0][TEXT]
@@ -183,7 +183,7 @@ def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:
 
 
 def _before(text: str, place: int) -> int:
-    """Return where a text can be cut before a place: at a blank line, or else a line, in the quarter before it, or there."""
+    """Return a place to cut a text: the last blank line or line end in the quarter before `place`, or `place`."""
     for boundary in ("\n\n", "\n"):
         found = text.rfind(boundary, place - len(text) // 4 if place > len(text) // 4 else 0, place)
         if found >= 0:

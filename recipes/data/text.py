@@ -1,11 +1,8 @@
-"""English text that every Python installation carries, for demos and tests that must run offline.
+"""English text from the Python installation itself, for demos and tests that run offline.
 
-The documents are the language reference that `help()` prints (`pydoc_data.topics`) and the docstrings of the
-standard library's own modules. Together they hold a few megabytes of real prose and code, split into a part
-to train or tune on and a part that is never trained on.
-
-The exact text differs a little from one Python version to the next, but the split is made by document name,
-so a document that is held out on one version is held out on all of them.
+The documents are the language reference that `help()` prints (`pydoc_data.topics`) and the docstrings of the standard
+library: a few megabytes of prose and code. The text differs a little between Python versions. The split goes by
+document name, so a document held out on one version is held out on all.
 """
 
 import ast
@@ -20,43 +17,28 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-# Not prose about the library (tests, demos), not present everywhere (IDLE, lib2to3), or not part of the
-# standard library at all (installed packages).
+# Tests and demos hold no prose about the library; IDLE and lib2to3 are not always installed; packages do not belong.
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )
 
 
 def builtin_documents(split: Split) -> list[str]:
-    """Documents from Python's own reference topics and standard-library docstrings, in sorted order.
+    """Return the reference topics and standard-library docstrings of a split, sorted by name, none of them empty.
 
-    About one document in ten is held out. A few reference topics quote others whole, so paragraphs of a
-    held-out document that also stand in a training document are left out of it: no paragraph returned for
-    `"heldout"` is in `"train"`.
-
-    Args:
-        split: `"train"` for the documents to learn from, `"heldout"` for the ones to measure on.
-
-    Returns:
-        The documents' texts, none of them empty.
+    About one document in ten is held out. A few topics quote others, so held-out documents lose every paragraph that
+    also stands in a training document.
     """
     train, heldout = _split_documents()
     return list(train if split == "train" else heldout)
 
 
 def builtin_text(split: Split) -> str:
-    """The documents of a split as one string, with an empty line between documents.
-
-    Args:
-        split: `"train"` for the documents to learn from, `"heldout"` for the ones to measure on.
-
-    Returns:
-        The joined text.
-    """
+    """Return the documents of a split as one string, separated by empty lines."""
     return "\n\n".join(builtin_documents(split))
 
 
-# Parsing some six hundred modules takes a few seconds, so it is done once per process.
+# Parsing some six hundred modules takes a few seconds.
 @lru_cache(maxsize=1)
 def _split_documents() -> tuple[tuple[str, ...], tuple[str, ...]]:
     train: list[str] = []
@@ -72,12 +54,12 @@ def _split_documents() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _is_heldout(name: str) -> bool:
-    # A checksum rather than `hash`, which Python salts anew in every process.
+    # A checksum, since `hash` differs between processes.
     return zlib.crc32(name.encode()) % 10 == 0
 
 
 def _normalised(paragraph: str) -> str:
-    # Quoted text keeps its words but may be indented or wrapped differently.
+    # Quotations may be indented or wrapped differently.
     return " ".join(paragraph.split())
 
 
@@ -92,7 +74,7 @@ def _module_documents() -> Iterator[tuple[str, str]]:
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
         if _SKIPPED_FOLDERS.isdisjoint(parts[:-1]):
-            # Named as imported, so that a module that grew into a package keeps its name and its split.
+            # The import name, so a module that grew into a package stays in its split.
             modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     for name in sorted(modules):
         document = "\n\n".join(_docstrings(modules[name]))
@@ -102,7 +84,7 @@ def _module_documents() -> Iterator[tuple[str, str]]:
 
 def _docstrings(path: Path) -> list[str]:
     with warnings.catch_warnings():
-        # Old modules may hold escapes that newer parsers warn about; they are not ours to mend.
+        # Old modules may hold escapes that newer parsers warn about.
         warnings.simplefilter("ignore")
         tree = ast.parse(path.read_bytes())
     docstrings = (ast.get_docstring(node) for node in _documented_nodes(tree))

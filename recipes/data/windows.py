@@ -1,8 +1,8 @@
-"""The data of a recipe: windows to train on and a stream of tokens to measure on.
+"""Data of a recipe: windows to train on and a stream of tokens to measure on.
 
-Text is tokenised once and cut into windows once; `datasets` keeps both in its cache (`HF_DATASETS_CACHE`), under the content
-of the text and of the tokenizer. It writes beside and renames, under a lock, so a process that is killed leaves nothing
-half done, and of several that start together one does the work.
+`datasets` caches the tokens and the windows (`HF_DATASETS_CACHE`) by the content of text and tokenizer. It renames
+finished files and holds a lock, so a killed process leaves no partial files, and of several processes that start
+together one does the work.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hf_posenc.recipes.data import packing, sources
 from hf_posenc.recipes.data.denoising import Denoising
 from hf_posenc.recipes.schema.recipe import Data
 
-# Changes whenever the same text would give other tokens or windows.
+# Part of the cache keys. Raise it when the same text gives other tokens or windows.
 VERSION = 1
-# Held-out tokens that are kept: 16 windows of a quarter of a million, and no more memory than 32 MB.
+# Maximum number of held-out tokens: 16 windows of a quarter of a million tokens, in 32 MB of memory.
 HELD_OUT_TOKENS = 2**22
-# Windows of a stream that wait to be drawn in random order.
+# Windows in the shuffle buffer of a stream.
 SHUFFLE_BUFFER = 1024
 
-# A tokenizer needs some hundred bytes per character while it works, so longer texts go in parts, cut at blank lines.
+# Characters per tokenizer input, which needs some hundred bytes per character; longer texts are cut at blank lines.
 _PART = 2**20
 _BATCH = 64
-# What a file that was never written to its end, or is no text at all, is full of.
+# Files that were not written to their end are full of NUL bytes.
 _NUL = "\0"
 
 _IDS = Features({"ids": List(Value("int32"))})
@@ -48,14 +48,14 @@ Pack = Callable[[Iterable[list[int]]], Iterator[packing.Example]]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a trainer and an evaluation need.
+    """Data for training and evaluation.
 
     Attributes:
         train: Windows with `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed.
-            Those of a stream come in shuffled order; others are shuffled by the trainer.
-        held_out: Documents that are not trained on, one after the other, int64 `[tokens]`.
-        tokens: How many tokens there are to train on; `None` of a stream.
-        collate: Makes the batches of an encoder-decoder; `None` is the trainer's own.
+            A stream is shuffled here, a dataset by the trainer.
+        held_out: Concatenated held-out documents, int64 `[tokens]`.
+        tokens: Number of training tokens; `None` for a stream.
+        collate: Collator for an encoder-decoder; `None` is the trainer's default.
     """
 
     train: Dataset | IterableDataset
@@ -65,25 +65,25 @@ class Prepared:
 
     @property
     def corrupt(self) -> Callable[[Tensor], Tensor] | None:
-        """What the encoder reads in place of a text, for `context_curve`."""
+        """Function from token ids to the encoder's inputs, for `context_curve`; `None` without an encoder."""
         return None if self.collate is None else self.collate.corrupt
 
 
 def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoising: bool = False) -> Prepared:
     """Read, tokenise and cut the text of a recipe.
 
-    Documents end with the tokenizer's end-of-sequence token; no other special token is added, and what looks like one in
-    the text is text. Documents that are held out are not trained on, nor are copies of them.
+    Each document ends with the tokenizer's end-of-sequence token. No other special token is added, and special tokens
+    in the text are read as plain text. Copies of held-out documents are not trained on either.
 
     Args:
-        data: Which text.
-        tokenizer: Of the model.
+        data: Section `data` of the recipe.
+        tokenizer: The model's tokenizer.
         length: Tokens per window.
-        seed: Of the order of a stream, and of what is corrupted.
+        seed: Random seed of a stream's order and of the corruption.
         denoising: Whether the model is an encoder-decoder, which restores corrupted windows.
 
     Raises:
-        RecipeError: The text is not there, too short for a window, or does not go with the model.
+        RecipeError: The text is missing, too short for a window, or unsuitable for the model.
     """
     _check(data, tokenizer, denoising)
     collate = Denoising(tokenizer, seed=seed) if denoising else None
@@ -103,7 +103,7 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
             "aside with data.held_out_share, name another data.held_out, or take a shorter training.length."
         )
     train = _packed(data.packing, tokens, length, tokenizer.eos_token_id, frozenset(map(_digest, held_out)))
-    # A stream that is too short for a window is noticed now, not when the training begins.
+    # Fail now if a stream is too short for a window, not when the training begins.
     next(iter(train))
     if isinstance(train, IterableDataset):
         train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -132,7 +132,7 @@ def _check(data: Data, tokenizer: Any, denoising: bool) -> None:
 
 
 def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """Tokenise documents, each with the end-of-sequence token after it, until there are `most` tokens."""
+    """Tokenise documents, each followed by the end-of-sequence token, until there are `most` tokens."""
     count = 0
     for batch in documents.iter(batch_size=_BATCH):
         texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text and text.strip(_NUL)]
@@ -148,7 +148,7 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
 
 
 def _checked(text: Any) -> str | None:
-    """Return a document, which may be none; a column can hold different things."""
+    """Return a document, which may be null; raise if a row holds no text."""
     if not isinstance(text, str | None):
         raise RecipeError(
             f"A row of the text holds the {type(text).__name__} {text!r:.60}; expected text, as in the first row. "
@@ -160,7 +160,7 @@ def _checked(text: Any) -> str | None:
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
-    # What looks like a special token is text here; a long text is not too long, since it is cut into windows.
+    # Special tokens in the text are plain text; verbose=False avoids the warning for texts longer than the model reads.
     found: list[list[int]] = tokenizer(
         texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
     )["input_ids"]
@@ -168,7 +168,7 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cut a long text at blank lines; the parts together are the text."""
+    """Cut a long text at blank lines; the concatenated parts are the text."""
     start = 0
     while len(text) - start > _PART:
         blank = text.rfind("\n\n", start, start + _PART)
@@ -221,14 +221,14 @@ def _digest(ids: np.ndarray[Any, np.dtype[np.int32]]) -> bytes:
 def _generated(
     generator: Callable[[sources.Documents], Iterator[Any]], documents: sources.Documents, features: Features, key: str
 ) -> sources.Documents:
-    """Return what a generator makes of documents: from the cache if it is there, as it goes of a stream.
+    """Return the examples that a generator makes of documents: cached for a dataset, lazy for a stream.
 
     Args:
-        generator: Makes examples.
-        documents: What it reads.
-        features: Of the examples.
-        key: Of everything besides the documents that the examples depend on. `datasets` could hash the generator instead,
-            but a tokenizer that has been used has another hash than before.
+        generator: Function from documents to examples.
+        documents: Documents to read.
+        features: Features of the examples.
+        key: Cache key of everything that the examples depend on, except the documents. (The hash that `datasets` takes
+            of a generator changes when its tokenizer is used.)
     """
     if isinstance(documents, IterableDataset):
         return IterableDataset.from_generator(partial(generator, documents), features=features)
@@ -247,7 +247,7 @@ def _key(*parts: object) -> str:
 
 
 def _content(tokenizer: Any) -> str:
-    """Return what a tokenizer makes tokens of, as one string; whether it has been used makes no difference."""
+    """Return a tokenizer's content as one string, without the state that use changes."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         used = {"truncation", "padding"}

@@ -1,1 +1,1 @@
-"""The schema of a recipe: its keys, and the checks across keys."""
+"""Schema of recipes: keys, types and checks across keys."""

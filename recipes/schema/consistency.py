@@ -1,4 +1,4 @@
-"""Whether the keys of a recipe, each good by itself, go together, and whether its scheme can be had like this."""
+"""Cross-field validation of recipes, and validation of their schemes and options."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ if TYPE_CHECKING:
     from hf_posenc.scheme import Scheme
 
 
-# The rate at which transformers' polynomial schedule ends; it takes no peak below.
+# Final learning rate of transformers' polynomial schedule; the peak must be larger.
 POLYNOMIAL_END = 1e-7
 
 
 def check(recipe: Recipe, where: str) -> None:
-    """Raise if keys contradict each other, or one that was given would do nothing.
+    """Raise `RecipeError` if keys contradict each other, or a given key has no effect.
 
     Args:
-        recipe: As read.
-        where: Its file or name, for errors.
-
-    Raises:
-        RecipeError: They do.
+        recipe: Recipe to check.
+        where: Recipe file or name, for errors.
     """
     for find in (_without_effect, _contradictions):
         for problem in find(recipe):
@@ -34,25 +31,22 @@ def check(recipe: Recipe, where: str) -> None:
 
 
 def check_scheme(recipe: Recipe, where: str) -> None:
-    """Raise if the scheme does not exist or not with these options, or has no weights where they are to be trained.
+    """Raise `RecipeError` if scheme or options do not exist, or the scheme lacks weights that are to be trained.
 
     Args:
-        recipe: As read.
-        where: Its file or name, for errors.
-
-    Raises:
-        RecipeError: It is so.
+        recipe: Recipe to check.
+        where: Recipe file or name, for errors.
     """
     if recipe.conversion.scheme is not None:
         for problem in _of_scheme(recipe, recipe.conversion.scheme):
             raise RecipeError(f"{where}: {problem}")
 
 
-# -- keys that do nothing ----------------------------------------------------------------------------------------------
+# -- keys without effect -----------------------------------------------------------------------------------------------
 
 
 class _Need(NamedTuple):
-    """Keys of a section that do nothing unless something else is so."""
+    """Keys of a section that have no effect without another setting."""
 
     section: str
     keys: tuple[str, ...]
@@ -151,7 +145,7 @@ def _contradictions_of_schedule(training: Training) -> Iterator[str]:
 
 
 def warmup_steps(training: Training) -> int:
-    """Return the steps over which the rates rise."""
+    """Return the number of warmup steps."""
     return round(training.warmup * training.steps)
 
 
@@ -169,7 +163,7 @@ def _contradictions_of_lengths(recipe: Recipe) -> Iterator[str]:
 
 
 def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
-    """Return what does not fit to windows of a length, which may be the model's own."""
+    """Yield what contradicts a window length, which may be the model's own."""
     for mixed in training.mixed_lengths or []:
         if length % mixed or mixed < 2:
             yield (
@@ -209,7 +203,9 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
         if conversion.fit is not None:
             yield f"conversion.fit is {conversion.fit!r}, but {without}. Leave fit out, or choose other options."
         if recipe.adapter.kind == "scheme":
-            yield f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
+            yield (
+                f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
+            )
         if recipe.training.new_parameters_first:
             yield f"training.new_parameters_first is given, but {without}. Leave it out."
 
@@ -236,14 +232,14 @@ def _of_fit(conversion: Conversion, like: str, scheme: Scheme | None) -> Iterato
 
 
 def _example(name: str, conversion: Conversion) -> Scheme | None:
-    """Make the scheme for some attention, to see what it has; `None` if it cannot be had for that one."""
+    """Return the scheme built for an example attention; `None` if it does not support that attention."""
     import torch
 
     from hf_posenc import registry
     from hf_posenc.operands import Geometry
 
     geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
-    # Reading a recipe draws nothing from the caller's random numbers, and takes no memory, whatever the size.
+    # Reading a recipe must neither change the caller's random state nor allocate the weights.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             return registry.build(name, geometry, **conversion.options)

@@ -1,4 +1,4 @@
-"""The fields of a recipe: nested mappings are checked by pydantic, and `section.key=value` overrides are put into them."""
+"""Validation of nested mappings against dataclasses (pydantic), with `section.key=value` overrides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_posenc.recipes.schema import plain_yaml
 T = TypeVar("T")
 Path = tuple[str, ...]
 
-# Names of other libraries for the same keys.
+# Names of the same keys in other libraries.
 _ELSEWHERE = {
     "accumulation": "micro_batch_size",
     "dataset": "source",
@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "warmup_ratio": "warmup",
 }
 
-# Plain words for what pydantic expects; its own words serve for the rest.
+# Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -60,26 +60,26 @@ _WORDS = {
 
 
 def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] = ()) -> T:
-    """Make a dataclass of nested mappings, all of it checked.
+    """Validate nested mappings and return them as a dataclass.
 
     Args:
-        kind: A dataclass; fields that are dataclasses are sections.
-        content: Nested mappings. Overrides are put into them in place.
-        where: The file, for errors.
-        overrides: `section.key=value` each, the values as in YAML.
+        kind: Dataclass; its fields that are dataclasses are sections.
+        content: Nested mappings; overrides are applied in place.
+        where: File name, for errors.
+        overrides: Strings `section.key=value`, with values in YAML.
 
     Raises:
-        RecipeError: An override is not of that form or is given twice, a key is unknown or missing, or a value is of
-            another type or out of range.
+        RecipeError: An override is malformed or given twice, a key is unknown or missing, or a value has the wrong type
+            or is out of range.
     """
     given = _override(content, overrides)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        # A union reports each of its members; they share a path up to the value.
+        # pydantic reports each member of a union; these errors share the path of the key.
         found = [(_path(kind, entry["loc"]), entry) for entry in error.errors(include_url=False)]
         path = found[0][0]
-        # An override is at fault where it gave the value, something in it, or the section that it is in.
+        # Blame an override that gave the value, a part of it, or its section.
         blamed = (repr(pair) for keys, pair in given.items() if all(a == b for a, b in zip(keys, path, strict=False)))
         source = next(blamed, where)
         same = [entry for other, entry in found if other == path]
@@ -92,7 +92,7 @@ def default(entry: dataclasses.Field[Any]) -> Any:
 
 
 def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
-    """Put overrides into nested mappings, in place, and return them by the path of their key."""
+    """Apply overrides to nested mappings in place, and return them by key path."""
     given: dict[Path, str] = {}
     for pair in pairs:
         dotted, equals, text = pair.partition("=")
@@ -114,7 +114,7 @@ def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
 
 
 def _path(kind: Any, place: tuple[int | str, ...]) -> Path:
-    """Return the keys in a place of pydantic, without the members of unions and the entries of lists behind them."""
+    """Return the key path of a pydantic location, without union members and list indices."""
     is_section = bool(place) and dataclasses.is_dataclass(typing.get_type_hints(kind).get(str(place[0])))
     return tuple(map(str, place[: 2 if is_section else 1]))
 

@@ -1,4 +1,4 @@
-"""YAML as a recipe means it: no key twice, `1e-3` is a number, and `no`, `0:8` and `2024-01-01` are words."""
+"""YAML 1.2 core schema for recipes: `1e-3` is a number, `no`, `0:8` and `2024-01-01` are text; no duplicate keys."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def parse(text: str, what: str) -> Any:
     """Read one YAML document.
 
     Args:
-        text: The document.
-        what: What it is, for errors.
+        text: Document.
+        what: Name of the document, for errors.
 
     Raises:
-        RecipeError: It is not YAML, or has a key twice.
+        RecipeError: The text is not YAML, or has a key twice.
     """
     try:
         return yaml.load(text, _Loader)
@@ -39,17 +39,17 @@ def parse(text: str, what: str) -> Any:
 
 
 def write(content: Any) -> str:
-    """Return a document that `parse`, and any other reader of YAML, reads as the content."""
+    """Return a YAML document that `parse` and YAML 1.1 readers read alike."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain words as the core schema of YAML 1.2 does."""
+    """Loader with the core schema of YAML 1.2."""
 
     yaml_implicit_resolvers = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Make a dict; PyYAML alone would take the last of equal keys."""
+        """Return a dict; raise for duplicate keys, of which PyYAML would take the last."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either reading would not take for text."""
+    """Dumper that quotes text which YAML 1.1 or 1.2 would read as something else."""
 
 
 _Loader.add_implicit_resolver(f"{_TAG}null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])

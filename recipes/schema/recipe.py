@@ -1,4 +1,4 @@
-"""A recipe: a model, its scheme, the text and the training. Every field is a key of its YAML file."""
+"""Recipe of a conversion: model, scheme, text and training. Every field is a key of the YAML file."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ Schedule = Literal[
 
 
 class Section:
-    """Base of the sections: an unknown key is an error."""
+    """Base of the sections; unknown keys are errors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Section):
-    """The swap itself.
+    """Replacement of the positional encoding.
 
     Attributes:
-        scheme: A registered scheme; null trains the model as it is, which makes the control of an experiment.
+        scheme: Name of the scheme; null trains the unconverted model, as the control of an experiment.
         options: Options of the scheme.
-        native: What becomes of the model's own encoding: removed at once, kept, or handed over from during training.
-        handover: With `native: handover`, the share of the steps that the way takes.
-        anneal: With `anneal: true` among the options, the share of the steps over which the whole scheme comes in.
-        layers: Which layers; a list of indices or a pattern like "every:4"; null is all.
-        stacks: Of an encoder-decoder, "encoder" and/or "decoder"; null is all.
-        fit: Start an additive scheme by regression on the native encoding ("native") or on another scheme of this name; or any
-            scheme with weights in attention by what attention wrote in the original, layer by layer ("attention").
+        native: Fate of the model's own encoding: "remove" it, "keep" it, or fade it out in training ("handover").
+        handover: Share of the steps for `native: handover`.
+        anneal: Share of the steps over which a scheme with the option `anneal: true` is brought in.
+        layers: Layer indices, or a pattern like "every:4"; null is all.
+        stacks: List of "encoder" and "decoder", for encoder-decoders; null is both.
+        fit: Target of a fit before training. "native" or the name of an additive scheme: fit the bias of an additive
+            scheme to it. "attention": fit any scheme in attention to the original attention outputs, layer by layer.
     """
 
     scheme: Name | None
@@ -71,20 +71,20 @@ class Conversion(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """The text to train and to measure on.
+    """Text for training and evaluation.
 
     Attributes:
-        source: "builtin" (Python's own documentation, offline), a local file or folder of text, jsonl or parquet, or the name
-            of a dataset on the hub.
+        source: "builtin" (Python's documentation, offline), a local file or folder of text, jsonl or parquet, or the
+            name of a dataset on the hub.
         config: Configuration of a dataset on the hub.
         split: Split to train on.
         column: Column that holds the text.
         held_out: Split or local file to measure on; null takes the last `held_out_share` of the training text.
-        held_out_share: Share of the documents that is set aside where there is no split for it.
-        streaming: Read as the training goes, without downloading or storing the whole; then `held_out` must be given.
-        packing: "windows" cuts the documents, one after the other, into windows of the training length; "documents" fills
+        held_out_share: Share of the documents to hold out without a `held_out`.
+        streaming: Whether to read during training, without downloading all; needs `held_out`.
+        packing: "windows" cuts the concatenated documents into windows of the training length; "documents" fills
             windows with whole documents that do not see each other.
-        limit: Use at most this many documents; null is all.
+        limit: Maximum number of documents; null is all.
     """
 
     source: Name = "builtin"
@@ -100,25 +100,25 @@ class Data(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Section):
-    """How long and how fast.
+    """Training settings.
 
     Attributes:
         steps: Optimizer steps.
         length: Tokens per window; null is the model's trained length.
-        batch_size: Windows per optimizer step, over all processes: the same training on any number of them.
-        micro_batch_size: Windows per forward of one process, to save memory; null is as many as its share of the batch.
-        learning_rate: Peak, for the model's own weights.
-        scheme_learning_rate: Peak, for the weights of the scheme, which start from nothing.
-        weight_decay: On the model's own matrices.
-        warmup: Share of the steps over which the rates rise.
-        schedule: How the rates go down after that, by the names of transformers.
-        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
-        new_parameters_first: Share of the steps at the beginning in which the scheme's weights alone are trained.
-        mixed_lengths: Cut the batch of each step into windows of one of these lengths, drawn at random; null is off.
-        skip_to: Train at the positions of texts of this length, by skipping some (PoSE); null is off.
-        precision: Of the forward; the weights stay as loaded.
+        batch_size: Windows per optimizer step, over all processes; the training is the same on any number of them.
+        micro_batch_size: Windows per forward of one process, to save memory; null is its whole share of the batch.
+        learning_rate: Peak learning rate of the model's own weights.
+        scheme_learning_rate: Peak learning rate of the scheme's weights, which are new.
+        weight_decay: Weight decay of the model's own matrices.
+        warmup: Share of the steps over which the learning rates rise.
+        schedule: Learning rate schedule after the warmup, by its name in transformers.
+        max_grad_norm: Maximum gradient norm, by clipping; 0 is off.
+        new_parameters_first: Share of the steps at the start that train only the scheme's weights.
+        mixed_lengths: Window lengths, one of which is drawn for each step to cut its batch into; null is off.
+        skip_to: Text length whose positions are trained on by skipping some (PoSE); null is off.
+        precision: Precision of the forward; the weights keep their dtype.
         gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
-        seed: Of everything that is drawn.
+        seed: Random seed.
     """
 
     steps: Count = 300
@@ -141,15 +141,15 @@ class Training(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Section):
-    """Learning from the model as it was, or from another.
+    """Distillation from the original model, or from another one.
 
     Attributes:
-        share: Share of the loss that is the divergence from the teacher's predictions, from 0 to 1; 0 is off.
-        hidden: Factor on the distance from the teacher's hidden states; 0 is off.
-        until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end.
-        teacher: Another model of the same vocabulary to learn from, as for `model`: the original after some training on the
-            same text, for instance, which is a better goal. Null is the original.
-        length: Tokens that the teacher reads at once, in pieces of longer windows; null is the length it was trained on.
+        share: Weight of the divergence from the teacher's predictions in the loss, from 0 to 1; 0 is off.
+        hidden: Weight of the distance from the teacher's hidden states; 0 is off.
+        until: Share of the steps over which both fade to zero, linearly; 0 keeps them to the end.
+        teacher: Model to learn from, with the same vocabulary, given like `model`; null is the original. The original
+            after some training on the same text is a better teacher.
+        length: Tokens that the teacher reads at once; longer windows are cut. Null is the teacher's trained length.
     """
 
     share: Share = 0.0
@@ -161,15 +161,15 @@ class Distillation(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Section):
-    """Training a small adapter instead of all weights.
+    """Adapter to train instead of all weights.
 
     Attributes:
         kind: "none" trains all weights, "lora" LoRA and the scheme's weights, "scheme" the scheme's weights alone.
-        rank: Of LoRA.
-        alpha: Of LoRA.
-        dropout: Of LoRA.
+        rank: Rank of LoRA.
+        alpha: Scale of LoRA.
+        dropout: Dropout of LoRA.
         targets: Modules that get LoRA, by the end of their name; null is all linear layers but the head.
-        four_bit: Whether to load the model's own weights in 4 bits, under LoRA or the scheme alone (needs bitsandbytes).
+        four_bit: Whether to load the model's own weights in 4 bits (needs bitsandbytes and an adapter).
     """
 
     kind: Literal["none", "lora", "scheme"] = "none"
@@ -182,11 +182,11 @@ class Adapter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Section):
-    """What is measured before, during and after.
+    """Evaluation before, during and after training.
 
     Attributes:
         contexts: Context lengths; null is a quarter of the trained length up to eight times it.
-        windows: Held-out windows.
+        windows: Number of held-out windows.
         every: Steps between measurements; 0 measures before and after only.
     """
 
@@ -197,12 +197,12 @@ class Evaluation(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(Section):
-    """What is kept while it runs.
+    """Checkpoints and logs during training.
 
     Attributes:
         every: Steps between checkpoints to resume from.
-        keep: How many of them are kept.
-        loggers: Where the trainer reports to: "tensorboard", "trackio", "wandb".
+        keep: Number of checkpoints to keep.
+        loggers: List of "tensorboard", "trackio" and "wandb".
     """
 
     every: Count = 100
@@ -212,18 +212,18 @@ class Saving(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
-    """A conversion and its adaptation.
+    """Conversion of a model and its training.
 
     Attributes:
         summary: One sentence for the list of recipes.
-        model: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
-        conversion: The swap.
-        data: The text.
-        training: How long and how fast.
-        distillation: Learning from the model as it was, or from another.
-        adapter: Training a small adapter instead.
-        evaluation: What is measured.
-        saving: What is kept while it runs.
+        model: Local directory, name on the hub, or "tiny-llama", the built-in model.
+        conversion: Replacement of the positional encoding.
+        data: Text for training and evaluation.
+        training: Training settings.
+        distillation: Distillation from the original model, or from another one.
+        adapter: Adapter to train instead of all weights.
+        evaluation: Evaluation before, during and after training.
+        saving: Checkpoints and logs during training.
     """
 
     summary: str = ""
@@ -238,15 +238,15 @@ class Recipe(Section):
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """Read a recipe, all of it checked.
+        """Read and validate a recipe.
 
         Args:
-            source: A YAML file, or the name of a recipe that comes with the package.
-            overrides: `section.key=value` each, the value as in YAML; they win over the file.
+            source: YAML file, or name of a built-in recipe.
+            overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file.
 
         Raises:
-            RecipeError: There is no such recipe, it is not YAML, a key or value is not as the schema says, keys contradict
-                each other, or the scheme does not exist or cannot be had like this.
+            RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
+                other, or its scheme or options do not exist.
         """
         recipe = cls.parse(source, overrides)
         consistency.check_scheme(recipe, str(source))
@@ -254,7 +254,7 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """Read a recipe without looking its scheme up, which needs no torch; otherwise like `read`."""
+        """Read a recipe like `read`, but without checking its scheme, so without importing torch."""
         path = library.find(source)
         try:
             text = path.read_text(encoding="utf-8")
@@ -268,7 +268,7 @@ class Recipe(Section):
         return recipe
 
     def text(self) -> str:
-        """Return the recipe as YAML, every key written out."""
+        """Return the recipe as YAML with all keys."""
         return plain_yaml.write(asdict(self))
 
 

@@ -1,4 +1,4 @@
-"""Whether a recipe and its model go together; what the keys say by themselves is in `consistency`."""
+"""Validation of a recipe against its model; `consistency` validates the keys by themselves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_posenc.scheme import Scheme
 
 
 def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
-    """Return the tokens per window, and those of the model's own training.
+    """Return the window length of the recipe, and the model's trained length.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers.
+        recipe: Recipe.
+        config: Config of the model.
 
     Raises:
-        RecipeError: Neither says how long windows are, or the model cannot read what the recipe would do with them.
+        RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
     own = trained_length(config)
     length = recipe.training.length or own
@@ -48,11 +48,11 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
 
 
 def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Say if a recipe of the package, which its summary tells, is named after another architecture than the model's.
+    """Return a caution if a built-in recipe (recognised by its summary) was made for another architecture.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers.
+        recipe: Recipe.
+        config: Config of the model.
     """
     name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
     if name is None:
@@ -70,14 +70,11 @@ def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
 
 
 def check_unconverted(recipe: Recipe, config: Any) -> None:
-    """Raise if a model that is converted already would be converted again, and lose what its scheme has learned.
+    """Raise `RecipeError` if the model is converted already: a second conversion would lose its trained scheme.
 
     Args:
-        recipe: As read.
-        config: Of a model of transformers, as loaded.
-
-    Raises:
-        RecipeError: It would.
+        recipe: Recipe.
+        config: Config of the model, as loaded.
     """
     there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
@@ -89,19 +86,16 @@ def check_unconverted(recipe: Recipe, config: Any) -> None:
 
 
 def check_tables(recipe: Recipe, model: Any, length: int) -> None:
-    """Raise if windows, or the positions that they skip to, reach beyond what the model knows.
+    """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme.
 
     Args:
-        recipe: As read.
-        model: The model, converted.
+        recipe: Recipe.
+        model: Converted model.
         length: Tokens per window.
-
-    Raises:
-        RecipeError: They reach beyond its own table, while that is in force, or a scheme's.
     """
     end = table_end(model)
     known = [module.end_of_positions() for module in model.modules() if isinstance(module, Scheme)]
-    # Packed documents may all be shorter.
+    # Packed documents may all be shorter than the window.
     rows = min((end for end in known if end is not None), default=None) if recipe.data.packing == "windows" else None
     for key, reach in (("training.length", length), ("training.skip_to", recipe.training.skip_to)):
         if rows is not None and reach is not None and reach > rows:
