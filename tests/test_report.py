@@ -202,7 +202,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
         "## What was measured",
         "## How it was made",
     ]
-    assert "`fire` in place of its rotary encoding (RoPE)" in text
+    assert "`fire` instead of its rotary encoding (RoPE)" in text
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
     assert "Learned from the model as it was (50% of the loss)." in text
     assert text.count("from_pretrained(") == 1

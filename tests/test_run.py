@@ -564,7 +564,7 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
 def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_path: Path) -> None:
     first = run.train(read(), tmp_path / "first")
     scheme = next(iter(json.loads((first.model / "config.json").read_text())["posenc"]["groups"]))["scheme"]
-    with pytest.raises(RecipeError, match=rf"is converted already, to {scheme}: {scheme} would begin anew"):
+    with pytest.raises(RecipeError, match=rf"is converted already, to {scheme}: an untrained {scheme} would replace"):
         run.train(read(f"model={first.model}"), tmp_path / "again")
     assert not (tmp_path / "again").exists()
     on = (

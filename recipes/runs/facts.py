@@ -1,4 +1,4 @@
-"""What a run shows before its first step: a header that says what will happen."""
+"""Facts of a run before its first step, and the header that prints them."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run before its first step; the header, the table and the model card tell it.
+    """Facts of a run that are known before its first step, for header, table and model card.
 
     Attributes:
-        model: Its name, as in the recipe.
+        model: Model name, as in the recipe.
         architecture: Name of the architecture.
-        native: The architecture's own encoding, in words.
+        native: Native encoding of the architecture, in words.
         trained_length: Tokens per window in the model's own training.
-        parameters: Of the model, with those of scheme and adapter.
-        new_parameters: Of the scheme.
-        trained_parameters: Those that the run changes.
-        scheme: The scheme; `None` for a control that keeps its own encoding.
-        options: Its options by stack, resolved.
-        layers: How many layers it has in each stack.
-        fate: What becomes of the native encoding, in words.
-        start: How the converted model begins, in words.
-        cautions: What to know before going on.
+        parameters: Number of parameters of model, scheme and adapter.
+        new_parameters: Number of parameters of the scheme.
+        trained_parameters: Number of trained parameters.
+        scheme: Name of the scheme; `None` for a control that keeps its own encoding.
+        options: Resolved options of the scheme, by stack.
+        layers: Number of converted layers, by stack.
+        fate: Fate of the native encoding, in words.
+        start: Start of the converted model, in words.
+        cautions: Warnings for the user.
         steps: Optimizer steps.
         batch_size: Windows per step, over all processes.
         length: Tokens per window.
-        source: Where the text comes from.
-        data_tokens: How many tokens of it there are to train on; `None` if that is not known (streaming).
-        processes: How many there are.
-        device: What they compute on, in words.
-        precision: Of the forward.
-        teacher: What is learned from, in words; `None` without distillation.
-        trained: What is trained, in words.
-        command: That made the run.
-        versions: Of the packages that computed it, by name.
-        came_with: Schemes of a model that was converted before, where it is trained on as it is.
+        source: Source of the text.
+        data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
+        processes: Number of processes.
+        device: Device, in words.
+        precision: Precision of the forward.
+        teacher: Teacher and loss weights, in words; `None` without distillation.
+        trained: Trained weights, in words.
+        command: Command that started the run.
+        versions: Versions of the packages, by name.
+        came_with: Schemes of a model that was converted before the run, which keeps them.
     """
 
     model: str
@@ -88,12 +88,12 @@ class Facts:
 
     @property
     def tokens_per_step(self) -> int:
-        """How many tokens an optimizer step sees, over all processes."""
+        """Tokens per optimizer step, over all processes."""
         return self.batch_size * self.length
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model is trained on."""
+        """Tokens of the whole training."""
         return self.steps * self.tokens_per_step
 
     @classmethod
@@ -111,19 +111,19 @@ class Facts:
         """Collect the facts of a run.
 
         Args:
-            model: Converted, with its adapter, with `requires_grad` as it is trained; not yet sharded.
-            recipe: What is run.
-            plan: Of the conversion, made before it with `hf_posenc.plan`: with `native="keep"` for a handover; `None` if
-                there is no scheme.
+            model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
+            recipe: Recipe of the run.
+            plan: Plan of the conversion, made before it by `hf_posenc.plan` (with `native="keep"` for a handover);
+                `None` without a scheme.
             trained_length: Tokens per window in the model's own training.
-            data_tokens: How many tokens there are to train on; `None` if that is not known.
-            processes: How many there are.
-            command: What was typed.
+            data_tokens: Number of training tokens; `None` if unknown.
+            processes: Number of processes.
+            command: Command that started the run.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
         if isinstance(model, PeftModel):
-            # PEFT counts weights that are packed into four bits.
+            # PEFT's count is right for packed 4-bit weights.
             trained_parameters, parameters = model.get_nb_trainable_parameters()
         else:
             trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -213,7 +213,7 @@ def _trained(adapter: Adapter) -> str:
 
 
 def print_header(console: Console | None, facts: Facts) -> None:
-    """Print what will be run; nothing without a console."""
+    """Print the facts as a table; do nothing without a console."""
     if console is None:
         return
     table = Table.grid(padding=(0, 2))
@@ -235,7 +235,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
     }
     if len(set(options.values())) == 1:
-        # One line says it where all stacks have the same.
+        # One line is enough if all stacks have the same options.
         options = {"": next(iter(options.values()))}
     epochs = ""
     if facts.data_tokens:

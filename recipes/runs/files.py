@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, also when the process is killed while it writes."""
+"""Atomic files and folders: complete or absent, even if the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ try:
 except ImportError:  # Windows has none.
     fcntl = None  # type: ignore[assignment]
 
-# What is still being written, or being removed, lies under a name that begins like this.
+# Prefix of files and folders that are being written or removed.
 UNFINISHED = ".unfinished"
-# Written last into a checkpoint: the sizes of its files.
+# Last file written into a checkpoint; it holds the sizes of the others.
 MARKER = "complete.json"
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -33,29 +33,29 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextlib.contextmanager
 def published(path: Path) -> Iterator[Path]:
-    """Give a name to write a file under, which is `path` when the block ends, and vanishes if it fails.
+    """Yield a temporary path to write a file to; it becomes `path` when the block ends, and is removed on an error.
 
     Raises:
-        StorageError: It does not fit on the disk.
+        StorageError: The disk is full.
     """
-    beside = path.with_name(f"{UNFINISHED}-{path.name}")
+    unfinished = path.with_name(f"{UNFINISHED}-{path.name}")
     with storing(path):
         try:
-            yield beside
-            publish(beside, path)
+            yield unfinished
+            publish(unfinished, path)
         finally:
-            beside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, so that there is the old one or the new one at any time."""
-    with published(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    """Write a text file atomically."""
+    with published(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def publish(unfinished: Path, final: Path) -> None:
-    """Bring a finished file or folder to the disk and under its name; a folder must not be there yet."""
-    # safetensors makes its files private; these are as readable as the user's other files.
+    """Sync a finished file or folder to the disk and rename it; a folder must not exist yet."""
+    # safetensors makes its files private; the umask decides here, as for other files.
     umask = os.umask(0)
     os.umask(umask)
     for path in (*unfinished.rglob("*"), unfinished):
@@ -66,13 +66,9 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise unless a folder, which need not be there yet, can be written.
-
-    Raises:
-        RecipeError: It cannot.
-    """
+    """Raise `RecipeError` unless a folder, which need not exist yet, can be written."""
     try:
-        # Only trying tells: what is allowed and what a file system does are two things.
+        # Permissions alone do not tell: a file system may be read-only.
         tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder if folder.is_dir() else folder.parent).cleanup()
     except OSError as error:
         raise RecipeError(
@@ -119,7 +115,7 @@ class Lock:
 
 
 def clear(folder: Path) -> None:
-    """Remove what was left unfinished in a folder."""
+    """Remove unfinished files and folders from a folder."""
     for path in folder.glob(f"{UNFINISHED}*"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -128,21 +124,21 @@ def clear(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, the last one last."""
+    """Return the complete checkpoints in a folder, by step."""
     found = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(path.name))}
     return [path for _, path in sorted(found.items()) if _is_complete(path)]
 
 
 class WholeCheckpoints(TrainerCallback):
-    """Makes the checkpoints of any `Trainer` appear whole or not at all.
+    """Callback that makes the checkpoints of any `Trainer` atomic.
 
-    The trainer writes into a folder of its own (`TrainingArguments(output_dir=str(callback.unfinished))`); when all processes
-    have written their part, the checkpoint is marked as complete, brought to the disk and renamed. Of older ones, some are kept.
-    All processes must see the same folder.
+    The trainer writes into a folder of its own (`TrainingArguments(output_dir=str(callback.unfinished))`). When all
+    processes have written their part, the checkpoint is marked as complete, synced to the disk and renamed. All
+    processes must see the same folder.
 
     Args:
-        folder: Where the checkpoints are to be.
-        keep: How many.
+        folder: Folder of the checkpoints.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -150,11 +146,11 @@ class WholeCheckpoints(TrainerCallback):
 
     @property
     def unfinished(self) -> Path:
-        """Where the trainer writes."""
+        """The trainer's output folder."""
         return self.folder / UNFINISHED
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise if the trainer would look for the best checkpoint where it wrote it: it has moved by then."""
+        """Raise for `load_best_model_at_end`: the trainer would not find the best checkpoint, which has moved."""
         if args.load_best_model_at_end:
             raise OptionError(
                 "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which "
@@ -162,13 +158,13 @@ class WholeCheckpoints(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the checkpoint that was written."""
+        """Publish the new checkpoint, and remove old ones."""
         processes = PartialState()
         processes.wait_for_everyone()
         if state.is_world_process_zero:
             name = f"checkpoint-{state.global_step}"
             _mark(self.unfinished / name)
-            # One without its marker may be in the way.
+            # An incomplete checkpoint may have this name.
             self._remove(self.folder / name)
             publish(self.unfinished / name, self.folder / name)
             for old in checkpoints(self.folder)[: -self.keep]:
@@ -176,7 +172,7 @@ class WholeCheckpoints(TrainerCallback):
         processes.wait_for_everyone()
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint, which is whole until it is gone."""
+        """Remove a checkpoint atomically."""
         if checkpoint.exists():
             waste = self.unfinished / f"old-{checkpoint.name}"
             os.replace(checkpoint, waste)
@@ -201,7 +197,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    # Windows cannot open folders, and keeps renamed ones without.
+    # Windows cannot open folders, and does not need to.
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)

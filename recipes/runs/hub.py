@@ -1,4 +1,4 @@
-"""Pushing what came of a run to the hub."""
+"""Upload of a finished run to the hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_posenc.errors import RecipeError
 
-# Of the folder of a run. The names are those of hf_posenc.recipes.runs.run and .report, which take torch.
+# Files of a run. `run` and `report` define the same names, but import torch.
 _RECIPE, _MODEL = "recipe.yaml", "model"
 _COMPANIONS = (_RECIPE, "table.md", "perplexity.png")
 
@@ -16,13 +16,13 @@ def push(folder: Path, repository: str, *, private: bool = False, revision: str 
     """Upload the model of a finished run, with its card, recipe, table and picture, in one commit.
 
     Args:
-        folder: Of the run.
-        repository: Its name on the hub; it is made if it is not there.
-        private: Whether it must be private.
-        revision: Branch; it is made if it is not there. `None` is the main branch.
+        folder: Folder of the run.
+        repository: Name of the repository, which is created if necessary.
+        private: Whether the repository must be private.
+        revision: Branch, which is created if necessary; `None` is the main branch.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
         RecipeError: The run is not finished, or the hub refuses.
@@ -39,7 +39,7 @@ def push(folder: Path, repository: str, *, private: bool = False, revision: str 
             api.create_branch(name, branch=revision, exist_ok=True)
         operations = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
         done = api.create_commit(name, operations, commit_message="Adapt with hf_posenc", revision=revision)
-    except Exception as error:  # that of the HTTP library, which is not the same in all versions of the client
+    except Exception as error:  # The HTTP library and its exceptions differ between versions of the client.
         words = " ".join(str(error).split()) or type(error).__name__
         raise RecipeError(f"Pushing to {repository} failed: {words}") from error
     return str(done.commit_url)

@@ -1,6 +1,6 @@
-"""What a run measures of its model: the native one, the converted one before the training, on the way, and after it.
+"""Measurements of a run: the native model, and the converted one before, during and after training.
 
-They lie in one file beside the run, so a run that was stopped and resumed measures nothing twice.
+One file in the run's folder keeps them, so a resumed run measures nothing twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.recipes.evaluation.curve import ContextCurve
 from hf_posenc.recipes.runs.files import write_text
 
-# The model as it was loaded, and the one that is trained.
+# Names of the model as loaded and of the trained model.
 NATIVE, CONVERTED = "native", "converted"
 
 _FORMAT_VERSION = 1
@@ -28,10 +28,10 @@ Measure = Callable[[Any], ContextCurve]
 
 
 class Measurements:
-    """Context curves by the name of the model and the step.
+    """Context curves by model name and step.
 
     Args:
-        path: The file to write at every record; `None` keeps them in memory.
+        path: File to write at every record; `None` keeps the curves in memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -40,14 +40,14 @@ class Measurements:
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
-        """Return the measurements in a file; none, if it is not there.
+        """Return the measurements in a file, or none if there is no file.
 
         Args:
-            path: OUT/measurements.json.
-            writes: Whether this process writes: the main one. The others read the file, and then keep theirs in memory.
+            path: Path of measurements.json.
+            writes: Whether this process, the main one, writes. Other processes keep new curves in memory.
 
         Raises:
-            CheckpointError: The file is damaged, or of a newer version of this package.
+            CheckpointError: The file is damaged, or was written by a newer version of this package.
         """
         measurements = cls(path if writes else None)
         if path.exists():
@@ -73,7 +73,7 @@ class Measurements:
         return measurements
 
     def save(self) -> None:
-        """Write the file, whole or not at all; `record` does so by itself."""
+        """Write the file atomically; `record` calls this."""
         if self._path is None:
             return
         curves = [
@@ -88,42 +88,42 @@ class Measurements:
         Args:
             name: `NATIVE` or `CONVERTED`.
             step: Optimizer steps before it; 0 for the native model.
-            curve: What was measured.
+            curve: Measured curve.
         """
         self._curves[name, step] = curve
         self.save()
 
     def at(self, name: str, step: int = 0) -> ContextCurve | None:
-        """Return what was measured of a model after a step; `None` if nothing was."""
+        """Return the curve of a model after a step; `None` if not measured."""
         return self._curves.get((name, step))
 
     def course(self) -> list[tuple[int, ContextCurve]]:
-        """Return all curves of the converted model with their steps, in order."""
+        """Return the steps and curves of the converted model, by step."""
         return sorted(
             ((step, curve) for (name, step), curve in self._curves.items() if name == CONVERTED),
             key=lambda entry: entry[0],
         )
 
     def curve(self, name: str) -> ContextCurve | None:
-        """Return "native", "before" (converted, step 0) or "after" (the last step above 0); `None` if not measured."""
+        """Return the curve "native", "before" (converted, step 0) or "after" (last step); `None` if not measured."""
         if name == "after":
             return next((curve for step, curve in reversed(self.course()) if step > 0), None)
         return self.at({"native": NATIVE, "before": CONVERTED}[name])
 
 
 class Measuring(TrainerCallback):
-    """Measures the trained model before the first step, at intervals and after the last, unless that was done before.
+    """Callback that measures the model before the first step, at intervals and after the last step.
 
-    All processes measure, since the forward of a sharded model takes all of them; each keeps what it measured, and
-    `Measurements` knows which of them writes. Add it after `Handover`, which sets the strengths of a step. Random numbers are
-    drawn in the training as if nothing had been measured.
+    A step that was measured before is not measured again. All processes measure, since the forward of a sharded model
+    needs all of them. Add the callback after `Handover`, which sets the strengths of a step. Measuring leaves the
+    random state of the training unchanged.
 
     Args:
-        measurements: Where the curves go.
-        measure: Measures a model, for instance by `readable_curve`.
+        measurements: Store of the curves.
+        measure: Function that measures a model, for instance with `readable_curve`.
         every: Steps between measurements; 0 measures before and after only.
-        contexts: The columns of the table that is printed; a longer curve than was expected begins another.
-        console: Where each measurement is printed, as a row of one table; `None` is silent.
+        contexts: Columns of the printed table; a curve with more contexts starts a new table.
+        console: Console for the table, one row per measurement; `None` is silent.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Measuring(TrainerCallback):
         self._columns, self._has_heading = tuple(contexts), False
 
     def take(self, name: str, step: int, model: Any) -> ContextCurve:
-        """Measure a model, unless that was done before; print and return the curve.
+        """Measure a model unless it was measured before; print and return the curve.
 
-        Call it with `NATIVE`, 0 and the model as it was loaded before the training.
+        For the model as loaded, call it with `NATIVE` and step 0 before training.
         """
         curve = self._measurements.at(name, step)
         if curve is None:
@@ -153,7 +153,7 @@ class Measuring(TrainerCallback):
         return curve
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Measure before the first step; of a resumed run, print what was measured so far."""
+        """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
             self.take(CONVERTED, 0, model)
             return

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a bar with its loss and speed, and bars of what is counted before it."""
+"""Progress displays: a bar with loss and speed for the training, and plain bars for the steps before it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from transformers import TrainerCallback
 
 from hf_posenc.recipes.runs.facts import Facts
 
-# Of the running mean of the loss: it forgets half of what it saw after about seven entries.
+# Decay of the running mean of the loss; its half-life is about seven entries.
 _DECAY = 0.9
-# Seconds; an end that is further away is no date any more.
+# Maximum number of seconds left for which an end time is shown: dates have a limit.
 _FORESEEABLE = 100 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run was, on the machine it ran on.
+    """Speed and memory of a run, on its machine.
 
     Attributes:
-        seconds: Per optimizer step, without loading data, measuring and saving.
-        tokens: Per second, over all processes.
-        memory: Peak of this process in bytes: of the device's memory, or resident; `None` if that is not known.
-        steps: Over how many steps this is.
+        seconds: Seconds per optimizer step, without loading data, measuring and saving.
+        tokens: Tokens per second, over all processes.
+        memory: Peak memory of this process in bytes, on the GPU or else resident; `None` if unknown.
+        steps: Number of timed steps.
     """
 
     seconds: float
@@ -48,10 +48,10 @@ class Pace:
 
 @contextlib.contextmanager
 def counting(console: Console | None, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far something of `total` steps is and what is left; where the console is not a terminal, one line at its end.
+    """Show a bar for `total` steps with the time left, or one line at the end if the console is not a terminal.
 
     Yields:
-        What is called with the number of steps done.
+        A function to call with the number of steps done.
     """
     shown = console is not None and console.is_terminal
     columns = (
@@ -71,18 +71,18 @@ def counting(console: Console | None, what: str, total: int) -> Iterator[Callabl
 
 
 class Progress(TrainerCallback):
-    """A bar with the loss, the speed and what is left; plain lines now and then where the console is not a terminal.
+    """Callback that shows a bar with loss, speed and time left, or plain lines if the console is not a terminal.
 
-    A context manager as well, which leaves the terminal in order when the training raises:
-    `with Progress(...) as progress: Trainer(..., callbacks=[progress]).train()`. The trainer's own displays must be off
-    (`disable_tqdm=True`, `remove_callback(PrinterCallback)`); the loss is the one it logs, so let it log often. With a
-    teacher, that is no loss on text: the perplexity is then that of `text_loss` in the log, if there is one.
+    Use it as a context manager, which restores the terminal if the training raises:
+    `with Progress(...) as progress: Trainer(..., callbacks=[progress]).train()`. Turn the trainer's own displays off
+    (`disable_tqdm=True`, `remove_callback(PrinterCallback)`), and let it log often, since the shown loss is the logged
+    one. With a teacher, perplexity comes from `text_loss` in the log, if present.
 
     Args:
-        console: Where to show it; `None` is silent.
-        facts: Of the run.
-        strength: The scheme's strength, given the step and the number of steps (`Handover(...).progress`); `None` without a
-            handover.
+        console: Console; `None` is silent.
+        facts: Facts of the run.
+        strength: Function from step and number of steps to the scheme's strength (`Handover(...).progress`); `None`
+            without a handover.
         interval: Seconds between plain lines.
     """
 
@@ -111,14 +111,14 @@ class Progress(TrainerCallback):
 
     @property
     def pace(self) -> Pace | None:
-        """How fast the steps of this process were; `None` before the second. Known without a console, too."""
+        """Speed of this process, also without a console; `None` before the second step."""
         if self._clock.steps == 0:
             return None
         seconds = self._clock.seconds / self._clock.steps
         return Pace(seconds, self._facts.tokens_per_step / seconds, _peak_memory(), self._clock.steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar, of a resumed run where it stopped."""
+        """Show the bar; in a resumed run, at the step where it stopped."""
         self._step, self._steps = state.global_step, state.max_steps
         for logs in state.log_history:
             self._note(logs)
@@ -138,7 +138,7 @@ class Progress(TrainerCallback):
         self._step = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Take up the loss, and print a line if it is time and there is no bar."""
+        """Record the loss, and print a line if it is time and there is no bar."""
         logs = logs or {}
         self._note(logs)
         now = time.monotonic()
@@ -147,7 +147,7 @@ class Progress(TrainerCallback):
             self._line()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the bar, or a last line, where it ended."""
+        """Stop the bar, or print a last line."""
         if self._live is None:
             self._line()
         self.__exit__()
@@ -180,7 +180,7 @@ class Progress(TrainerCallback):
         if self._loss.value is not None:
             parts.append(f"loss {self._loss.value:.3f}")
         if self._text_loss.value is not None:
-            # Far above any vocabulary; only a model that diverged gets there.
+            # Without a limit, exp would overflow for a model that diverged.
             parts.append(f"perplexity {math.exp(min(self._text_loss.value, 700.0)):.4g}")
         pace = self.pace
         if pace is not None:
@@ -202,7 +202,7 @@ class Progress(TrainerCallback):
 
 
 class _RunningMean:
-    """A mean of numbers that forgets the older ones."""
+    """Exponential moving average."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -218,11 +218,11 @@ class _RunningMean:
 
 
 class _Clock:
-    """Times the steps of this process but the first, which also allocates and compiles.
+    """Clock of the steps of this process, except the first, which also allocates and compiles.
 
     Attributes:
-        steps: How many were timed.
-        seconds: What they took, without what lies between them.
+        steps: Number of timed steps.
+        seconds: Their total time, without the time between steps.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class _Clock:
             self.seconds += now - self._began
 
     def left(self, steps: int) -> float | None:
-        """Return how many seconds more steps will take, with what lies between them."""
+        """Return the expected seconds for more steps, with the time between them."""
         if self._first is None or self.steps == 0:
             return None
         return (time.perf_counter() - self._first) / self.steps * steps
@@ -255,7 +255,7 @@ def _peak_memory() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    # In bytes on macOS, in KiB elsewhere.
+    # macOS reports bytes, others KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves to read: a table, a picture and the card of its model."""
+"""Report of a run: a table, a picture and the model card."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def write(
     log: Log = (),
     pace: Pace | None = None,
 ) -> None:
-    """Write table.md and perplexity.png, each whole or not at all.
+    """Write table.md and perplexity.png, each atomically.
 
     Args:
-        folder: Of the run.
-        recipe: What was run.
-        measurements: What was found.
-        facts: Of the run.
-        log: What the trainer logged (`trainer.state.log_history`), for the course of the loss.
-        pace: How fast it was (`Progress.pace`).
+        folder: Folder of the run.
+        recipe: Recipe of the run.
+        measurements: Measurements of the run.
+        facts: Facts of the run.
+        log: Log of the trainer (`trainer.state.log_history`), for the loss by step.
+        pace: Speed of the run (`Progress.pace`).
     """
     _draw(folder / PICTURE, recipe, measurements, facts, log)
     lines = [
@@ -67,17 +67,17 @@ def _title(facts: Facts) -> str:
 
 
 def _name(source: str) -> str:
-    """Return the name of a model or text; of a local path, its last part."""
+    """Return the name of a model or text; for a local path, its last part."""
     return source if on_the_hub(source) else Path(source).name
 
 
 def on_the_hub(source: str) -> bool:
-    """Whether a source has the form of a name on the hub, and no local file or folder is in its place."""
+    """Whether a source looks like a name on the hub, and is no local file or folder."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
 
 
 def _subjects(measurements: Measurements, facts: Facts) -> dict[str, ContextCurve]:
-    """Return what was measured by the name it has in table and picture."""
+    """Return the measured curves by their name in table and picture."""
     name = facts.scheme or "native"
     last = max((step for step, _ in measurements.course()), default=0)
     found = {
@@ -86,12 +86,12 @@ def _subjects(measurements: Measurements, facts: Facts) -> dict[str, ContextCurv
         f"{name}, after {last:,} steps": measurements.curve("after"),
     }
     if facts.scheme is None:
-        del found[f"{name}, before training"]  # the native model once more
+        del found[f"{name}, before training"]  # It is the native model again.
     return {name: curve for name, curve in found.items() if curve is not None}
 
 
 def _results(measurements: Measurements, facts: Facts) -> list[str]:
-    """Return the tables by context length, as Markdown."""
+    """Return the Markdown tables of perplexity by context length."""
     subjects = _subjects(measurements, facts)
     if not subjects:
         return ["Nothing was measured.", ""]
@@ -122,7 +122,7 @@ def _results(measurements: Measurements, facts: Facts) -> list[str]:
 
 
 def _details(measurements: Measurements, facts: Facts) -> list[str]:
-    """Return the same in nats per token, and by step where there is more than before and after."""
+    """Return the Markdown tables in nats per token, and by step if measured during training."""
     subjects = _subjects(measurements, facts)
     contexts = _contexts(subjects)
     reference, others = _compared(subjects)
@@ -171,7 +171,7 @@ def _by_context(
 
 
 def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
-    """Return where the loss ended, and how fast it got there."""
+    """Return the lines on training loss and speed."""
     losses = [loss for _, loss in _losses(log)]
     lines = (
         [f"Training loss on the text, first and last logged: {losses[0]:.4f} and {losses[-1]:.4f} nats per token.", ""]
@@ -191,7 +191,7 @@ def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
 
 
 def _losses(log: Log) -> list[tuple[int, float]]:
-    """Return the logged losses on the text with their steps: a mixture with a fading teacher goes up as it goes well."""
+    """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
     return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in log if "loss" in entry]
 
 
@@ -229,12 +229,12 @@ def _difference(curve: ContextCurve, reference: ContextCurve, context: int) -> s
 
 
 def _with_error(mean: float, error: float, *, sign: str = "", unit: str = "") -> str:
-    """Write a mean and its standard error, to the second digit of the error: what follows says nothing."""
+    """Format a mean and its standard error, rounded to the second digit of the error."""
     if not math.isfinite(error) or not math.isfinite(mean):
         return f"{mean:{sign}.4g}{unit}"
     exponent = int(f"{error:.1e}".partition("e")[2])
     decimals = min(3, max(0, 1 - exponent)) if error else 3
-    # No sign on a zero that is left by rounding.
+    # + 0.0 removes the sign of a negative zero.
     return f"{round(mean, decimals) + 0.0:{sign},.{decimals}f} ± {error:,.{decimals}f}{unit}"
 
 
@@ -245,16 +245,16 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
     subjects = _subjects(measurements, facts)
     if not subjects:
         return
-    # The measured length nearest to that of the model's own training.
+    # The measured length nearest to the trained length.
     length = min(_contexts(subjects), key=lambda context: abs(math.log(context / facts.trained_length)))
     native = measurements.curve("native")
     strength = []
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
         way = Handover(recipe.conversion.handover)
         strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
-    with published(path) as beside:
+    with published(path) as unfinished:
         plot_run(
-            beside,
+            unfinished,
             subjects,
             trained_length=facts.trained_length,
             title=f"{_title(facts)}: perplexity on held-out text",
@@ -278,16 +278,16 @@ def model_card(
     log: Log = (),
     pace: Pace | None = None,
 ) -> str:
-    """Return README.md of the model: how to load it, what was measured, and how it was made.
+    """Return the model's README.md: loading, measurements and origin.
 
     Args:
-        recipe: What was run.
-        measurements: What was found.
-        facts: Of the run.
-        existing: The card that `save_pretrained` wrote beside the weights. Its metadata and its part on the positional
-            encoding, with how to load the model, are kept; PEFT's empty form is not.
-        log: What the trainer logged.
-        pace: How fast it was.
+        recipe: Recipe of the run.
+        measurements: Measurements of the run.
+        facts: Facts of the run.
+        existing: Card that `save_pretrained` wrote. Its metadata and its section on the positional encoding are kept;
+            PEFT's empty form is not.
+        log: Log of the trainer.
+        pace: Speed of the run.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
     _describe(card.data, recipe)
@@ -303,10 +303,10 @@ def model_card(
 
 
 def _describe(data: Any, recipe: Recipe) -> None:
-    """Fill in the metadata that the hub reads; a licence is not ours to give."""
+    """Fill in the hub's metadata, except the licence, which the user chooses."""
     adapter, scheme = recipe.adapter.kind, recipe.conversion.scheme
     data.library_name = "transformers" if adapter == "none" else "peft"
-    # The hub takes names on it alone, and a path of somebody's machine is nobody else's business.
+    # The hub accepts only names on the hub, and local paths are private.
     data.base_model = recipe.model if on_the_hub(recipe.model) else None
     data.datasets = [recipe.data.source] if recipe.data.source != BUILTIN and on_the_hub(recipe.data.source) else None
     tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:")]
@@ -321,7 +321,7 @@ def _introduction(recipe: Recipe, facts: Facts) -> str:
         how += f" Learned from {facts.teacher}."
     if facts.scheme is None:
         return f"{_name(facts.model)} with its own positional encoding, the {facts.native}, trained on. {how}"
-    way = "over" if recipe.conversion.native == "keep" else "in place of"
+    way = "over" if recipe.conversion.native == "keep" else "instead of"
     return f"{_name(facts.model)} with `{facts.scheme}` {way} its {facts.native}. {how}"
 
 
@@ -333,7 +333,7 @@ def _text(recipe: Recipe, facts: Facts) -> str:
 
 
 def _loading(recipe: Recipe, facts: Facts) -> str:
-    """Say how to load a model that has no part of its own on that: an adapter, or a model without a scheme."""
+    """Return the section on loading for an adapter, or a model without a scheme; others have a section already."""
     has_encoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     auto = "AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM"
     needs_us = facts.scheme is not None

@@ -1,12 +1,12 @@
-"""A run of a recipe, from the model as it was to the converted and adapted one, in one folder, whatever interrupts it.
+"""Run of a recipe: load, convert, train, measure and save a model in one folder, resumable at any point.
 
-OUT/recipe.yaml          the whole recipe as run
-OUT/run.json             command, versions, machine, counts, and the recipe once more, to notice when it was changed
-OUT/measurements.json    what was measured so far
+OUT/recipe.yaml          full recipe
+OUT/run.json             command, versions, machine, counts, and the recipe again, to detect changes of recipe.yaml
+OUT/measurements.json    measurements so far
 OUT/checkpoints/         complete checkpoints to resume from
-OUT/logs/                of TensorBoard, if it is asked for
+OUT/logs/                TensorBoard logs, if requested
 OUT/table.md, OUT/perplexity.png
-OUT/model/               the final model or adapter, with tokenizer and card; it appears last, and ends the run
+OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.runs import facts as display
-from hf_posenc.recipes.runs import files as saving
-from hf_posenc.recipes.runs import report
+from hf_posenc.recipes.runs import files, report
+from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress, counting
 from hf_posenc.recipes.schema import consistency, fields, suitability
@@ -53,32 +52,26 @@ from hf_posenc.recipes.training.handover import Handover
 from hf_posenc.recipes.training.threads import enough_threads
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 
-RECIPE, RUN, MEASUREMENTS, CHECKPOINTS, LOGS, MODEL = (
-    "recipe.yaml",
-    "run.json",
-    "measurements.json",
-    "checkpoints",
-    "logs",
-    "model",
-)
+RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
+CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 
-# The recipe in run.json.
+# Key of the recipe in run.json.
 _KEPT = "recipe"
-# Windows of text that `fit` looks at; and steps of `match`, each of as much text as one of the training.
+# Windows for `fit`; steps of `match`, which have the training's batch size.
 _FITTED = 16
 _MATCHING = 150
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a run came to.
+    """Outcome of a run.
 
     Attributes:
-        folder: Of the run.
-        model: The folder of the final model or adapter, ready for `from_pretrained`.
-        measurements: What was measured.
-        loss: The last that was logged, in nats per token; `None` if nothing was done.
-        already: Whether the run was finished before, so that nothing was done.
+        folder: Folder of the run.
+        model: Folder of the final model or adapter, ready for `from_pretrained`.
+        measurements: Measurements of the run.
+        loss: Last logged loss in nats per token; `None` if nothing was done.
+        already: Whether the run was finished before, so nothing was done.
     """
 
     folder: Path
@@ -89,29 +82,29 @@ class Outcome:
 
 
 def train(recipe: Recipe, folder: Path, *, console: Console | None = None, command: str = "") -> Outcome:
-    """Run a recipe; where a run of the same recipe was stopped, go on from its last complete checkpoint.
+    """Run a recipe, or continue a stopped run of the same recipe from its last complete checkpoint.
 
-    Works in one process and in those that `accelerate launch` starts; the main one writes and prints.
+    Works in one process or under `accelerate launch`, where the main process writes and prints.
 
     Args:
-        recipe: What to do.
-        folder: Where everything goes; new, empty, or of a run of the same recipe.
-        console: Where to print; `None` is silent.
-        command: What was typed, for the model card.
+        recipe: Recipe to run.
+        folder: Output folder: new, empty, or of a run of the same recipe.
+        console: Console for the progress; `None` is silent.
+        command: Command line, for the model card.
 
     Raises:
         RecipeError: The recipe cannot be run, or the folder holds something else.
-        StorageError: The disk is full. What was complete is kept, and `resume` goes on from there.
-        PosencError: What `patch` raises.
+        StorageError: The disk is full. Complete checkpoints are kept, and `resume` continues from the last one.
+        PosencError: The conversion failed, as in `patch`.
     """
-    # A recipe that was not read from a file is not checked yet.
+    # A recipe that was not read from a file is not validated yet.
     consistency.check(recipe, "the recipe")
     consistency.check_scheme(recipe, "the recipe")
     together = processes()
     if not together.is_main_process:
         console = None
     _check_folder(folder, recipe)
-    lock = saving.Lock(folder)
+    lock = files.Lock(folder)
     try:
         if together.is_main_process:
             lock.take()
@@ -125,16 +118,16 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
                     soft_wrap=True,
                 )
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
-        # What would be noticed only when the trainer is made.
+        # The trainer would fail on these only after the data is prepared.
         check_loggers(recipe.saving.loggers)
         divide_batch(recipe.training, together.num_processes)
         if together.is_main_process:
-            saving.check_writable(folder)
+            files.check_writable(folder)
         with storing(folder):
             return _Run(recipe, folder, console, command, measurements, lock).complete()
     except StorageError as error:
         for place in (folder, folder / CHECKPOINTS) if together.is_main_process else ():
-            saving.clear(place)
+            files.clear(place)
         if not (folder / RECIPE).is_file():
             raise
         raise StorageError(
@@ -145,12 +138,12 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
 
 
 def resume(folder: Path, *, console: Console | None = None) -> Outcome:
-    """Go on with a run that was stopped.
+    """Continue a stopped run.
 
     Raises:
         RecipeError: The folder holds no run, or its recipe was changed since the run began.
-        CheckpointError: What the run left is damaged.
-        PosencError: As from `train`.
+        CheckpointError: A file of the run is damaged.
+        PosencError: The run failed, as in `train`.
     """
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
@@ -171,7 +164,7 @@ def is_finished(folder: Path) -> bool:
 
 
 class _Run:
-    """The parts of one run, made in order."""
+    """Steps of one run."""
 
     def __init__(
         self,
@@ -180,14 +173,14 @@ class _Run:
         console: Console | None,
         command: str,
         measurements: Measurements,
-        lock: saving.Lock,
+        lock: files.Lock,
     ) -> None:
         self.lock = lock
         self.recipe, self.folder, self.console = recipe, folder, console
         self.command = command or _record(folder).get("command", "")
         self.measurements = measurements
         self.processes = processes()
-        self.checkpoint = next(reversed(saving.checkpoints(folder / CHECKPOINTS)), None)
+        self.checkpoint = next(reversed(files.checkpoints(folder / CHECKPOINTS)), None)
 
     def complete(self) -> Outcome:
         recipe = self.recipe
@@ -224,7 +217,7 @@ class _Run:
         model = attach(model, recipe.adapter)
         if teacher is None and _distils(recipe):
             teacher = Teacher.within(model, length=recipe.distillation.length)
-        facts = display.Facts.of(
+        facts = Facts.of(
             model,
             recipe,
             planned,
@@ -235,7 +228,7 @@ class _Run:
         )
         self._claim(facts)
         if self.console:
-            display.print_header(self.console, facts)
+            print_header(self.console, facts)
             for note in notes:
                 self.console.print(note)
         measure = partial(
@@ -244,8 +237,8 @@ class _Run:
         every = recipe.evaluation.every
         measuring = Measuring(self.measurements, measure, every=every, contexts=contexts, console=self.console)
         handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
-        checkpoints = saving.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
-        # TensorBoard would write beside the unfinished checkpoints, which are removed.
+        checkpoints = files.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
+        # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
         with Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
             trainer = adaptation_trainer(
@@ -257,7 +250,7 @@ class _Run:
                 teacher=teacher,
                 callbacks=[_NativeFirst(measuring, converts=planned is not None), measuring, progress, checkpoints],
             )
-            # From here on the trainer alone has it, and lets go of it when it has faded.
+            # Leave the only reference to the trainer, which frees the teacher when it has faded.
             del teacher
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         log = trainer.state.log_history
@@ -270,19 +263,19 @@ class _Run:
     def _load(self) -> tuple[Any, Any]:
         adapter = self.recipe.adapter
         packed = quantization(adapter, precision=self.recipe.training.precision)
-        # What is trained is trained in float32; what lies under an adapter stays as it is stored.
+        # Trained weights are float32; weights under an adapter keep the dtype of the checkpoint.
         options = (
             {"dtype": torch.float32} if adapter.kind == "none" else {"quantization_config": packed} if packed else {}
         )
         model, tokenizer = load(self.recipe.model, **options)
         if packed is not None:
-            # What `fit` computes comes before the adapter.
+            # `attach` does this too, but `fit` runs before it.
             keep_unpacked(model)
         return model, tokenizer
 
     def _fit(self, model: Any, data: Prepared) -> None:
         like = self.recipe.conversion.fit
-        # The weights of a checkpoint replace what would be fitted.
+        # The weights of a checkpoint would replace the fitted ones.
         if like is None or self.checkpoint is not None:
             return
         if like != "attention":
@@ -290,7 +283,7 @@ class _Run:
             return
         training = self.recipe.training
         windows = _first_windows(data, _MATCHING * training.batch_size)
-        # The trainer places the model, each of its ways in its own; until then it is where it was loaded.
+        # Move the model back afterwards: the trainer places it, depending on the kind of parallelism.
         home, device = model.device, self.processes.device
         if home.type != device.type:
             model.to(device)
@@ -309,18 +302,18 @@ class _Run:
         if home.type != device.type:
             model.to(home)
 
-    def _claim(self, facts: display.Facts) -> None:
-        """Make the folder that of this run, now that nothing of the recipe is wrong any more."""
+    def _claim(self, facts: Facts) -> None:
+        """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
         if self.processes.is_main_process:
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             self.lock.take()
-            saving.clear(self.folder)
-            saving.clear(self.folder / CHECKPOINTS)
-            saving.write_text(self.folder / RECIPE, self.recipe.text())
-            saving.write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
+            files.clear(self.folder)
+            files.clear(self.folder / CHECKPOINTS)
+            files.write_text(self.folder / RECIPE, self.recipe.text())
+            files.write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
         self.processes.wait_for_everyone()
 
-    def _record(self, facts: display.Facts) -> dict[str, Any]:
+    def _record(self, facts: Facts) -> dict[str, Any]:
         step = 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2])
         start = {
             "step": step,
@@ -333,12 +326,12 @@ class _Run:
         starts = [*_record(self.folder).get("starts", []), start]
         return {**dataclasses.asdict(facts), "starts": starts, _KEPT: dataclasses.asdict(self.recipe)}
 
-    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: display.Facts, pace: Any) -> None:
-        """Write the final model, its tokenizer and its card; all at once for whoever looks."""
-        unfinished = self.folder / f"{saving.UNFINISHED}-{MODEL}"
+    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any) -> None:
+        """Write the final model, its tokenizer and its card atomically."""
+        unfinished = self.folder / f"{files.UNFINISHED}-{MODEL}"
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
-            # Shards are for resuming; a model that is done is to be loaded anywhere.
+            # Checkpoints stay sharded; the final model must load anywhere.
             plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model(str(unfinished))
         self.processes.wait_for_everyone()
@@ -350,13 +343,13 @@ class _Run:
             log = trainer.state.log_history
             text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
             card.write_text(text, encoding="utf-8")
-            saving.clear(self.folder / CHECKPOINTS)
-            saving.publish(unfinished, self.folder / MODEL)
+            files.clear(self.folder / CHECKPOINTS)
+            files.publish(unfinished, self.folder / MODEL)
         self.processes.wait_for_everyone()
 
 
 class _NativeFirst(TrainerCallback):
-    """Measures the model as it was before the first step: on its device, and sharded if it will be."""
+    """Callback that measures the original model before the first step, when it is on its device and sharded."""
 
     def __init__(self, measuring: Measuring, *, converts: bool) -> None:
         self._measuring, self._converts = measuring, converts
@@ -385,13 +378,13 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     elif (
         folder.is_dir()
         and not (folder / RECIPE).is_file()
-        and any(not path.name.startswith(saving.UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
+        and any(not path.name.startswith(files.UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
     ):
         raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether a run left something that would be lost with its recipe."""
+    """Whether a folder holds a recipe and results of its run."""
     made = (
         (folder / MEASUREMENTS).exists()
         or (folder / MODEL).exists()
@@ -401,11 +394,11 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """Return the keys at which a recipe differs from the one that the run in a folder began with, with both values."""
+    """Return the keys in which a recipe differs from the one the run began with, with old and new values."""
     if not _has_begun(folder):
         return []
     kept = _record(folder).get(_KEPT)
-    # Runs of earlier versions kept their recipe in its file alone.
+    # Earlier versions kept the recipe only in recipe.yaml.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
     return _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
 
@@ -421,7 +414,7 @@ def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "")
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Return what run.json holds."""
+    """Return the content of run.json."""
     path = folder / RUN
     if not path.is_file():
         return {}
@@ -456,12 +449,12 @@ def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
 
 
 def _reading(data: Prepared) -> dict[str, Any]:
-    """Return what `context_curve` must know of how the model reads."""
+    """Return extra keywords of `context_curve` for encoder-decoders."""
     return {} if data.corrupt is None else {"corrupt": data.corrupt}
 
 
 def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:
-    """Return a teacher with weights of its own, where there must be one: another model, or a copy of this one as it was."""
+    """Return a teacher with its own weights, another model or a copy of the original; `None` if none is needed."""
     converted = recipe.conversion.scheme is not None
     if not _distils(recipe):
         return None

@@ -79,8 +79,8 @@ def check_unconverted(recipe: Recipe, config: Any) -> None:
     there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
         raise RecipeError(
-            f"The model {recipe.model} is converted already, to {there}: {recipe.conversion.scheme} would begin anew "
-            f"in its place. To train it on as it is, give conversion={{scheme: null}} distillation={{}}; or name the "
+            f"The model {recipe.model} is converted already, to {there}: an untrained {recipe.conversion.scheme} would "
+            f"replace it. To train it on as it is, give conversion={{scheme: null}} distillation={{}}; or name the "
             "original model."
         )
 
