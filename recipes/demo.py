@@ -1,6 +1,6 @@
-"""The demo: give a real, tiny, trained model another positional encoding and see what it is worth.
+"""Demo: replace the positional encoding of a tiny trained model, train it, and compare the results.
 
-It needs no network: the model comes with the package, its text with Python.
+It needs no network: the model comes with the package, the text with Python.
 """
 
 from __future__ import annotations
@@ -49,18 +49,17 @@ TABLE, PICTURE, MODEL, MARKER = "table.md", "perplexity.png", "model", ".posenc-
 CONTEXTS = (64, 128, 256, 512, 1024)
 SEED = 0
 
-# FIRE normalises distances by the position of the query, or by a threshold where that is larger. Its default suits
-# models trained on thousands of tokens; in windows of 128 the network would see only the beginning of its range. A learned table
-# has as many rows as the model was trained on; with more it can be seen what it has not learned.
+# FIRE divides distances by the query's position, or by a threshold if larger; the default threshold is for thousands of
+# tokens, not for windows of 128. A learned table gets rows up to the longest context, to show that it does not extend.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "fire": {"threshold": 64.0},
     "fire_s": {"threshold": 64.0},
     "learned": {"num_positions": max(CONTEXTS)},
 }
 
-# Longer than the window of training, so that the continuation takes positions never seen.
+# The prompt is longer than the training window, so the continuation is at unseen positions.
 _PROMPT, _CONTINUATION = 256, 48
-# Sentences of the language reference; other parts of the text are lists and sessions.
+# Offset of the prompt in the held-out text, where it is prose rather than lists.
 _PROSE = 2000
 
 _FRESH_PROCESS = """
@@ -80,12 +79,12 @@ with torch.no_grad():
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """One of the models that the demo compares.
+    """One of the compared models.
 
     Attributes:
-        name: What it is called in table and picture.
-        model: The model.
-        curve: What was measured.
+        name: Name in table and picture.
+        model: Model.
+        curve: Measured perplexities.
     """
 
     name: str
@@ -95,11 +94,11 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What the demo found.
+    """Outcome of the demo.
 
     Attributes:
-        subjects: The models: original, the original with the same training, converted, converted and adapted.
-        difference: Largest difference between the logits here and those of a fresh process that loaded the saved model.
+        subjects: Compared models: original, original with the same training, converted, converted and trained.
+        difference: Largest difference between the logits here and in a fresh process that loaded the saved model.
     """
 
     subjects: tuple[Subject, ...]
@@ -123,18 +122,15 @@ def run(
     """Run the demo and write its table, picture and model.
 
     Args:
-        folder: Where to write; must be there.
-        console: Where to print.
-        scheme: The scheme to convert to.
+        folder: Output folder, which must exist.
+        console: Console to print to.
+        scheme: Scheme to convert to.
         steps: Training steps.
         contexts: Context lengths to measure.
-        windows: Held-out windows to measure on.
-
-    Returns:
-        What was measured.
+        windows: Number of held-out windows.
 
     Raises:
-        CheckpointError: The saved model computes something else in a fresh process.
+        CheckpointError: The saved model computes other logits in a fresh process.
     """
     torch.manual_seed(SEED)
     with console.status("reading the model and Python's documentation"):
@@ -159,7 +155,7 @@ def run(
         with console.status(f"measuring {name}"):
             return Subject(name, model, context_curve(model, data.held_out, contexts, windows=windows))
 
-    # Before the training, so that a scheme that cannot reach the longest context says so at once.
+    # Before training, so a scheme that cannot reach the longest context fails at once.
     before = [measure("original", original), measure(f"{scheme}, untrained", converted)]
     for name, model in (("the original", control), (scheme, adapted)):
         with _progress(console, f"training {name}", steps) as bar:
@@ -195,7 +191,7 @@ def run(
 
 
 def _recipe(scheme: str, steps: int, length: int) -> Recipe:
-    """Return what both trained models are adapted by; the control keeps its own encoding."""
+    """Return the recipe for both trained models; the control uses its training only."""
     return Recipe(
         model=TINY_LLAMA,
         conversion=Conversion(scheme=scheme, options=_OPTIONS.get(scheme, {})),
@@ -213,31 +209,24 @@ def _recipe(scheme: str, steps: int, length: int) -> Recipe:
 
 
 def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
-    """Return the largest difference between a model's logits and those of its saved copy, loaded by a new Python.
+    """Return the largest difference between a model's logits and those of its saved copy in a fresh process.
 
     Args:
-        model: The model that was saved, on the CPU.
-        folder: Where it was saved.
+        model: Saved model, on the CPU.
+        folder: Folder of the saved copy.
         ids: Token ids, int64 `[B, S]`.
 
     Raises:
-        CheckpointError: The new process failed.
+        CheckpointError: The fresh process failed.
     """
     with torch.no_grad():
         here = model(input_ids=ids).logits
     with tempfile.TemporaryDirectory() as exchange:
         given, taken = Path(exchange, "ids.safetensors"), Path(exchange, "logits.safetensors")
         save_file({"input_ids": ids.contiguous()}, given)
-        # Sums are split among threads, so equal bits take as many of them.
-        command = [
-            sys.executable,
-            "-c",
-            _FRESH_PROCESS,
-            str(folder),
-            str(given),
-            str(taken),
-            str(torch.get_num_threads()),
-        ]
+        # Bit-equal sums need the same number of threads.
+        arguments = [str(each) for each in (folder, given, taken, torch.get_num_threads())]
+        command = [sys.executable, "-c", _FRESH_PROCESS, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -260,7 +249,7 @@ def _what_was_measured(training: Training, windows: int) -> str:
 
 def _cells(subject: Subject) -> list[str]:
     points = [subject.curve.perplexity(context) for context in subject.curve.contexts]
-    # Decimals beyond the second digit of the error say nothing.
+    # Round at about the second digit of the error.
     return [
         f"{point.mean:.0f} ± {point.error:.0f}" if point.error >= 10 else f"{point.mean:.1f} ± {point.error:.1f}"
         for point in points
@@ -280,7 +269,7 @@ def _table(subjects: Sequence[Subject]) -> Table:
 
 
 def _verdict(subject: Subject, reference: Subject, length: int) -> str:
-    """Compare two models window by window, at the trained length and at the longest that was measured."""
+    """Return the paired difference of two models at the trained and at the longest measured length."""
     found = [
         f"{_difference(subject, reference, context)} nats per token at {context} tokens"
         for context in (length, subject.curve.contexts[-1])
@@ -326,7 +315,7 @@ def _difference(subject: Subject, reference: Subject, context: int) -> str:
 
 
 def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any, prompt: Tensor) -> None:
-    """Print how each model continues a held-out text, all with the same random numbers."""
+    """Print each model's continuation of a held-out text, all with the same random seed."""
     end = " ".join(tokenizer.decode(prompt[-_CONTINUATION:]).split())
     console.print(f"{len(prompt)} held-out tokens that end [italic]... {escape(end)}[/italic] are continued with")
     for subject in subjects:
@@ -346,7 +335,7 @@ def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any
 
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[TrainerCallback]:
-    """Show a bar with the time that is left, and give the callback that moves it."""
+    """Show a bar with the time left; yield the callback that moves it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -361,7 +350,7 @@ def _progress(console: Console, what: str, total: int) -> Iterator[TrainerCallba
 
 
 class _Bar(TrainerCallback):
-    """Moves a bar, and keeps the latest loss in it."""
+    """Callback that moves a bar and shows the latest loss."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task

@@ -1,4 +1,4 @@
-"""The model of a recipe, with its tokenizer."""
+"""Loading of models and tokenizers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from transformers.utils import CONFIG_NAME
 
 from hf_posenc.errors import CheckpointError, PosencError, RecipeError
 
-# The name of the model that comes with the package.
+# Name of the built-in model.
 TINY_LLAMA = "tiny-llama"
 
 
 def place(name: str) -> str:
-    """Return where a checkpoint is: the folder of the model that comes with the package; of any other, its name."""
+    """Return the folder of the built-in model, or any other name unchanged."""
     return str(importlib.resources.files("hf_posenc") / "tiny_llama") if name == TINY_LLAMA else name
 
 
 def check_place(name: str) -> None:
-    """Raise unless a checkpoint is here, or the hub can be asked for it.
+    """Raise unless a checkpoint is local, cached or on a reachable hub.
 
-    A directory that is mistyped looks like a name on the hub. Where that is not reached, transformers asks again and again, for
-    half a minute.
+    A mistyped directory looks like a name on the hub; without a network, transformers would retry for half a minute.
 
     Args:
-        name: A local directory or a name on the hub.
+        name: Local directory, or name on the hub.
 
     Raises:
-        CheckpointError: It is neither, or nobody can say.
+        CheckpointError: There is no such directory, and the name is invalid or the hub is unreachable.
     """
     if Path(name).is_dir():
         return
-    # A hub name has at most one slash. Anything else that is not there would be answered by a puzzling line on the hub.
+    # For a name with two slashes the hub's own error would be misleading.
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise CheckpointError(
             f"There is no directory {name}. Give a directory with a checkpoint, or a name on the hub."
@@ -48,8 +47,8 @@ def check_place(name: str) -> None:
     try:
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG_NAME))
     except HfHubHTTPError:
-        pass  # The hub answers; what is wrong with the name is said by whoever reads it.
-    # The client that the hub library asks through has errors of its own, one kind in each of its versions.
+        pass  # The hub is reachable; loading reports errors of the name.
+    # The HTTP library and its exceptions differ between versions of the client.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
@@ -62,12 +61,12 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     """Return a language model and its tokenizer.
 
     Args:
-        name: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
-        **options: Of `from_pretrained` of the model.
+        name: Local directory, name on the hub, or "tiny-llama", the built-in model.
+        **options: Keywords of the model's `from_pretrained`.
 
     Raises:
         RecipeError: The model cannot be read.
-        CheckpointError: The tokenizer cannot, or there is no model of this name.
+        CheckpointError: The tokenizer cannot be read, or there is no model of this name.
     """
     if name == TINY_LLAMA:
         return load_tiny_llama(**options)
@@ -91,14 +90,14 @@ def load_tokenizer(name: str) -> Any:
     """Return a tokenizer.
 
     Args:
-        name: A local directory or a name on the hub.
+        name: Local directory, or name on the hub.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The tokenizer cannot be read.
     """
     try:
         return AutoTokenizer.from_pretrained(name)
-    # A damaged file fails wherever its content is used first; the tokenizers library raises bare exceptions.
+    # Damaged files fail in many places, and the tokenizers library raises bare exceptions.
     except Exception as error:
         raise CheckpointError(
             f"The tokenizer of {name} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
@@ -108,13 +107,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
-    """Return the model that comes with the package, and its tokenizer."""
+    """Return the built-in model and its tokenizer."""
     folder = place(TINY_LLAMA)
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """Return how many tokens per window a model was trained on, as its config says; T5's often says nothing."""
+    """Return the trained length in a model's config; `None` if it has none, as often for T5."""
     for name in ("max_position_embeddings", "n_positions"):
         length = getattr(config, name, None)
         if length:

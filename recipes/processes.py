@@ -1,4 +1,4 @@
-"""The processes that run a recipe together: one, or those that `accelerate launch` started."""
+"""Processes that run a recipe together: one, or those of `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from accelerate.utils import DistributedType, str_to_bool
 
 
 def processes(*, use_cpu: bool = False) -> PartialState:
-    """Return this process's place among them; they meet on the first call.
+    """Return the state of this process among all processes, which synchronise at the first call.
 
-    accelerate takes an accelerator unless told otherwise, and without one each process for the only one.
+    Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator.
 
     Args:
-        use_cpu: Whether to leave accelerators alone, as the environment variable ACCELERATE_USE_CPU does.
+        use_cpu: Whether to use the CPU even if there is an accelerator; the variable ACCELERATE_USE_CPU does so too.
     """
     on_cpu = use_cpu or _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU and _is_set("ACCELERATE_USE_FSDP"):
-        # accelerate shards on accelerators alone, and would take DDP without a word; torch shards on a CPU as well.
+        # torch can shard on a CPU, but accelerate would silently use DDP there.
         state.distributed_type = DistributedType.MULTI_GPU
     return state
 

@@ -1,4 +1,4 @@
-"""The recipes that come with the package, one YAML file each, and the configs to launch them with."""
+"""Built-in recipes, one YAML file each, and configs for `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def names() -> list[str]:
-    """Return the names of the recipes."""
+    """Return the names of the built-in recipes."""
     return _names(FOLDER)
 
 
@@ -21,10 +21,10 @@ def find(source: str | Path) -> Path:
     """Return the file of a recipe.
 
     Args:
-        source: A YAML file, or a name.
+        source: YAML file, or name of a built-in recipe.
 
     Raises:
-        RecipeError: There is neither.
+        RecipeError: There is no such file or recipe.
     """
     near = get_close_matches(str(source), names(), n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
@@ -35,10 +35,10 @@ def find_config(source: str | Path) -> Path:
     """Return the file of a config for `accelerate launch`.
 
     Args:
-        source: A YAML file, or a name.
+        source: YAML file, or name of a built-in config.
 
     Raises:
-        RecipeError: There is neither.
+        RecipeError: There is no such file or config.
     """
     return _find(source, CONFIGS, "config", suggest(str(source), _names(CONFIGS)))
 

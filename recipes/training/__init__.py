@@ -1,1 +1,1 @@
-"""Training of a converted model: losses, callbacks, starts and the trainer."""
+"""Training of converted models: losses, callbacks, fits and the trainer."""

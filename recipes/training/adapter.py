@@ -1,4 +1,4 @@
-"""The adapter that a recipe asks for, put into a model; and the 4-bit weights under it."""
+"""Adapters of recipes, and 4-bit weights under them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hf_posenc.patches.adapters import PosencLoraConfig
 from hf_posenc.patches.surgery import OWN, SHARED, is_patched
 from hf_posenc.recipes.schema.recipe import Adapter
 
-# PEFT's word for all linear layers but the head. A few of them, as it would take by itself, are too few to make up for positions.
+# PEFT's name for all linear layers but the head. Its default, a few of them, is too little to learn new positions.
 _ALL = "all-linear"
 
 
 def quantization(
     adapter: Adapter, *, precision: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> BitsAndBytesConfig | None:
-    """Return how to load the model's own weights: `None` as they are, otherwise in 4 bits (NF4, as QLoRA does).
+    """Return the config for loading the model in 4 bits (NF4, as in QLoRA); `None` without `four_bit`.
 
     Args:
-        adapter: Of the recipe.
-        precision: In which the 4-bit weights are multiplied.
+        adapter: Section `adapter` of the recipe.
+        precision: Dtype of the multiplications with 4-bit weights.
 
     Raises:
-        RecipeError: 4 bits cannot be trained without an adapter, or bitsandbytes is not installed.
+        RecipeError: `four_bit` is given without an adapter, or bitsandbytes is not installed.
     """
     if not adapter.four_bit:
         return None
@@ -53,35 +53,32 @@ def quantization(
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Put the adapter of a recipe into a model.
+    """Add the adapter of a recipe to a model.
 
     Args:
-        model: Converted, or stock for the control of an experiment, which gets plain LoRA.
-        adapter: Of the recipe.
+        model: Converted model, or a stock model as control, which gets plain LoRA.
+        adapter: Section `adapter` of the recipe.
 
     Returns:
-        The `PeftModel`, or with `kind: none` the model as it was.
+        The `PeftModel`, or the model itself with `kind: none`.
 
     Raises:
-        NotPatchedError: The scheme alone was asked for, and there is none.
-        OptionError: The scheme has no weights to train alone.
+        NotPatchedError: `kind` is "scheme", and the model has no scheme.
+        OptionError: `kind` is "scheme", and the scheme has no weights.
     """
     if adapter.kind == "none":
         return model
     if getattr(model, "is_quantized", False):
         keep_unpacked(model)
-        # The trainer decides on gradient checkpointing.
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
+        # The trainer turns on gradient checkpointing.
+        prepare: Any = prepare_model_for_kbit_training
+        model = prepare(model, use_gradient_checkpointing=False)
     return get_peft_model(model, config(model, adapter))
 
 
 def check_targets(model: nn.Module, adapter: Adapter) -> None:
-    """Raise unless each of the targets of a recipe is there to get LoRA; PEFT looks only after everything was prepared.
-
-    Raises:
-        RecipeError: One is not.
-    """
-    # What PEFT puts LoRA into, without the schemes, whose weights are trained themselves.
+    """Raise `RecipeError` for LoRA targets that do not exist; PEFT would raise only after the data is prepared."""
+    # Modules that PEFT supports, except in schemes, whose weights are trained directly.
     names = [
         name
         for name, module in model.named_modules()
@@ -97,7 +94,7 @@ def check_targets(model: nn.Module, adapter: Adapter) -> None:
 
 
 def config(model: Any, adapter: Adapter) -> LoraConfig:
-    """Return the configuration of the adapter for a model."""
+    """Return the PEFT config of the adapter for a model."""
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     if adapter.kind == "scheme":
         return PosencLoraConfig(target_modules=[], task_type=task)
@@ -113,10 +110,10 @@ def config(model: Any, adapter: Adapter) -> LoraConfig:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Keep 4-bit weights on a CPU in the form that gradients flow through, in place.
+    """Keep 4-bit weights on a CPU in the layout that supports gradients, in place.
 
-    On some CPUs bitsandbytes packs them for good at the first forward without gradients, an evaluation for instance, and a
-    training after it would not train.
+    On some CPUs bitsandbytes repacks them at the first forward without gradients, such as an evaluation. The repacked
+    weights pass no gradients on.
     """
     module: Any
     for module in model.modules():

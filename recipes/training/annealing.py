@@ -1,4 +1,4 @@
-"""Bringing in the part of a scheme that would be a break at the start, as a callback of any `Trainer`."""
+"""Gradual introduction of a scheme during training, as a callback of any `Trainer`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_posenc.schemes._rotary import Annealed
 
 
 class Annealing(TrainerCallback):
-    """Raise the `progress` of schemes that were given `anneal=True` (fope, xpos) from 0 to 1, linearly.
+    """Raise the `progress` of schemes with the option `anneal=True` linearly from 0 to 1.
 
-    It is a function of the step, so a resumed run goes on where it was, and it is saved with the model.
+    Progress depends only on the step, so a resumed run continues it, and is saved with the model.
 
     Args:
-        share: The share of the steps that it takes, above 0 and up to 1; the rest is trained on the whole scheme.
+        share: Share of the steps it takes, above 0 and at most 1; the rest trains the full scheme.
 
     Raises:
-        OptionError: The share is out of range; at the begin of the training, no scheme has anything to bring in.
+        OptionError: The share is out of range, or (when training begins) no scheme has `anneal=True`.
     """
 
     def __init__(self, share: float = 0.3) -> None:
@@ -30,7 +30,7 @@ class Annealing(TrainerCallback):
         self.share = share
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the progress of the first step; raises if there is nothing to bring in."""
+        """Set the progress of the first step; raise if no scheme is annealed."""
         refuse_best_at_end("Annealing", args)
         if not annealed_inside(model):
             raise OptionError(
@@ -54,6 +54,6 @@ class Annealing(TrainerCallback):
 
 
 def annealed_inside(model: nn.Module) -> list[Annealed]:
-    """Return the schemes of a patched model of which a part is brought in little by little."""
+    """Return the schemes of a patched model that are annealed."""
     found = (module for module in patched_inside(model).modules() if isinstance(module, Annealed))
     return [scheme for scheme in found if scheme.anneal]

@@ -1,4 +1,4 @@
-"""Learning from the model as it was before its conversion, in any `Trainer`."""
+"""Distillation from the model before its conversion, in any `Trainer`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from hf_posenc.recipes.training.handover import patched_inside
 
 
 class Teacher:
-    """The function that a model computed before it was converted.
+    """Function that a model computed before it was converted.
 
-    A window longer than `length` it reads in pieces of that many tokens, each of which overlaps half of the one before: what
-    it says of a token it says from at least half a piece of text before it. Read as a whole, the window would teach how the
-    native encoding fails. Windows of packed documents none of which is longer it reads whole.
+    The teacher reads a window longer than `length` in pieces of `length` tokens that overlap by half, so each
+    prediction after the first piece has at least half a piece of context. A whole window would teach how the native
+    encoding fails beyond its trained length. Windows of packed documents are read whole if no document is longer than
+    `length`.
 
     Args:
-        model: A model with weights of its own, such as `Teacher.copy_of` makes. (`disabled` alone would not do: it has the
-            weights that are being trained.)
-        length: Tokens that it reads at once, at least 2; `None` is the length that its config says it was trained on. Of
-            encoder-decoders, whose windows are not cut, it has no effect.
+        model: Model with its own weights, for instance from `Teacher.copy_of`. (The trained model under `disabled`
+            would not do, since its weights change.)
+        length: Tokens to read at once, at least 2; `None` is the trained length in the config. It has no effect for
+            encoder-decoders, whose windows are not cut.
 
     Raises:
-        OptionError: The length is too small, or beyond the model's own table of positions.
+        OptionError: The length is too small, or exceeds the model's own table of positions.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None) -> None:
@@ -44,10 +45,10 @@ class Teacher:
 
     @classmethod
     def copy_of(cls, model: Any, *, length: int | None = None) -> Teacher:
-        """Make a teacher of a converted model that was not trained yet: a copy with its own encoding again.
+        """Return a teacher from a converted, untrained model: an unpatched copy.
 
         Raises:
-            NotPatchedError: The model is not patched; pass the stock model itself.
+            NotPatchedError: The model is not patched; pass a stock model to `Teacher` itself.
         """
         twin = unpatch(copy.deepcopy(model))
         for parameter in twin.parameters():
@@ -56,11 +57,11 @@ class Teacher:
 
     @classmethod
     def within(cls, adapted: PeftModel, *, length: int | None = None) -> Teacher:
-        """Make a teacher of a model under an adapter, without a copy: adapter off and scheme off is the original.
+        """Return a teacher from a model under an adapter, without a copy: it turns adapter and scheme off.
 
         Raises:
-            OptionError: There is no adapter, so the model's own weights are trained.
-            NotPatchedError: There is no patched model under it.
+            OptionError: The model has no adapter, so its own weights are trained.
+            NotPatchedError: The model under the adapter is not patched.
         """
         if not isinstance(adapted, PeftModel):
             raise OptionError(
@@ -75,13 +76,13 @@ class Teacher:
         return teacher
 
     def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
-        """Return the outputs on a batch, without gradients; of a window read in pieces `logits` and `hidden_states` alone.
+        """Return the outputs on a batch, without gradients; for cut windows only `logits` and `hidden_states`.
 
-        The teacher reads the tokens at their plain positions, also where the batch skips some: beyond its trained length it
-        has nothing to teach. Where positions begin anew, so do its own: packed documents do not see each other.
+        The teacher sees consecutive positions even if the batch skips some, since it knows none beyond its trained
+        length. Its positions restart where those of the batch do, so packed documents stay apart.
 
         Args:
-            inputs: Of the student.
+            inputs: The student's inputs.
             **options: More keywords of the forward.
         """
         with contextlib.ExitStack() as stack:
@@ -105,7 +106,7 @@ class Teacher:
 
 
 def _length_of(model: Any, length: int | None) -> int | None:
-    """Return how many tokens a teacher reads at once; `None` is as many as there are."""
+    """Return the number of tokens a teacher reads at once; `None` means no limit."""
     if length is not None and length < 2:
         raise OptionError(
             f"Teacher(length={length!r}): expected at least 2 tokens, so that a piece overlaps the one before."
@@ -125,15 +126,15 @@ def _length_of(model: Any, length: int | None) -> int | None:
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
-    """Return how many tokens the windows of a batch have; 0 of batches of something else, such as images."""
+    """Return the tokens per window of a batch; 0 for other batches, such as images."""
     names = ("input_ids", "inputs_embeds")
     return next((int(inputs[name].shape[1]) for name in names if inputs.get(name) is not None), 0)
 
 
 def _reach(inputs: dict[str, Any]) -> int:
-    """Return how far the teacher would have to see in a batch: over the windows, or over the longest of packed documents."""
+    """Return the length of the windows in a batch, or of the longest packed document."""
     positions = inputs.get("position_ids")
-    # Beside a mask, positions do not tell documents apart.
+    # With a mask, positions do not mark documents.
     if positions is None or inputs.get("attention_mask") is not None:
         return _tokens(inputs)
     restarting = without_jumps(positions)
@@ -141,7 +142,7 @@ def _reach(inputs: dict[str, Any]) -> int:
 
 
 def _parts(inputs: dict[str, Any], tokens: int, length: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Return the batch in pieces of `length` tokens, and of how many the piece before has told already."""
+    """Yield the batch in pieces of `length` tokens, each with its number of tokens that earlier pieces cover."""
     told = 0
     while told < tokens:
         start = max(0, min(told - length // 2, tokens - length))
@@ -151,7 +152,7 @@ def _parts(inputs: dict[str, Any], tokens: int, length: int) -> Iterator[tuple[d
 
 
 def _cut(given: Any, tokens: int, part: slice) -> Any:
-    """Return the part of an input, `[B, S, ...]`, or of a mask `[B, 1, S, S]`; what has no tokens stays as it is."""
+    """Return a slice of an input `[B, S, ...]` or of a mask `[B, 1, S, S]`; inputs without tokens stay whole."""
     if not isinstance(given, Tensor):
         return given
     if given.shape[-2:] == (tokens, tokens) and given.dim() == 4:
@@ -160,7 +161,7 @@ def _cut(given: Any, tokens: int, part: slice) -> Any:
 
 
 def _joined(pieces: list[tuple[Any, int]]) -> Any:
-    """Return outputs on pieces as those on the whole; each with how many of its first tokens the one before has told."""
+    """Join the outputs on pieces; each comes with its number of tokens that earlier pieces cover."""
     first, _ = pieces[0]
     whole: dict[str, Any] = {"logits": torch.cat([outputs.logits[:, known:] for outputs, known in pieces], dim=1)}
     if first.hidden_states is not None:
@@ -172,18 +173,18 @@ def _joined(pieces: list[tuple[Any, int]]) -> Any:
 
 
 class Distilling:
-    """Mixin of a `Trainer`: mixes the loss with the distance from a teacher.
+    """Mixin for a `Trainer` that adds the distance from a teacher to the loss.
 
     Args:
-        teacher: The teacher; `None` leaves the loss as it is.
-        share: Share of the divergence from the teacher's predictions in the loss, from 0 to 1.
-        hidden: Factor on the distance from the teacher's hidden states, added to the loss.
-        until: Share of the steps after which both have faded to nothing, linearly; 0 keeps them to the end. A teacher brings
-            a model back, and then holds it back where the text would take it further.
-        **kwargs: Of the trainer.
+        teacher: Teacher; `None` leaves the loss unchanged.
+        share: Weight of the divergence from the teacher's predictions in the loss, from 0 to 1.
+        hidden: Weight of the distance from the teacher's hidden states, which is added to the loss.
+        until: Share of the steps over which both fade to zero, linearly; 0 keeps them to the end. (A teacher restores
+            a model first, and later keeps it from learning more from the text.)
+        **kwargs: Arguments of the trainer.
 
     Raises:
-        OptionError: A share is out of range, or the factor is negative.
+        OptionError: A share is out of range, or `hidden` is negative.
     """
 
     def __init__(
@@ -197,11 +198,11 @@ class Distilling:
         super().__init__(**kwargs)
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]
         if getattr(config, "is_encoder_decoder", False):
-            # T5 takes the number of tokens in all accumulated batches, and means over one batch alone all the same.
+            # T5 accepts `num_items_in_batch` but ignores it: its loss is the mean over one batch.
             self.model_accepts_loss_kwargs = False
         self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
         self._text_losses: list[Tensor] = []
-        # To the end, also when the teacher has faded and was let go: who reads the log would take what was logged last.
+        # Log to the end, even after the teacher has faded, since readers of the log take the last entry.
         self._logs_text = teacher is not None
         if teacher is not None:
             teacher.model.to(self.args.device)  # type: ignore[attr-defined]
@@ -209,7 +210,7 @@ class Distilling:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss on the text, mixed in training with the distance from the teacher if there is one."""
+        """Return the loss on the text; in training, mixed with the distance from the teacher."""
         if not model.training:
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -233,7 +234,7 @@ class Distilling:
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `text_loss` beside the loss, which is a mixture: the part on the text, the mean since the last time."""
+        """Log also `text_loss`, the text's part of the mixed loss, as a mean since the last entry."""
         if "loss" in logs and self._text_losses:
             losses = self.accelerator.gather(torch.stack(self._text_losses).mean())  # type: ignore[attr-defined]
             logs["text_loss"] = float(losses.mean())
@@ -241,15 +242,16 @@ class Distilling:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _parts(self, num_items_in_batch: Any) -> int:
-        """Return by how much the loss on the text is smaller than a mean, which distances from the teacher must be too.
+        """Return the divisor from a batch's mean to its part of the loss on all accumulated batches.
 
-        Over accumulated batches the trainer divides the loss that it gets, or has the model divide by all their tokens.
+        It is their number if the model divides its loss by the tokens of all batches, and 1 if the trainer divides
+        later.
         """
         by_the_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return self.current_gradient_accumulation_steps if by_the_model else 1  # type: ignore[attr-defined]
 
     def _weight(self) -> float:
-        """Return what is left of the teacher's influence at this step, from 1 to 0."""
+        """Return the weight of the teacher at this step, from 1 to 0."""
         if not self._until:
             return 1.0
         state = self.state  # type: ignore[attr-defined]
@@ -258,7 +260,7 @@ class Distilling:
 
 
 def without_jumps(positions: Tensor) -> Tensor | None:
-    """Return positions `[B, S]` that count on where those given jump ahead, and begin at 0 where those fall; or `None` if none fall."""
+    """Return positions `[B, S]` without skips: they restart at 0 wherever the given ones fall; `None` if none fall."""
     falls = positions.diff(dim=-1, prepend=positions[:, :1] - 1) <= 0
     if not bool(falls.any()):
         return None
@@ -267,25 +269,25 @@ def without_jumps(positions: Tensor) -> Tensor | None:
 
 
 def _masks(inputs: dict[str, Any], outputs: Any) -> dict[str, Tensor | None]:
-    """Return which tokens count, `[B, S]` or `None` for all, by the name of the outputs that they belong to."""
+    """Return the mask of counted tokens, `[B, S]` or `None` for all, by output name."""
     mask: Tensor | None = inputs.get("attention_mask")
     if "encoder_last_hidden_state" not in outputs:
         return {"logits": mask, "hidden_states": mask}
-    # A decoder stands where its labels are, and they end where they are not to be predicted.
+    # The decoder's tokens are those of its labels; padding is labelled -100.
     labels: Tensor | None = inputs.get("labels")
     written = None if labels is None else labels != -100
     return {"logits": written, "decoder_hidden_states": written, "encoder_hidden_states": mask}
 
 
 def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Return the mean KL divergence of the predictions from those wanted.
+    """Return the mean KL divergence from the teacher's predictions.
 
     Args:
-        logits: `[B, S, vocabulary]`.
-        wanted: The teacher's, of the same shape.
-        keep: Which tokens count, `[B, S]`; `None`, or a mask of other tokens than those predicted, means all.
+        logits: Logits, `[B, S, vocabulary]`.
+        wanted: The teacher's logits, of the same shape.
+        keep: Mask of counted tokens, `[B, S]`; `None`, or a mask of another shape, counts all.
     """
-    # In float32: differences of log-probabilities are small against the log-probabilities.
+    # float32, since the differences of log-probabilities are small.
     got, target = (F.log_softmax(x.float(), dim=-1) for x in (logits, wanted))
     return _mean(F.kl_div(got, target, reduction="none", log_target=True).sum(-1), keep)
 
@@ -294,9 +296,9 @@ def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep
     """Return the mean squared distance of hidden states, relative to the teacher's mean square, over all layers.
 
     Args:
-        hidden: Of the layers, each `[B, S, E]`.
-        wanted: The teacher's.
-        keep: Which tokens count, as in `divergence`.
+        hidden: Hidden states by layer, each `[B, S, E]`.
+        wanted: The teacher's hidden states.
+        keep: Mask of counted tokens, as in `divergence`.
     """
     parts = []
     for got, target in zip(hidden, wanted, strict=True):
@@ -306,7 +308,7 @@ def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep
 
 
 def _mean(values: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the mean of `[B, S]` over the tokens that count."""
+    """Return the mean of `[B, S]` over the counted tokens."""
     if keep is None or keep.shape != values.shape:
         return values.mean()
     weight = keep.to(values)

@@ -1,4 +1,4 @@
-"""Start a scheme where the model's attention is, whatever the scheme computes: layer by layer, by what attention writes."""
+"""Fit of any scheme in attention, layer by layer, to the outputs of the stock model's attention."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from hf_posenc.recipes.training.fit_bias import check_windows
 from hf_posenc.recipes.training.restore import kept
 from hf_posenc.scheme import Scheme
 
-# By module, what an attention reads and what it writes, both `[B, S, E]`.
+# Input and output of each attention, both `[B, S, E]`.
 Traffic = dict[nn.Module, tuple[Tensor, Tensor]]
-# What a model is given, and what goes through its attentions in the stock model then.
+# Inputs of a model, and the resulting traffic in the stock model.
 Part = tuple[dict[str, Tensor], Traffic]
 
 
 @dataclass(frozen=True)
 class Match:
-    """How far the attention of the layers is from that of the stock model.
+    """Distance of each layer's attention output from the stock model's.
 
-    Each number is the mean square of the difference of what it writes, relative to the mean square of what the stock one writes.
+    A distance is the mean square of the difference, relative to the mean square of the stock output.
 
     Attributes:
-        before: By layer, before the fit.
-        after: By layer, after it.
+        before: Distances by layer before the fit.
+        after: Distances by layer after the fit.
     """
 
     before: tuple[float, ...]
@@ -57,33 +57,34 @@ def match(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Match:
-    """Fit the schemes of a converted model, in place, so that each attention writes what it wrote in the stock model.
+    """Fit the schemes of a converted model, in place, to the attention outputs of the stock model.
 
-    Every layer is given what it reads in the stock model, so that all are fitted at once and none waits for those below it. The
-    model's own weights stay as they are: what is found is the best that the scheme's weights can do alone. Unlike `fit`,
-    which knows biases of the distance, this takes any scheme with weights in attention. It costs about as much as as many
-    training steps, and draws nothing from the caller's random numbers.
+    Every layer gets the input it has in the stock model, so all layers are fitted at once. Only the schemes' weights
+    change. Unlike `fit`, which needs additive schemes, this works for any scheme with weights in attention. A step
+    costs about as much as a training step. The caller's random state is unchanged.
 
     Args:
-        model: A converted model whose own encoding was removed, and was one of attention (not a table added to the inputs).
-        ids: Windows of text, int64 `[N, S]`; those longer than the trained length are cut.
-        position_ids: Of the windows, `[N, S]`, where they hold packed documents, which begin anew and do not see each other.
-        corrupt: What the encoder of an encoder-decoder reads in place of a text.
-        steps: Steps of Adam, whose rate goes down to 0 along a cosine.
+        model: Converted model without its own encoding, which must have acted in attention (not a table of positions
+            added to the inputs).
+        ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut.
+        position_ids: Positions of packed documents, `[N, S]`, which restart at each document.
+        corrupt: Function from token ids to the encoder's inputs, for encoder-decoders.
+        steps: Steps of Adam, with a cosine schedule to 0.
         batch_size: Windows per step.
-        micro_batch_size: Windows per forward, to save memory; `None` is all of a step. The same fit, but for rounding.
-        learning_rate: At first.
-        seed: Of the order of the windows.
-        progress: Called after each step with how many are done.
+        micro_batch_size: Windows per forward, to save memory; `None` is the whole batch. The result is the same up to
+            rounding.
+        learning_rate: Initial learning rate.
+        seed: Random seed of the order of windows.
+        progress: Function called after each step with the number of steps done.
 
     Returns:
-        How well it went, on the first windows. Where it did not get nearer, or something raises, the weights are as they were.
+        The distances on the first windows. If they did not shrink, or on an error, the weights are restored.
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: The schemes have no weights in attention, the model's own encoding is none of attention, a number is
-            out of range, or the model takes no positions and some are given.
-        ShapeError: There is no window of at least two tokens that the model knows, or there are not as many positions.
+        OptionError: The schemes have no weights in attention, the native encoding does not act in attention, a number
+            is out of range, or `position_ids` are given for a model without positions.
+        ShapeError: `ids` are not windows of at least two known tokens, or `position_ids` has another shape.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -144,7 +145,7 @@ def match(
 
 
 def _matchable(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the patched attentions; raises if a stock attention does not say what positions do."""
+    """Return the patched attentions; raise if the native encoding does not act in attention."""
     architecture = of_model(model)
     found = []
     for body in architecture.stacks(model).values():
@@ -162,14 +163,14 @@ def _matchable(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _windows(ids: Tensor, length: int | None) -> Tensor:
-    """Return windows `[N, S]` of at most the trained length."""
+    """Cut windows `[N, S]` to at most the trained length."""
     if length is None or ids.shape[1] <= length:
         return ids
     return ids[:, : ids.shape[1] // length * length].reshape(-1, length)
 
 
 def _positions(positions: Tensor, ids: Tensor, length: int | None, device: torch.device) -> Tensor | None:
-    """Return the positions of the windows `[N, S]` that are read; a document that a window begins within begins there."""
+    """Return the positions of the cut windows, `[N, S]`; a document that was cut restarts at the window's start."""
     if positions.shape != ids.shape:
         raise ShapeError(
             f"match: position_ids has the shape {list(positions.shape)}; expected that of ids, {list(ids.shape)}."
@@ -191,7 +192,7 @@ def _inputs(
 
 @contextlib.contextmanager
 def _training_only(model: nn.Module, weights: list[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Leave gradients to these weights, and dropout out; gives what puts the weights back, as is done when something raises."""
+    """Restrict gradients to these weights and turn dropout off; yield the function that restores the weights."""
     own = {id(weight) for weight in weights}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
     for parameter in others:
@@ -229,7 +230,7 @@ def _stock_traffic(model: PreTrainedModel, attentions: list[nn.Module], inputs: 
 
 
 def _distances(model: PreTrainedModel, parts: list[Part], *, learn: bool = False) -> Tensor:
-    """Return how far each attention is from the stock one where both read the same, `[layers]`; with gradients if wanted."""
+    """Return the distance of each attention from the stock one, `[layers]`; with `learn`, compute gradients too."""
     squares = [torch.stack([wrote.float().square().sum() for _, wrote in stock.values()]) for _, stock in parts]
     sizes = torch.stack(squares).sum(0).clamp_min(1e-12)
     found = torch.zeros(len(parts[0][1]))
@@ -243,7 +244,7 @@ def _distances(model: PreTrainedModel, parts: list[Part], *, learn: bool = False
 
 
 def _errors(model: PreTrainedModel, stock: Traffic, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the sum of the squared differences of what each attention writes, `[layers]`."""
+    """Return the squared error of each attention's output, summed, `[layers]`."""
     found: dict[nn.Module, Tensor] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -252,7 +253,7 @@ def _errors(model: PreTrainedModel, stock: Traffic, inputs: dict[str, Tensor]) -
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         found[module] = (output[0].float() - stock[module][1].float()).square().sum()
-        # Nothing after it is read, so nothing after it needs a graph.
+        # Later modules need no graph, since the next attention gets the stock input.
         return (output[0].detach(), *output[1:])
 
     with _hooked(stock, before, after):

@@ -1,4 +1,4 @@
-"""Start an additive scheme where it already says what the model's own encoding said, by regression."""
+"""Fit of an additive scheme to the native encoding or to another scheme, by regression."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hf_posenc.scheme import Scheme
 from hf_posenc.schemes._additive import AdditiveBias
 from hf_posenc.schemes._buckets import Buckets
 
-# Rows of queries, evenly over the length: a scheme may look at the query's own position.
+# Number of query positions, evenly over the length, since some schemes depend on the query's position.
 _ROWS = 16
 _ITERATIONS_PER_STEP = 20
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well schemes say what they should, as the root mean square of the difference of their biases.
+    """Root mean square errors of the schemes' biases.
 
     Attributes:
-        before: Before the regression, in nats.
-        after: After it.
-        spread: That of the wanted bias itself, which a scheme that adds nothing has.
+        before: Error before the regression, in nats.
+        after: Error after the regression.
+        spread: Size of the target bias, which is the error of a zero bias.
     """
 
     before: float
@@ -55,31 +55,31 @@ def fit(
 ) -> Fit:
     """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
 
-    A network (FIRE's) begins evenly over what it sees, whatever it held, and gates begin open; with some of its parameters frozen a
-    scheme begins where it is. It is left as it was if the regression ends no better, and all are where something raises.
+    Networks start from fresh weights and gates start open, unless some parameters are frozen. If the regression does
+    not reduce its error, the scheme keeps its weights; on an error, all schemes do.
 
-    Differences are those between keys of one row, since a constant per row changes no softmax, and weigh less the further
-    the key is, by `1 / (1 + distance)`. Where a scheme serves all layers, it is fitted to the mean.
+    The error compares the keys of one query, since a constant per query does not change the softmax. Keys have the
+    weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to the mean target.
 
-    The native bias of T5 is its table. That of a rotary model is what the rotation adds to the logit of the mean query and
-    the mean key of a head, over some text (most of a head's preference for distances comes from these means).
+    The native bias of T5 is its table. The native bias of a rotary model is what the rotation adds to the logit of a
+    head's mean query and mean key over some text, which explain most of a head's preference for distances.
 
     Args:
-        model: A model patched with an additive scheme.
+        model: Model patched with an additive scheme.
         like: `"native"`, or the name of an additive scheme.
-        ids: Text to take the means of a rotary model over, int64 `[B, S]`.
-        length: How far to look; `None` is the trained length, at most 1,024.
+        ids: Text for the means of a rotary model, int64 `[B, S]`.
+        length: Maximum distance plus one; `None` is the trained length, at most 1,024.
         steps: Steps of the regression (L-BFGS, 20 iterations each).
-        **options: Of the scheme `like`.
+        **options: Options of the scheme `like`.
 
     Returns:
-        How well it went.
+        The errors before and after.
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: A scheme adds no bias of the distance or has no parameters, there is nothing to fit it to, a number is out
-            of range, or there are options without a scheme `like`.
-        ShapeError: `ids` are no windows of tokens that the model knows.
+        OptionError: A scheme is not additive or has no parameters, the target does not exist, a number is out of range,
+            or there are options for `like="native"`.
+        ShapeError: `ids` are not windows of known tokens.
     """
     if not surgery.is_patched(model):
         raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
@@ -94,10 +94,10 @@ def fit(
     if ids is not None:
         check_windows("fit", model, ids, least=1)
     architecture = of_model(model)
-    # Nothing else needs the means, and a model with a table of positions may be unable to read the text.
+    # Only rotary models need the means; a model with a table of positions may be unable to read the text.
     rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
     means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
-    # All are looked at before the first is changed.
+    # Check all schemes before changing one.
     wanted: dict[int, list[Callable[[Block], Tensor]]] = {}
     found: dict[int, AdditiveBias] = {}
     for group in record.from_config(model.config):
@@ -131,7 +131,7 @@ def fit(
                 target = _target(like, geometry, options, means.get(id(attentions[layer])))
                 wanted.setdefault(id(scheme), []).append(target)
     sums = torch.zeros(3, dtype=torch.float64)
-    # All or none, also where it is a later one that fails.
+    # If a later scheme fails, restore the earlier ones too.
     with kept([parameter for scheme in found.values() for parameter in scheme.parameters()]):
         for key, scheme in found.items():
             far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
@@ -142,11 +142,7 @@ def fit(
 
 
 def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: int) -> None:
-    """Raise unless `ids` are windows `[N, S]` of at least so many tokens, all of them in the model's vocabulary.
-
-    Raises:
-        ShapeError: They are not.
-    """
+    """Raise `ShapeError` unless `ids` are windows `[N, S]`, S >= `least`, of tokens in the model's vocabulary."""
     expected = f"expected [windows, tokens], integers, at least 1 of at least {least}"
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         got = f"is of dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is of type {type(ids).__name__}"
@@ -163,7 +159,7 @@ def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: in
 
 
 def additive() -> list[str]:
-    """Return the names of the schemes that add a bias of the distance."""
+    """Return the names of the additive schemes."""
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
 
 
@@ -200,7 +196,7 @@ def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[int, tuple[Tensor, 
 def _target(
     like: str, geometry: Geometry, options: dict[str, Any], means: tuple[Tensor, Tensor] | None
 ) -> Callable[[Block], Tensor]:
-    """Return a function from a block to the wanted bias, float64 `[H, q, K]`."""
+    """Return a function from a block to the target bias, float64 `[H, q, K]`."""
     if like != "native":
         scheme = registry.build(like, geometry, **options).double()
         if not isinstance(scheme, AdditiveBias):
@@ -242,7 +238,7 @@ def _rotary_bias(geometry: Geometry, q: Tensor, k: Tensor) -> Callable[[Block], 
 
 
 def _regress(scheme: AdditiveBias, wanted: list[Callable[[Block], Tensor]], length: int, steps: int) -> Tensor:
-    """Fit one scheme to the mean of the wanted biases; return the mean squares before, after, and of the wanted one."""
+    """Fit a scheme to the mean of target biases; return the mean squared errors before, after, and of a zero bias."""
     rows = torch.arange(1, _ROWS + 1)[None] * (length - 1) // _ROWS
     block = Block(Positions(rows, torch.arange(length)[None]), reach=length - 1)
     distance = block.distance()[0]

@@ -1,4 +1,4 @@
-"""Optimizer groups: the scheme's weights are new, few, and on another scale than the model's."""
+"""Optimizer groups, which give the scheme's new weights a learning rate of their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def parameter_groups(
     """Return groups for an optimizer: the scheme's weights, the model's matrices, and its vectors.
 
     Args:
-        model: Converted or not.
-        scheme_learning_rate: Of the scheme's weights; the others take the optimizer's.
-        weight_decay: On the model's matrices alone. The scheme's weights are few, and their size means something.
+        model: Converted or stock model.
+        scheme_learning_rate: Learning rate of the scheme's weights; the others take the optimizer's.
+        weight_decay: Weight decay of the model's matrices. The scheme's weights get none, since their size has a
+            meaning.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     new = [p for name, p in trained if is_scheme_parameter(name)]
@@ -31,5 +32,5 @@ def parameter_groups(
 
 
 def is_scheme_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a positional scheme."""
+    """Whether a parameter belongs to a positional scheme, by its name."""
     return not {OWN, SHARED}.isdisjoint(name.split("."))

@@ -1,4 +1,4 @@
-"""Weights as they were: for fits that lead nowhere, or are broken off."""
+"""Restoring of weights after fits that fail or do not help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def kept(weights: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Give what puts weights back as they are now, as is done when something raises; leave no gradients on them."""
+    """Yield a function that restores the weights, which an error does too; leave no gradients on them."""
     values = [weight.detach().clone() for weight in weights]
 
     def put_back() -> None:

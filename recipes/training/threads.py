@@ -1,4 +1,4 @@
-"""How many threads a training on a CPU works with: no more than its steps have work for."""
+"""Number of CPU threads for training: no more than its steps have work for."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 
 from hf_posenc.recipes.processes import processes
 
-# Multiplications with weights in a forward that make up for waking one more thread at each operation. Measured on two cores with the
-# 468,000 weights of the model that comes along: in windows of 1,024 tokens and batches of 8, which is a little less than this for each of
-# two threads, one is as fast as two; with an eighth of the tokens more than twice as fast.
+# Multiplications with weights per forward that pay for one more thread. Measured on two cores with the built-in model
+# (468,000 weights): in windows of 1,024 tokens and batches of 8, slightly below this for each of two threads, one
+# thread is as fast as two; with an eighth of the tokens, more than twice as fast.
 _WORTH_A_THREAD = 2**31
-# Whoever sets these has decided.
+# The user's own choice takes precedence.
 _CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextlib.contextmanager
 def enough_threads(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Within the context, torch works with no more threads than steps of a model have work for.
+    """Limit torch's threads, within the context, to those that steps of a model have work for.
 
-    Only ever lowers the number, and leaves it alone where the environment gives one or an accelerator computes.
+    The number is unchanged if the environment gives one, or an accelerator computes.
 
     Args:
-        model: The model.
-        tokens: Read by one forward, over all rows of the batch.
+        model: Model to train.
+        tokens: Tokens per forward, over all rows of the batch.
     """
     before = torch.get_num_threads()
     work = tokens * sum(parameter.numel() for parameter in model.parameters())

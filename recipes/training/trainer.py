@@ -1,4 +1,4 @@
-"""The one way that a model is adapted: a recipe's training on `transformers.Trainer`."""
+"""Training of a model by a recipe, on `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_posenc.recipes.training.handover import Handover
 from hf_posenc.recipes.training.optimizer import parameter_groups
 from hf_posenc.recipes.training.warm_start import NewParametersFirst
 
-# For a few hundred steps 0.999, which averages over a thousand, is slow to learn the size of the gradients.
+# Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98
 _LOG_EVERY, _LOGS = 10, 50
 
@@ -41,20 +41,20 @@ def adapt(
     callbacks: Sequence[TrainerCallback] = (),
     use_cpu: bool = False,
 ) -> list[float]:
-    """Train a converted model, in place, as a recipe says; nothing is saved or measured.
+    """Train a model in place by a recipe, without saving or measuring.
 
-    Works on a model that is not converted as well, which makes the control of an experiment: the same windows in the same order.
+    A stock model gets the same windows in the same order, and serves as the control of an experiment.
 
     Args:
-        model: A language model; converted, under its adapter and so on, as the recipe wants it.
-        recipe: Its sections `training` and `distillation` are followed, and handover and annealing of `conversion`.
+        model: Language model, converted and with its adapter if the recipe has them.
+        recipe: Recipe, used for `training`, `distillation`, `conversion.handover` and `conversion.anneal`.
         windows: Examples with `input_ids` and `labels`.
-        teacher: What to stay close to.
-        callbacks: Of the trainer, more than those of the recipe.
-        use_cpu: Whether to leave accelerators alone.
+        teacher: Teacher for the distillation.
+        callbacks: Callbacks of the trainer in addition to the recipe's.
+        use_cpu: Whether to use the CPU even if there is an accelerator.
 
     Returns:
-        The losses that the trainer logged, in order.
+        The logged losses, in order.
     """
     quiet = dataclasses.replace(recipe.saving, every=0, loggers=[])
     with tempfile.TemporaryDirectory() as folder:
@@ -90,14 +90,14 @@ def adaptation_trainer(
     """Return the trainer of a recipe.
 
     Args:
-        model: As for `adapt`.
-        recipe: What to do.
+        model: Model, as in `adapt`.
+        recipe: Recipe to train by.
         windows: Examples, or an iterable dataset of them.
-        folder: Where the trainer writes.
-        collate: Makes a batch of examples; by default stacks.
-        teacher: What to stay close to.
-        callbacks: Called after those of the recipe.
-        use_cpu: Whether to leave accelerators alone.
+        folder: Output folder of the trainer.
+        collate: Collator of a batch; stacks by default.
+        teacher: Teacher for the distillation.
+        callbacks: Callbacks to run after the recipe's.
+        use_cpu: Whether to use the CPU even if there is an accelerator.
 
     Raises:
         RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
@@ -128,11 +128,7 @@ def adaptation_trainer(
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise unless what the trainer is to report to is installed; it looks only after everything was prepared.
-
-    Raises:
-        RecipeError: Something is not.
-    """
+    """Raise `RecipeError` if a logger is not installed; the trainer would raise only after the data is prepared."""
     known = {"tensorboard": is_tensorboard_available, "trackio": is_trackio_available, "wandb": is_wandb_available}
     for name in loggers:
         if not known[name]():
@@ -142,7 +138,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
-    """Return the trainer's arguments for this process and those beside it."""
+    """Return the trainer's arguments, which depend on the number of processes."""
     training, saving = recipe.training, recipe.saving
     together = processes(use_cpu=use_cpu)
     micro_batch, accumulation = divide_batch(training, together.num_processes)
@@ -167,29 +163,29 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
         save_steps=saving.every or 1,
         logging_steps=max(1, min(_LOG_EVERY, training.steps // _LOGS)),
         report_to=saving.loggers or "none",
-        # A loss that is no number stops the run; the trainer would show the mean of the others.
+        # A NaN loss must stop the run; by default the trainer hides it in the log.
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         dataloader_pin_memory=together.device.type == "cuda",
-        # The data has what the forward takes, and collators look at more.
+        # Collators need all columns.
         remove_unused_columns=False,
-        # The trainer would write its choice into the model's config; it is made in `compute_loss` instead.
+        # With False the trainer would change the model's config; `_Uncached` turns the cache off instead.
         use_cache=True,
         **_checkpointing(training.gradient_checkpointing),
     )
-    # One process drives one device. Where there are more, the trainer would copy the model to all of them by `DataParallel`.
+    # One process drives one device; with more, the trainer would use `DataParallel`.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
-    # Asked for its devices, transformers has accelerate begin anew.
+    # TrainingArguments resets accelerate's state when asked for its devices.
     processes(use_cpu=use_cpu)
     return arguments
 
 
 def divide_batch(training: Training, count: int) -> tuple[int, int]:
-    """Return the windows per forward and the forwards per step of one process.
+    """Return the windows per forward, and the forwards per step, of one process.
 
     Raises:
-        RecipeError: The batch cannot be divided like that.
+        RecipeError: The batch cannot be divided among the processes, or into micro batches.
     """
     share, rest = divmod(training.batch_size, count)
     if rest:
@@ -207,7 +203,7 @@ def divide_batch(training: Training, count: int) -> tuple[int, int]:
 
 
 def whole_batches(windows: Any, batch_size: int) -> Any:
-    """Return the windows without those, at the end, that make no whole batch, so that every step has one."""
+    """Return the windows without an incomplete batch at the end."""
     if not hasattr(windows, "__len__"):
         return windows
     count = len(windows) // batch_size * batch_size
@@ -220,7 +216,7 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
 
 
 def collator(training: Training, collate: Collator) -> Collator:
-    """Return what makes a batch, with the positions of a recipe; its lengths are those of a step, see `AdaptationTrainer`."""
+    """Return the collator for `skip_to`; `AdaptationTrainer` cuts `mixed_lengths`."""
     if training.skip_to is not None:
         collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
     return collate
@@ -228,25 +224,25 @@ def collator(training: Training, collate: Collator) -> Collator:
 
 def _checkpointing(wanted: bool) -> dict[str, Any]:
     known = {entry.name for entry in dataclasses.fields(TrainingArguments)}
-    # transformers 5.23 renamed it, and warns at the old name.
+    # transformers 5.23 renamed the argument, and warns about the old name.
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
 class _Uncached(Trainer):
-    """A trainer that asks for no key/value cache, and leaves what the model's config says of it."""
+    """Trainer without a key/value cache, which does not change the model's config."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
 
 class AdaptationTrainer(Distilling, _Uncached):
-    """A trainer that knows the scheme's weights from the model's, and may listen to a teacher.
+    """Trainer with a learning rate for the scheme, mixed window lengths, and distillation.
 
     Args:
-        scheme_learning_rate: Peak, for the weights of the scheme.
-        lengths: One of these is drawn for each step, and the windows are cut into it; none leaves them whole.
-        **kwargs: Of `Distilling` and of `Trainer`.
+        scheme_learning_rate: Peak learning rate of the scheme's weights.
+        lengths: Window lengths, one of which is drawn for each step to cut its windows into; empty is off.
+        **kwargs: Arguments of `Distilling` and `Trainer`.
     """
 
     def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:
@@ -256,9 +252,9 @@ class AdaptationTrainer(Distilling, _Uncached):
         self._lengths = lengths
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step, cut into windows of its length.
+        """Return the batches of a step, cut into windows of the length drawn for it.
 
-        A collator would draw for each forward, and the same recipe in other micro batches or on other processes see other lengths.
+        A collator would draw per forward, so the lengths would depend on the micro batches and processes.
         """
         if self._lengths:
             draw = content_generator(torch.tensor(self.state.global_step), self.args.seed)
@@ -267,7 +263,7 @@ class AdaptationTrainer(Distilling, _Uncached):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss, as `Distilling` does; a teacher that has faded is let go, for it is as large as the model."""
+        """Return the loss of `Distilling`; free a teacher that has faded, which is as large as the model."""
         if self._teacher is not None and not self._weight():
             self._teacher = None
         return super().compute_loss(*args, **kwargs)
@@ -276,7 +272,7 @@ class AdaptationTrainer(Distilling, _Uncached):
         """Log as `Distilling` does.
 
         Raises:
-            RecipeError: The loss is no number any more. No checkpoint of that step is written.
+            RecipeError: The loss is not finite; no checkpoint of the step is written.
         """
         if not math.isfinite(logs.get("loss", 0.0)):
             raise RecipeError(
@@ -287,7 +283,7 @@ class AdaptationTrainer(Distilling, _Uncached):
         super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer with the groups of `parameter_groups`."""
+        """Return the optimizer, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = parameter_groups(
@@ -301,14 +297,14 @@ class AdaptationTrainer(Distilling, _Uncached):
 
 
 class LogAndSave(TrainerCallback):
-    """A line in the log at each checkpoint and at the end, and no checkpoint at the last step.
+    """Callback that logs at each checkpoint and at the end, and saves no checkpoint at the last step.
 
-    A logged loss is the mean since the line before. A resumed run begins to count at its checkpoint, so a run that was not
-    stopped must do so as well, or the two would log other numbers. At the last step the model itself is saved.
+    A logged loss is the mean since the previous entry. A resumed run starts counting at its checkpoint, so a run
+    without interruption must do so too, or the two would log different numbers. The last step saves the model itself.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the two, after the trainer decided on them."""
+        """Set both flags, after the trainer has set them."""
         ends = state.global_step >= state.max_steps
         control.should_log = control.should_log or control.should_save or ends
         control.should_save = control.should_save and not ends

@@ -1,4 +1,4 @@
-"""Training in stages: first the scheme's new weights alone, then everything."""
+"""Training in two stages: first only the scheme's new weights, then all weights."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from hf_posenc.recipes.training.optimizer import is_scheme_parameter
 
 
 class NewParametersFirst(TrainerCallback):
-    """Leave the model's own weights alone for the first share of the steps.
+    """Callback that trains only the schemes' weights for the first share of the steps.
 
-    Their gradients are thrown away rather than not computed: which weights need gradients must not change under DDP, and an
-    optimizer skips weights without one. The clipping of gradients comes before that: for it they are zero (but not under FSDP).
+    The gradients of the model's own weights are computed and dropped, since DDP does not allow `requires_grad` to
+    change, and optimizers skip weights without gradients. Gradient clipping sees them as zero (except under FSDP).
 
-    A context manager as well. `Trainer` tells its callbacks nothing of a training that raises or is interrupted, and whoever trains
-    the same model on by other means would get no gradients of its own weights:
-    `with NewParametersFirst(...) as first: Trainer(..., callbacks=[first]).train()`. Another training with the same callback goes on
-    as it should.
+    `Trainer` does not tell its callbacks about errors or interrupts, after which the model's own weights would keep
+    zero gradients. Use the callback as a context manager to avoid this:
+    `with NewParametersFirst(...) as first: Trainer(..., callbacks=[first]).train()`.
 
     Args:
-        share: Of the steps, from 0 to 1.
+        share: Share of the steps, from 0 to 1.
 
     Raises:
-        OptionError: The share is out of range; at the begin of the training, no scheme has weights to train.
+        OptionError: The share is out of range, or (when training begins) no scheme has weights to train.
     """
 
     def __init__(self, share: float = 0.1) -> None:
@@ -43,7 +42,7 @@ class NewParametersFirst(TrainerCallback):
         self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin with the first stage; raises if it would train nothing."""
+        """Begin the first stage; raise if it would train nothing."""
         self._end()
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         own = [parameter for name, parameter in trained if not is_scheme_parameter(name)]
@@ -56,23 +55,23 @@ class NewParametersFirst(TrainerCallback):
         self._hooks = [parameter.register_hook(torch.zeros_like) for parameter in own]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the first stage, when it is over."""
+        """End the first stage once its share is over."""
         if not self._first(state):
             self._end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the first stage, if it took the whole training."""
+        """End the first stage if it lasted the whole training."""
         self._end()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Throw away the gradients of the model's own weights, in the first stage."""
+        """Drop the gradients of the model's own weights in the first stage."""
         if self._first(state):
             for name, parameter in model.named_parameters():
                 if not is_scheme_parameter(name):
                     parameter.grad = None
 
     def _first(self, state: Any) -> bool:
-        # Divided, as in a handover: 0.55 * 100 is more than 55.
+        # Division, as in `Handover`, since 0.55 * 100 is more than 55.
         return bool(state.global_step / max(1, state.max_steps) < self.share)
 
     def _end(self) -> None:
