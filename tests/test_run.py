@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from models import DIRECTORIES
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
@@ -97,7 +98,7 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
         "run.json",
         "table.md",
     }
-    assert {path.name for path in (out / "checkpoints").iterdir()} == {"checkpoint-4"}
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {".lock", "checkpoint-4"}
     assert Recipe.read(out / "recipe.yaml") == recipe
     record = json.loads((out / "run.json").read_text(encoding="utf-8"))
     assert record["command"] == "hf-posenc train it"
@@ -532,8 +533,8 @@ def test_a_folder_is_written_by_one_process(read: Any, tmp_path: Path, monkeypat
     with pytest.raises(Stop):
         run.train(recipe, out)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    other = saving.Lock(out)
-    other.take()
+    other = FileLock(out / run.LOCK)
+    other.acquire()
     with pytest.raises(RecipeError, match="is being written by another process"):
         run.resume(out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
@@ -548,8 +549,8 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
 
     def late(self: Any, facts: Any) -> None:
         (out / run.CHECKPOINTS).mkdir(parents=True)
-        other = saving.Lock(out)
-        other.take()
+        other = FileLock(out / run.LOCK)
+        other.acquire()
         try:
             claim(self, facts)
         finally:

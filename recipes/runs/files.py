@@ -18,11 +18,6 @@ from transformers import TrainerCallback
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.directories import storing
 
-try:
-    import fcntl
-except ImportError:  # Windows has none.
-    fcntl = None  # type: ignore[assignment]
-
 # Prefix of files and folders that are being written or removed.
 UNFINISHED = ".unfinished"
 # Last file written into a checkpoint; it holds the sizes of the others.
@@ -74,44 +69,6 @@ def check_writable(folder: Path) -> None:
         raise RecipeError(
             f"{folder} cannot be written: {error.strerror or error}. Choose another folder, or make this one writable."
         ) from error
-
-
-class Lock:
-    """Keeps two processes from writing one folder; what is killed holds nothing any more.
-
-    Args:
-        folder: The folder, which need not be there yet.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._descriptor: int | None = None
-
-    def take(self) -> None:
-        """Lock the folder, if it is there and is not locked by this object already.
-
-        Raises:
-            RecipeError: Another process has it.
-        """
-        if fcntl is None or self._descriptor is not None or not self.folder.is_dir():
-            return
-        self._descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise RecipeError(
-                f"{self.folder} is being written by another process. Wait until that ends, stop it, or choose another "
-                "folder."
-            ) from None
-        except OSError:
-            pass  # A file system without locks.
-
-    def release(self) -> None:
-        """Give the folder free."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 def clear(folder: Path) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 from rich.console import Console
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
@@ -33,7 +34,7 @@ from transformers import TrainerCallback, set_seed
 from hf_posenc.errors import CheckpointError, RecipeError, StorageError
 from hf_posenc.patches.directories import storing
 from hf_posenc.patches.patch import disabled, patch
-from hf_posenc.patches.plan import Plan, plan
+from hf_posenc.patches.plan import plan
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
 from hf_posenc.recipes.loading import load
@@ -54,6 +55,8 @@ from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_tra
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
+# The file stays, but the lock ends with its process, even if that is killed.
+LOCK = f"{CHECKPOINTS}/.lock"
 
 # Key of the recipe in run.json.
 _KEPT = "recipe"
@@ -104,10 +107,10 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
     if not together.is_main_process:
         console = None
     _check_folder(folder, recipe)
-    lock = files.Lock(folder)
+    lock = FileLock(folder / LOCK, blocking=False)
     try:
         if together.is_main_process:
-            lock.take()
+            _take(lock, folder)
         measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
         if (folder / MODEL).is_dir():
             if console:
@@ -173,7 +176,7 @@ class _Run:
         console: Console | None,
         command: str,
         measurements: Measurements,
-        lock: files.Lock,
+        lock: BaseFileLock,
     ) -> None:
         self.lock = lock
         self.recipe, self.folder, self.console = recipe, folder, console
@@ -208,9 +211,11 @@ class _Run:
             windows=recipe.evaluation.windows,
             contexts=recipe.evaluation.contexts,
         )
-        planned = _plan(model, recipe.conversion)
+        planned = None
         if recipe.conversion.scheme is not None:
-            patch(model, recipe.conversion.scheme, **_selection(recipe.conversion))
+            keywords = _selection(recipe.conversion)
+            planned = plan(model, recipe.conversion.scheme, **keywords)
+            patch(model, recipe.conversion.scheme, **keywords)
         suitability.check_tables(recipe, model, length)
         self._fit(model, data)
         teacher = _own_teacher(model, recipe)
@@ -232,7 +237,11 @@ class _Run:
             for note in notes:
                 self.console.print(note)
         measure = partial(
-            readable_curve, ids=data.held_out, contexts=contexts, windows=recipe.evaluation.windows, **_reading(data)
+            readable_curve,
+            ids=data.held_out,
+            contexts=contexts,
+            windows=recipe.evaluation.windows,
+            corrupt=data.corrupt,
         )
         every = recipe.evaluation.every
         measuring = Measuring(self.measurements, measure, every=every, contexts=contexts, console=self.console)
@@ -306,7 +315,7 @@ class _Run:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
         if self.processes.is_main_process:
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            self.lock.take()
+            _take(self.lock, self.folder)
             files.clear(self.folder)
             files.clear(self.folder / CHECKPOINTS)
             files.write_text(self.folder / RECIPE, self.recipe.text())
@@ -361,6 +370,20 @@ class _NativeFirst(TrainerCallback):
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _take(lock: BaseFileLock, folder: Path) -> None:
+    """Lock the folder of a run if it exists and is not locked yet; raise if another process has the lock."""
+    if lock.is_locked or not (folder / CHECKPOINTS).is_dir():
+        return
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RecipeError(
+            f"{folder} is being written by another process. Wait until that ends, stop it, or choose another folder."
+        ) from None
+    except OSError:
+        pass  # The file system has no locks, or is read-only.
 
 
 def _check_folder(folder: Path, recipe: Recipe) -> None:
@@ -439,18 +462,9 @@ def _selection(conversion: Conversion) -> dict[str, Any]:
     return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
 
 
-def _plan(model: Any, conversion: Conversion) -> Plan | None:
-    return None if conversion.scheme is None else plan(model, conversion.scheme, **_selection(conversion))
-
-
 def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
     examples = list(itertools.islice(iter(data.train), count))
     return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
-
-
-def _reading(data: Prepared) -> dict[str, Any]:
-    """Return extra keywords of `context_curve` for encoder-decoders."""
-    return {} if data.corrupt is None else {"corrupt": data.corrupt}
 
 
 def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:

@@ -60,7 +60,7 @@ def _needs(recipe: Recipe) -> list[_Need]:
     return [
         _Need("conversion", ("options", "native", "layers", "stacks", "fit"), has_scheme, "a scheme"),
         _Need("conversion", ("handover",), conversion.native == "handover", "conversion.native: handover"),
-        _Need("conversion", ("anneal",), _anneals(recipe), "anneal: true among conversion.options"),
+        _Need("conversion", ("anneal",), anneals(conversion), "anneal: true among conversion.options"),
         _Need("training", ("new_parameters_first",), has_scheme, "a scheme"),
         _Need(
             "data",
@@ -85,8 +85,9 @@ def _needs(recipe: Recipe) -> list[_Need]:
     ]
 
 
-def _anneals(recipe: Recipe) -> bool:
-    return recipe.conversion.scheme is not None and recipe.conversion.options.get("anneal") is True
+def anneals(conversion: Conversion) -> bool:
+    """Whether the scheme is brought in gradually."""
+    return conversion.scheme is not None and conversion.options.get("anneal") is True
 
 
 def _without_effect(recipe: Recipe) -> Iterator[str]:

@@ -19,7 +19,7 @@ from transformers.integrations import is_tensorboard_available, is_trackio_avail
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping, content_generator, cut, draw_length
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.schema.consistency import warmup_steps
+from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.annealing import Annealing
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
@@ -106,15 +106,18 @@ def adaptation_trainer(
     own: list[TrainerCallback] = [LogAndSave()]
     if conversion.scheme is not None and conversion.native == "handover":
         own.append(Handover(conversion.handover))
-    if conversion.scheme is not None and conversion.options.get("anneal") is True:
+    if anneals(conversion):
         own.append(Annealing(conversion.anneal))
     if training.new_parameters_first:
         own.append(NewParametersFirst(training.new_parameters_first))
+    collate = collate or default_data_collator
+    if training.skip_to is not None:
+        collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
     trainer = AdaptationTrainer(
         model=model,
         args=training_arguments(recipe, folder, use_cpu=use_cpu),
         train_dataset=whole_batches(windows, training.batch_size),
-        data_collator=collator(training, collate or default_data_collator),
+        data_collator=collate,
         callbacks=[*own, *callbacks],
         scheme_learning_rate=training.scheme_learning_rate,
         lengths=training.mixed_lengths or (),
@@ -213,13 +216,6 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
             "batches or a smaller training.length."
         )
     return windows if count == len(windows) else Subset(windows, range(count))
-
-
-def collator(training: Training, collate: Collator) -> Collator:
-    """Return the collator for `skip_to`; `AdaptationTrainer` cuts `mixed_lengths`."""
-    if training.skip_to is not None:
-        collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
-    return collate
 
 
 def _checkpointing(wanted: bool) -> dict[str, Any]:
