@@ -24,12 +24,12 @@ PAGES = Path(__file__).parent / "schemes"
 INDEX = PAGES / "README.md"
 FACTS = ("<!-- facts: generated -->", "<!-- end of facts -->")
 TABLE = ("<!-- index: generated -->", "<!-- end of index -->")
-# Lines on a white page have few colours; with this many a heat map shows no steps.
+# Line plots have few colours; with this many a heat map shows no steps.
 _COLOURS = 192
 
 
 def llama_3_8b() -> LlamaConfig:
-    """Return the config that all numbers are for."""
+    """Return the config of Llama-3-8B, the reference for all numbers."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -45,7 +45,7 @@ def llama_3_8b() -> LlamaConfig:
 
 
 def facts(info: hf_posenc.SchemeInfo) -> str:
-    """Return the generated part of a scheme's page: what the code says of it, and its picture."""
+    """Return the generated part of a scheme's page: a table of facts, and its picture."""
     config = llama_3_8b()
     plan = hf_posenc.plan(config, info.name)
     rows = [
@@ -90,7 +90,7 @@ def index() -> str:
 
 
 def current(page: Path) -> str:
-    """Return the text that a scheme's page, or the index, should have.
+    """Return the current text of a scheme's page, or of the index.
 
     Raises:
         SystemExit: The page is missing or lacks the markers.
@@ -106,7 +106,7 @@ def pages() -> list[Path]:
 
 
 def draw(name: str) -> Path:
-    """Draw the picture of a scheme into its file, with few colours so that it stays small."""
+    """Draw the picture of a scheme into its file, with few colours so that the file is small."""
     path = PAGES / f"{name}.png"
     buffer = BytesIO()
     portrait(name).savefig(buffer, format="png")

@@ -1,4 +1,4 @@
-"""What the site needs beside the Markdown of docs/: documents from elsewhere, the commands, and formulas.
+"""Hooks of the site: documents outside of docs/, generated pages, links and formulas.
 
 mkdocs calls these functions by their names.
 """
@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
-# Documents outside of docs/, by their path in the repository: where they are on the site.
+# Documents outside of docs/: their paths in the repository and on the site.
 ELSEWHERE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -31,7 +31,7 @@ ELSEWHERE = {
 
 
 def on_config(config: Any) -> Any:
-    """List all schemes and results in the navigation; write formulas as MathML, which browsers draw themselves."""
+    """List all schemes and results in the navigation, and write formulas as MathML, which needs no script."""
     schemes = sorted((ROOT / "docs/schemes").glob("[!R]*.md"))
     more = {
         "Schemes": [f"schemes/{path.name}" for path in schemes],
@@ -48,7 +48,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the documents from elsewhere, and those that the code writes."""
+    """Add the documents outside of docs/ and the generated pages."""
     for source, place in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for place, write in {"results/index.md": results, "recipes.md": recipes, "command_line.md": commands}.items():
@@ -57,32 +57,32 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links that are right in the repository into ones that are right on the site."""
+    """Change links from paths in the repository to paths on the site."""
     here = page.file.src_uri
     source = next((path for path, place in ELSEWHERE.items() if place == here), f"docs/{here}")
 
-    def turned(match: re.Match[str]) -> str:
+    def changed(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         place = ELSEWHERE.get(target, target.removeprefix("docs/"))
         if not (ROOT / target).is_file() or (target == place and target not in ELSEWHERE):
             return match[0]
         return f"]({posixpath.relpath(place, posixpath.dirname(here) or '.')}"
 
-    return re.sub(r"\]\(([^\s():#]+)", turned, markdown)
+    return re.sub(r"\]\(([^\s():#]+)", changed, markdown)
 
 
 def formula(source: str, *_: Any, **__: Any) -> str:
-    """Return a formula in TeX as MathML, in those words of TeX that the converter knows."""
+    """Return a TeX formula as MathML, without the commands that the converter does not know."""
     source = re.sub(r"\\[bB]ig", "", source.replace("{aligned}", "{split}"))
     return f'<div class="formula">{convert(source, display="block")}</div>'
 
 
 def recipes() -> str:
-    """Return a page with every recipe that comes with the package."""
+    """Return a page with every built-in recipe."""
     lines = [
         "# Built-in recipes",
         "",
-        "Each recipe, as far as it differs from [the defaults](adaptation.md#what-a-recipe-says).",
+        "Each recipe lists the keys that differ from [the defaults](adaptation.md#what-a-recipe-says).",
         "`hf-posenc recipes show NAME` prints every key.",
         "",
     ]
