@@ -355,7 +355,10 @@ def table(what: str, results: dict[str, Any], setting: str, command: str) -> str
         "model": "A training step of a Llama with 4 layers (hidden 512, 8 heads on 4 kv heads); 1 is the stock model.",
         "decode": "One more token of that Llama after S cached ones; 1 is the stock model.",
     }[what]
+    title = {"op": "attention", "peers": "attention, compared with other packages", "model": "a training step"}
     lines = [
+        f"# Speed of {title.get(what, 'decoding')}, {setting.partition(', Python')[0]}",
+        "",
         f"{subject} Medians of interleaved rounds. {setting}.",
         "",
         "| | " + " | ".join(f"{name}: {kind}" for name in results for kind in kinds) + " |",

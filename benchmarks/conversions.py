@@ -82,6 +82,8 @@ def main() -> None:
         rows.append(f"| {row} | " + " | ".join(cells) + f" | {note} | {same} |")
         sys.stderr.write(rows[-1] + "\n")
     lines = [
+        "# Perplexity after a conversion without training",
+        "",
         f"Perplexity of the same 64 tokens by context length, before any training; {arguments.windows} windows.",
         "",
         "| scheme | "

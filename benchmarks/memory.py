@@ -68,6 +68,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(peak(scheme, executor, int(length))))
         return
     lines = [
+        "# Peak memory of attention",
+        "",
         f"Peak memory of one layer, B = 1, H = {HEADS}, D = {HEAD_DIM}, float32, causal, forward and backward, MiB above the",
         "process before it; each case in a fresh process.",
         "",

@@ -47,6 +47,8 @@ def main() -> None:
         *(f"fp32, from {first:,}" for first in FIRST),
     ]
     lines = [
+        "# Exactness of rotary starts",
+        "",
         "Largest difference between the logits of a Llama (up to about 5) before and after patching, 13 tokens from a position on.",
         "",
         "| scheme | rope type | " + " | ".join(names) + " |",

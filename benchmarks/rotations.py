@@ -55,6 +55,8 @@ def main() -> None:
     turning = measure({c: turner(models[c], arguments.length) for c in cases}, 3 * arguments.rounds)
     training = measure({c: trainer(models[c], ids) for c in cases}, arguments.rounds)
     lines = [
+        "# Speed of learned rotations",
+        "",
         f"A Llama with {arguments.layers} layers, hidden size {CONFIG['hidden_size']}, {CONFIG['num_attention_heads']} heads on "
         f"{CONFIG['num_key_value_heads']} kv heads, S = {arguments.length}, batch 1, float32, {arguments.threads} thread(s), from "
         "the pretrained start. Medians of interleaved rounds; in brackets the middle half of the ratios to stock RoPE of the "

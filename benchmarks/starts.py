@@ -39,6 +39,8 @@ def main() -> None:
         table.append(row(arguments.checkpoint, name, ids))
         sys.stderr.write(table[-1] + "\n")
     lines = [
+        "# Starts with the native encoding kept",
+        "",
         f"Each scheme at its most careful start, on {arguments.rows} x {arguments.length} tokens. Then {STEPS} steps of Adam "
         "(learning rate 0.001, no decay) on the new parameters alone.",
         "",

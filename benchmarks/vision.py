@@ -172,6 +172,8 @@ def report(rows: list[Row], arguments: argparse.Namespace, minutes: float) -> st
     """Return the table, with how it was made."""
     names = [f"{kind}, {size}" for kind, size in CASES]
     lines = [
+        "# Digits at larger resolutions (ViT)",
+        "",
         f"Digits recognised, % of {len(data()[0]) - TRAINED_ON} held out, mean of {arguments.seeds} seeds, by side of the image in "
         f"pixels. ViTs of 2 layers and 64 channels with patches of {PATCH} x {PATCH}, trained on {SIDE} x {SIDE} pixels from scratch for "
         f"{arguments.steps} steps of {BATCH} images; {SMALLEST} to {SIDE} pixels of these are the digit. In enlarged images digits "
