@@ -189,7 +189,7 @@ def test_there_are_two_recommendations_where_length_costs_much() -> None:
     assert (found.near, found.far, found.overall) == (NATIVE, "a", None)
     assert found.recommended == (NATIVE, "a")
     said = " ".join(found.reasons)
-    assert "so even this one loses" in said
+    assert "even this model loses" in said
     # exp(0.1) and exp(2.5 - 4).
     assert re.search(r"a costs: 110\.\d \[", said.replace(" %", "")), said
     assert "22.3" in said
@@ -237,7 +237,8 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
 def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
     found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
     assert found.reasons[-1] == (
-        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; a is equally fast within noise."
+        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; a is equally fast within "
+        "noise."
     )
 
 
@@ -386,7 +387,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
         patched.setattr(cost, "step_ratios", stop)
         stopped = CliRunner().invoke(cli.app, typed)
     assert stopped.exit_code == 130, stopped.output
-    assert "the same command goes on" in stopped.output
+    assert "run the same command again to continue" in stopped.output
     done = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     assert out / "runs" / NATIVE / "findings.json" in done
     assert out / "runs" / "alibi" / "model" / "model.safetensors" in done

@@ -108,9 +108,9 @@ def _blocks(
         "Memory and time of a training step are multiples of the native model's. Length generalisation is the "
         "perplexity on a longer text as a multiple of the same model's at the trained length. Long-term decay is the "
         "difference that positions alone make between the logits of near and far keys on a text of "
-        f"{_decay_length(found)} tokens, as a mean over heads and layers; near keys are at most a sixteenth of the text "
-        "away, far keys at least half of it. A native encoding that is kept does not count. Decay is 0 for schemes that "
-        f"do not act on logits. Green: up to {_GOOD:g}; yellow: up to {_FAIR:g}; red: above."
+        f"{_decay_length(found)} tokens, as a mean over heads and layers; near keys are at most a sixteenth of the "
+        "text away, far keys at least half of it. A native encoding that is kept does not count. Decay is 0 for "
+        f"schemes that do not act on logits. Green: up to {_GOOD:g}; yellow: up to {_FAIR:g}; red: above."
     )
     yield _card(found, trained, marked)
     yield Heading("Cost and start")
