@@ -191,7 +191,7 @@ def test_there_are_two_recommendations_where_length_costs_much() -> None:
     said = " ".join(found.reasons)
     assert "even this model loses" in said
     # exp(0.1) and exp(2.5 - 4).
-    assert re.search(r"a costs: 110\.\d \[", said.replace(" %", "")), said
+    assert re.search(r"the perplexity of a is 110\.\d \[", said.replace(" %", "")), said
     assert "22.3" in said
 
 

@@ -6,7 +6,6 @@ other targets at every length, columns could not be compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,31 +16,14 @@ from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.patches.modes import evaluating
+from hf_posenc.recipes.evaluation import intervals
+from hf_posenc.recipes.evaluation.intervals import Interval
 
 # Scored tokens per window: few, because the shortest context must cover them.
 TARGETS = 64
 
 # A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
 Corruption = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over windows.
-
-    Attributes:
-        mean: The mean.
-        error: Its standard error; NaN for a single window.
-    """
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Tensor) -> Estimate:
-        """Return the mean of `values` `[windows]` and its standard error."""
-        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(float(values.mean()), error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +43,15 @@ class ContextCurve:
         """Number of windows measured."""
         return self.losses.shape[1]
 
-    def perplexity(self, context: int) -> Estimate:
-        """Return the perplexity at a context length; its error is that of the mean loss, carried through `exp`."""
-        loss = Estimate.of(self._at(context))
-        # The loss of a diverged model would overflow exp.
-        perplexity = math.inf if loss.mean > 700 else math.exp(loss.mean)
-        return Estimate(perplexity, perplexity * loss.error)
+    def loss(self, context: int) -> Interval:
+        """Return the loss at a context length, in nats per token."""
+        return intervals.of_mean(self._at(context))
 
-    def minus(self, other: ContextCurve, context: int) -> Estimate:
+    def perplexity(self, context: int) -> Interval:
+        """Return the perplexity at a context length."""
+        return intervals.of_exponential(self._at(context))
+
+    def minus(self, other: ContextCurve, context: int) -> Interval:
         """Return this loss minus that of another model on the same windows, in nats per token.
 
         Differences are taken window by window. Hard windows are hard for both models, so the difference is known more
@@ -77,12 +60,23 @@ class ContextCurve:
         Raises:
             ShapeError: The curves were measured on different numbers of windows.
         """
+        return intervals.of_mean(self._differences(other, context))
+
+    def ratio(self, other: ContextCurve, context: int) -> Interval:
+        """Return this perplexity as a share of that of another model on the same windows.
+
+        Raises:
+            ShapeError: The curves were measured on different numbers of windows.
+        """
+        return intervals.of_exponential(self._differences(other, context))
+
+    def _differences(self, other: ContextCurve, context: int) -> Tensor:
         if other.windows != self.windows:
             raise ShapeError(
                 f"Got curves of {self.windows} and {other.windows} windows; a paired comparison takes the same. "
                 "Measure both models with the same ids and number of windows."
             )
-        return Estimate.of(self._at(context) - other._at(context))
+        return self._at(context) - other._at(context)
 
     def _at(self, context: int) -> Tensor:
         if context not in self.contexts:

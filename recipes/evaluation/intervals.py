@@ -30,6 +30,11 @@ class Interval:
         """Whether anything was measured."""
         return math.isfinite(self.mean)
 
+    @property
+    def arms(self) -> tuple[float, float]:
+        """Distances of the lower and the upper end from the estimate."""
+        return self.mean - self.low, self.high - self.mean
+
 
 def of_mean(values: Tensor) -> Interval:
     """Return Student's interval for the mean of samples `[n]`."""
@@ -104,4 +109,4 @@ def _student(freedom: int) -> float:
 
 def _exp(loss: float) -> float:
     # The loss of a diverged model would overflow exp.
-    return math.exp(min(loss, 700.0)) if not math.isnan(loss) else loss
+    return math.inf if loss > 700 else math.exp(loss)
