@@ -39,6 +39,7 @@ from hf_posenc.patches.patch import patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_curve
+from hf_posenc.recipes.evaluation.grid import LOSS, PERPLEXITY
 from hf_posenc.recipes.loading import TINY_LLAMA, load
 from hf_posenc.recipes.plots.curves import plot_curves
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
@@ -240,20 +241,15 @@ def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
 
 def _what_was_measured(training: Training, windows: int) -> str:
     return (
-        f"Perplexity of the same {TARGETS} tokens in each of {windows} held-out windows (mean and standard error), "
-        "after reading as many tokens as the column says. Both trained models (also the original, as a control) saw "
-        f"the same {training.steps} batches of {training.batch_size} windows of {training.length} tokens, never "
-        "longer, at the same learning rates, staying close to the original model by distillation. One seed."
+        f"Perplexity of the same {TARGETS} tokens in each of {windows} held-out windows (with 95 % interval), "
+        "after reading as many tokens as the column says. Both trained models (also the original, as a control) saw the same "
+        f"{training.steps} batches of {training.batch_size} windows of {training.length} tokens, never longer, at the "
+        "same learning rates, staying close to the original model by distillation. One seed."
     )
 
 
 def _cells(subject: Subject) -> list[str]:
-    points = [subject.curve.perplexity(context) for context in subject.curve.contexts]
-    # Round at about the second digit of the error.
-    return [
-        f"{point.mean:.0f} ± {point.error:.0f}" if point.error >= 10 else f"{point.mean:.1f} ± {point.error:.1f}"
-        for point in points
-    ]
+    return [PERPLEXITY.write(subject.curve.perplexity(context)) for context in subject.curve.contexts]
 
 
 def _table(subjects: Sequence[Subject]) -> Table:
@@ -264,7 +260,9 @@ def _table(subjects: Sequence[Subject]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for subject in subjects:
-        table.add_row(subject.name, *_cells(subject))
+        # Intervals would make the table wider than a terminal; they are in the report.
+        means = (subject.curve.perplexity(context).mean for context in subject.curve.contexts)
+        table.add_row(subject.name, *(f"{mean:.1f}" for mean in means))
     return table
 
 
@@ -294,7 +292,7 @@ def _markdown(title: str, subjects: Sequence[Subject], note: str) -> str:
             "",
             note,
             "",
-            "Difference from the original in nats per token, window by window (mean and standard error):",
+            "Difference from the original in nats per token, window by window (with 95 % interval):",
             "",
             *header,
             *("|".join(["", subject.name, *_differences(subject, subjects[0]), ""]) for subject in subjects[1:]),
@@ -310,8 +308,7 @@ def _differences(subject: Subject, reference: Subject) -> list[str]:
 
 
 def _difference(subject: Subject, reference: Subject, context: int) -> str:
-    difference = subject.curve.minus(reference.curve, context)
-    return f"{difference.mean:+.3f} ± {difference.error:.3f}"
+    return LOSS.write(subject.curve.minus(reference.curve, context))
 
 
 def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any, prompt: Tensor) -> None:

@@ -68,15 +68,23 @@ def test_estimates(ids: Tensor) -> None:
     ours = ContextCurve((8, 16), torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.float64))
     theirs = ContextCurve((8, 16), ours.losses + torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 3.0]]))
     perplexity = ours.perplexity(8)
-    assert perplexity.mean == pytest.approx(math.exp(2.0))
-    assert perplexity.error == pytest.approx(math.exp(2.0) / math.sqrt(3))
+    # Student's quantile for two degrees of freedom, times the standard error of the mean loss.
+    half = 4.302653 / math.sqrt(3)
+    assert (perplexity.mean, perplexity.low, perplexity.high) == pytest.approx(
+        (math.exp(2.0), math.exp(2.0 - half), math.exp(2.0 + half))
+    )
+    loss = ours.loss(8)
+    assert (loss.mean, *loss.arms) == pytest.approx((2.0, half, half))
     # Windows that differ by the same amount leave no doubt about it, however different they are.
     paired = theirs.minus(ours, 8)
-    assert (paired.mean, paired.error) == (0.5, 0.0)
-    assert theirs.minus(ours, 16).error == pytest.approx(1.0)
-    assert math.isnan(ContextCurve((8,), ours.losses[:1, :1]).perplexity(8).error)
-    with pytest.raises(ShapeError, match="takes the same"):
-        ours.minus(ContextCurve((8,), ours.losses[:1, :2]), 8)
+    assert (paired.mean, paired.low, paired.high) == (0.5, 0.5, 0.5)
+    assert theirs.ratio(ours, 8).high == pytest.approx(math.exp(0.5))
+    assert theirs.minus(ours, 16).arms == pytest.approx((4.302653, 4.302653))
+    assert math.isnan(ContextCurve((8,), ours.losses[:1, :1]).perplexity(8).low)
+    assert ContextCurve((8,), 400 * ours.losses[:1]).perplexity(8).mean == math.inf
+    for paired in (ours.minus, ours.ratio):
+        with pytest.raises(ShapeError, match="takes the same"):
+            paired(ContextCurve((8,), ours.losses[:1, :2]), 8)
     with pytest.raises(ShapeError, match="measured were 8, 16"):
         ours.perplexity(9)
 

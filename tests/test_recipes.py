@@ -235,7 +235,7 @@ def test_demo(tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     original, control, untrained, adapted = outcome.subjects
     for subject in outcome.subjects:
-        cell = table.split(f"|{subject.name}|")[1].split(" ± ")[0]
+        cell = table.split(f"|{subject.name}|")[1].split(" [")[0]
         assert float(cell) == pytest.approx(subject.curve.perplexity(64).mean, abs=0.5)
         assert subject.name in screen.getvalue()
     assert "logits bit-equal, largest difference 0" in screen.getvalue()

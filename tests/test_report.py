@@ -16,7 +16,8 @@ from peft import get_peft_model
 from test_display import FACTS
 
 import hf_posenc
-from hf_posenc.recipes.evaluation.curve import ContextCurve, Estimate
+from hf_posenc.recipes.evaluation.curve import ContextCurve
+from hf_posenc.recipes.evaluation.intervals import Interval
 from hf_posenc.recipes.plots import curves as plots
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements
@@ -73,16 +74,16 @@ def test_table(tmp_path: Path) -> None:
     perplexity = rows_under(text, "Perplexity per token")
     assert list(perplexity) == ["tokens read", "---", "native", "fire, before training", "fire, after 200 steps"]
     assert perplexity["tokens read"] == ["64", "128", "1,024"]
-    e = math.exp
-    assert perplexity["native"] == [f"{e(2.5):.1f} ± {e(2.5) / 2:.1f}", f"{e(1.5):.1f} ± {e(1.5) / 2:.1f}", "-"]
+    # Two windows have one degree of freedom: the interval reaches 12.7 standard errors of the loss to each side.
+    assert perplexity["native"] == ["12 [0, 6,996]", "4 [0, 2,574]", "-"]
     ratio = rows_under(text, "As a percentage")
-    # 0.2 +- 0.1 nats, window by window, is 122.1 +- 12.2 percent.
-    assert ratio["fire, after 200 steps"] == ["100.000 ± 0.000 %", "122 ± 12 %", "-"]
+    # 0.2 nats with a standard error of 0.1, paired by window.
+    assert ratio["fire, after 200 steps"] == ["100.000 [100.000, 100.000]", "122 [34, 435]", "-"]
     assert "native" not in ratio
     difference = rows_under(text, "Difference from the native model")
-    assert difference["fire, after 200 steps"] == ["+0.000 ± 0.000", "+0.20 ± 0.10", "-"]
-    assert difference["fire, before training"] == ["+3.000 ± 0.000", "+3.50 ± 0.50", "-"]
-    assert rows_under(text, "Loss in nats")["fire, after 200 steps"][1:] == ["1.70 ± 0.60", "1.70 ± 0.50"]
+    assert difference["fire, after 200 steps"] == ["0.000 [0.000, 0.000]", "0.2 [-1.1, 1.5]", "-"]
+    assert difference["fire, before training"] == ["3.000 [3.000, 3.000]", "4 [-3, 10]", "-"]
+    assert rows_under(text, "Loss in nats")["fire, after 200 steps"][1:] == ["2 [-6, 9]", "2 [-5, 8]"]
     assert "2 held-out windows" in text
     assert "native cannot read more than 128 tokens" in text
     assert "first and last logged: 4.5000 and 2.2500" in text
@@ -171,7 +172,7 @@ def test_a_picture_of_one_point_and_no_log(tmp_path: Path) -> None:
         trained_length=64,
         title="one",
         losses=[],
-        course=[(0, Estimate(3.0, math.nan))],
+        course=[(0, Interval(3.0, math.nan, math.nan))],
         native=None,
         course_length=64,
     )
@@ -206,7 +207,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
     assert "Learned from the model as it was (50% of the loss)." in text
     assert text.count("from_pretrained(") == 1
-    assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 ± 12 %"
+    assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 [34, 435]"
     assert "0.25 s per step" in text
     assert "```bash\nhf-posenc train llama-fire --out run\n```" in text
     assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text

@@ -1,6 +1,6 @@
 """The command line: `hf-posenc --help`.
 
-Everything heavy is imported inside the commands, so that help and the tables of schemes and recipes come at once.
+Heavy modules are imported inside the commands, so that help and the tables of schemes and recipes appear at once.
 """
 
 from __future__ import annotations

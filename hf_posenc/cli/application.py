@@ -1,4 +1,4 @@
-"""The application that all commands belong to."""
+"""The application with all commands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hf_posenc.errors import PosencError
 
 
 class Commands(TyperGroup):
-    """Commands whose expected failures are one line on stderr."""
+    """A group of commands that reports expected errors as one line on stderr."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; what was typed is kept for the record of a run."""
+        """Parse the arguments, and keep the command line for the record of a run."""
         ctx.obj = shlex.join(["hf-posenc", *args])
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
+        """Run a command, and report an expected error on one line."""
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:
@@ -34,7 +34,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Replace the positional encoding of a Hugging Face model, and look at what that does.",
+    help="Replace the positional encoding of a Hugging Face model, train it, and measure the effect.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,11 +42,11 @@ app = typer.Typer(
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says, on one line."""
+    """Return the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Characters of a terminal below which a table of six columns has room for no sentence.
+# Width of a terminal, in characters, that is needed for all columns of a table.
 _WIDE = 120
 
 
@@ -56,10 +56,10 @@ def print_table(
     """Print a table.
 
     Args:
-        headers: Of the columns.
-        rows: Cells, one for each column.
-        whole: Columns that are not wrapped.
-        short: Those that are shown where the terminal is narrow.
+        headers: Headers of the columns.
+        rows: Cells, one per column.
+        whole: Headers of columns that are not wrapped.
+        short: Headers of columns for narrow terminals.
     """
     from rich import box
     from rich.console import Console
@@ -67,7 +67,7 @@ def print_table(
     from rich.text import Text
 
     console = Console()
-    # Nothing is gained by wrapping what goes into a file or another program.
+    # Output for a file or another program is not wrapped to the terminal.
     width = console.width if console.is_terminal else 200
     shown = [index for index, header in enumerate(headers) if width >= _WIDE or header in short]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -79,7 +79,7 @@ def print_table(
 
 
 def quiet() -> None:
-    """Keep transformers from writing between our lines; what a user should know of a patch is in its plan."""
+    """Silence transformers and our own log; the printed plan tells the user what matters."""
     import logging
 
     from transformers.utils import logging as transformers_logging
@@ -101,4 +101,4 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Replace the positional encoding of a Hugging Face model, and look at what that does."""
+    """Replace the positional encoding of a Hugging Face model, train it, and measure the effect."""

@@ -1,4 +1,4 @@
-"""The checkpoints that commands read."""
+"""Checkpoints as input of commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_config(model: str) -> PreTrainedConfig:
 
 
 def _instead_of(folder: Path) -> str:
-    """Say what to do about a folder without a config; that of a run is the one that is mistaken for a checkpoint."""
+    """Return advice about a folder without a config, which is often the folder of a run."""
     from hf_posenc.recipes.runs.run import MODEL, RECIPE
 
     if (folder / MODEL / "config.json").is_file():
@@ -43,7 +43,7 @@ def _instead_of(folder: Path) -> str:
 
 
 def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """Return the model of a checkpoint, of the class that its config names."""
+    """Return the model of a checkpoint, in the class named by its config."""
     kind = _model_class(config)
     with _reading(model, "weights"):
         loaded: PreTrainedModel = kind.from_pretrained(model, dtype=dtype)
@@ -51,7 +51,7 @@ def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedMo
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    """Return the class that a config names, or the one that generates text."""
+    """Return the class named by a config, or else the class for text generation."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from hf_posenc.patches.architecture import of_config
@@ -69,7 +69,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 @contextlib.contextmanager
 def _reading(model: str, what: str) -> Iterator[None]:
-    """Turn what a damaged or unreachable checkpoint raises into one error; other errors of ours pass."""
+    """Turn the errors of a damaged or unreachable checkpoint into one; our own errors pass unchanged."""
     from safetensors import SafetensorError
 
     try:
@@ -81,7 +81,7 @@ def _reading(model: str, what: str) -> Iterator[None]:
 
 
 def copy_tokenizer(model: str, folder: Path) -> bool:
-    """Save the tokenizer of a checkpoint into a folder, if it has one."""
+    """Save the tokenizer of a checkpoint, if any, into a folder, and return whether there is one."""
     from transformers.utils import cached_file
 
     from hf_posenc.recipes.loading import load_tokenizer
@@ -94,7 +94,7 @@ def copy_tokenizer(model: str, folder: Path) -> bool:
 
 
 def copy_processor(model: str, folder: Path) -> bool:
-    """Copy what prepares the images of a checkpoint into a folder, if it says."""
+    """Copy the image processor of a checkpoint, if any, into a folder, and return whether there is one."""
     from transformers.utils import cached_file
 
     name = "preprocessor_config.json"
@@ -106,11 +106,11 @@ def copy_processor(model: str, folder: Path) -> bool:
 
 
 def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
-    """Return the lines of Python that load what was written."""
+    """Return the lines of Python that load a written checkpoint."""
     from hf_posenc.patches import auto
 
     names = [name for name, kind in auto.classes_for(type(model.config)).items() if kind is type(model)]
-    # Models that generate are listed under AutoModelForPreTraining as well, which says less.
+    # Generating models are also listed under AutoModelForPreTraining; the later name is more specific.
     name = names[-1] if names else "AutoModel"
     lines = [
         "    import hf_posenc",

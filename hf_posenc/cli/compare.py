@@ -1,4 +1,4 @@
-"""The command that adapts a model to several schemes and says which to take."""
+"""The command that adapts a model to several schemes and recommends one."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from hf_posenc.cli.directories import listing
 def compare(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama", which comes along.')
+        str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Replace keys of all recipes, for instance data.source=text.txt."),
+        typer.Argument(metavar="KEY=VALUE", help="Override keys of all recipes, such as data.source=text.txt."),
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Schemes, recipes or YAML files, with commas between; else eight that fit."),
+        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: eight that suit."),
     ] = None,
-    budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps of each.")] = 300,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs and report go; what is done there is not done again.")
-    ] = Path("posenc-comparison"),
+    budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder. Finished runs there are reused.")] = Path(
+        "posenc-comparison"
+    ),
     measures: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Beside the perplexity, as for eval; else induction, unless there is an encoder."
+            metavar="NAMES",
+            help="Measures in addition to perplexity, as in eval. Default: induction, for causal models.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=2, help="Windows or examples of each kind.")] = 32,
 ) -> None:
-    """Adapt a model to several schemes under one budget, measure all side by side, and say which to take."""
-    # Threads that wait by spinning make a small model ten times slower wherever something else runs beside it.
+    """Adapt a model to several schemes under one budget, compare the results, and recommend a scheme."""
+    # Spinning threads make a small model ten times slower while other programs run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -51,7 +52,7 @@ def compare(
     from hf_posenc.recipes.comparison.run import compare as run
     from hf_posenc.recipes.loading import place
 
-    # One line on what is not there, before anything is read.
+    # A missing model is reported before anything else is read.
     load_config(place(model))
     try:
         found = run(
@@ -66,7 +67,7 @@ def compare(
             command=context.obj,
         )
     except KeyboardInterrupt:
-        typer.echo("hf-posenc: stopped; the same command goes on.", err=True)
+        typer.echo("hf-posenc: stopped; run the same command again to continue.", err=True)
         raise typer.Exit(130) from None
     typer.echo("\n".join(("", *found.verdict.sentences, "")))
     typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.html'}")

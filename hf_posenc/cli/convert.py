@@ -1,4 +1,4 @@
-"""The commands that look at schemes and convert checkpoints."""
+"""The commands that describe schemes and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from hf_posenc.patches.selection import Layers
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama", which comes along.')
+    str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
 ]
-SchemeName = Annotated[str, typer.Argument(metavar="SCHEME", help="See `hf-posenc schemes`.")]
-NativeSetting = Annotated[Literal["remove", "keep"], typer.Option(help="What becomes of the model's own encoding.")]
+SchemeName = Annotated[str, typer.Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.")]
+NativeSetting = Annotated[Literal["remove", "keep"], typer.Option(help="Remove or keep the model's own encoding.")]
 LayerChoice = Annotated[
-    str | None, typer.Option("--layers", metavar="TEXT", help='"0,2,5", "0:8" or "every:4"; all if left out.')
+    str | None, typer.Option("--layers", metavar="TEXT", help='"0,2,5", "0:8" or "every:4". Default: all layers.')
 ]
 StackChoice = Annotated[
-    str | None, typer.Option("--stacks", metavar="TEXT", help='"encoder" or "decoder"; all if left out.')
+    str | None, typer.Option("--stacks", metavar="TEXT", help='"encoder" or "decoder". Default: both.')
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme; may be given several times."),
+    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme; repeatable."),
 ]
 
 
@@ -42,7 +42,7 @@ def schemes() -> None:
 
     rows = []
     for info in registry.schemes().values():
-        # The full stop of "et al. 2024" ends no sentence.
+        # The full stop of "et al. 2024" does not end a sentence.
         sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", info.summary, maxsplit=1)[0]
         directions = "both" if len(info.directions) == 2 else info.directions[0]
         rows.append((info.name, info.family, directions, info.start, info.paper, sentence))
@@ -67,7 +67,7 @@ def plan(
     stacks: StackChoice = None,
     option: Options = None,
 ) -> None:
-    """Say what a conversion would do. Only the model's config is read."""
+    """Print what a conversion would do. Only the model's config is read."""
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes.loading import place
 
@@ -89,10 +89,11 @@ def convert(
     stacks: StackChoice = None,
     option: Options = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights; auto is as stored.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Data type of the weights; auto keeps the stored one."),
     ] = "auto",
 ) -> None:
-    """Convert a checkpoint and save it. It usually has to be adapted after that: the plan says so."""
+    """Convert a checkpoint and save it. The printed plan says whether it needs training afterwards."""
     from hf_posenc.patches import patch as patching
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes.loading import place
@@ -121,7 +122,7 @@ def convert(
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")],
 ) -> None:
-    """Load a converted checkpoint and prove that its scheme is active."""
+    """Load a converted checkpoint and check that its scheme is active."""
     from hf_posenc.patches import plan as planning
     from hf_posenc.patches import record
     from hf_posenc.recipes.loading import place
@@ -141,11 +142,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory to write; an earlier demo there is replaced.")] = Path(
         "posenc-demo"
     ),
-    scheme: Annotated[str, typer.Option(help="The scheme to convert to.")] = "fire",
+    scheme: Annotated[str, typer.Option(help="Target scheme.")] = "fire",
     steps: Annotated[int, typer.Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
 ) -> None:
-    """Convert and adapt a tiny model that comes with the package, in about two minutes and without any network."""
-    # Threads that wait by spinning make so small a model ten times slower wherever something else runs beside it.
+    """Convert and adapt a tiny built-in model, in about two minutes and without network."""
+    # Spinning threads make a small model ten times slower while other programs run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from rich.console import Console
@@ -160,11 +161,11 @@ def demo(
     typer.echo(f"wrote {out}: {listing(out)}")
 
 
-# -- what was asked for ------------------------------------------------------------------------------------------------
+# -- parsing of options ------------------------------------------------------------------------------------------------
 
 
 def _layers(text: str | None) -> Layers:
-    """Read a selection of layers: `"0,2,5"`, `"0:8"` or `"every:4"`."""
+    """Return the layers selected by `"0,2,5"`, `"0:8"` or `"every:4"`."""
     if text is None or text.startswith("every:"):
         return text
     try:
@@ -182,9 +183,9 @@ def _stacks(text: str | None) -> list[str] | None:
 
 
 def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
-    """Read `NAME=VALUE` pairs; values are JSON, or strings where they are not.
+    """Return the options in `NAME=VALUE` pairs; values are JSON, or else strings.
 
-    Checked here because an option named like an argument of `patch` would otherwise be taken for that.
+    The names are checked here, because an option named like an argument of `patch` would be mistaken for it.
     """
     from hf_posenc import registry
 

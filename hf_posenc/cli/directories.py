@@ -1,4 +1,4 @@
-"""Directories that commands write: there whole or not at all, also when the command is stopped."""
+"""Output directories of commands: written whole or not at all, even if the command is stopped."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["OutputError", "listing", "whole_directory"]
 def whole_directory(
     out: Path, replaceable: Callable[[Path], bool] = lambda folder: False
 ) -> AbstractContextManager[Path]:
-    """As `hf_posenc.patches.directories.whole_directory`; what was begun vanishes also when the process is terminated."""
-    # A signal must find its handler from the moment the folder is there.
+    """Write a directory whole or not at all, and remove a partial one on a termination signal, too."""
+    # The handler must be installed as soon as the folder exists.
     return directories.whole_directory(out, replaceable, _removed_when_terminated)
 
 
 @contextlib.contextmanager
 def _removed_when_terminated(folder: Path) -> Iterator[None]:
-    """Remove a folder when a termination signal comes, as job schedulers send it, and end the process."""
+    """Remove a folder and end the process on a termination signal, as job schedulers send it."""
 
     def stop(number: int, frame: object) -> None:
-        # Not by an exception: Python swallows one that is raised while an object is being deleted, and goes on.
+        # Python swallows an exception raised while an object is deleted, so an exception is not enough.
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
@@ -41,7 +41,7 @@ def _removed_when_terminated(folder: Path) -> Iterator[None]:
 
 
 def listing(folder: Path) -> str:
-    """Return the names of the files in a folder, with their size in all."""
+    """Return the top-level names in a folder and the total size of its files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     names = sorted({path.relative_to(folder).parts[0] + "/" * (path.parent != folder) for path in files})
     return f"{', '.join(names)} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)"

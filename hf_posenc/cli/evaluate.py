@@ -1,4 +1,4 @@
-"""The command that says what models are worth, side by side."""
+"""The command that measures models side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_posenc.errors import OptionError
 
 Word = TypeVar("Word")
 
-# Options of the command that one measure alone reads.
+# Options that belong to a single measure.
 _OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
 
 
@@ -31,7 +31,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Directories (also of adapters and runs) or names on the hub; PATH:SCHEME is converted first, untrained.",
+            help="Directories of models, adapters or runs, or names on the hub; PATH:SCHEME converts first, untrained.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; an earlier report is replaced.")] = Path(
@@ -40,41 +40,44 @@ def evaluate(
     measures: Annotated[
         str | None,
         typer.Option(
-            # With spaces: what cannot be broken over lines is cut off in a narrow terminal.
+            # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
             metavar="NAMES",
-            help="Some of perplexity, position, needle, induction, tasks, attention; else the first four.",
+            help="Some of perplexity, position, needle, induction, tasks, attention. Default: the first four.",
         ),
     ] = None,
     text: Annotated[
-        str, typer.Option(metavar="PATH", help="A .txt, .jsonl or .parquet file or folder; else the built-in text.")
+        str, typer.Option(metavar="PATH", help="A .txt, .jsonl or .parquet file or folder, or builtin.")
     ] = "builtin",
-    column: Annotated[str, typer.Option(help="Of the text, in files that have columns.")] = "text",
+    column: Annotated[str, typer.Option(help="Column of the text, in files with columns.")] = "text",
     contexts: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Tokens read; else up to eight times the trained length.")
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Context lengths. Default: up to eight times the trained length."),
     ] = None,
     trained_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per window in training; else what the first model's config says.")
+        int | None, typer.Option(min=1, help="Tokens per window in training. Default: from the first model's config.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
     cue: Annotated[
-        str | None, typer.Option(help='Stands before the passkey, like "The pass key is"; else random tokens.')
+        str | None, typer.Option(help='Text before the passkey, like "The pass key is". Default: random tokens.')
     ] = None,
     tasks: Annotated[
-        str, typer.Option(metavar="NAMES", help="For the measure tasks.")
+        str, typer.Option(metavar="NAMES", help="Tasks of the measure tasks.")
     ] = "copy, reverse, addition, polynomial, sort, summation, parity, lego",
-    lengths: Annotated[str, typer.Option(metavar="NUMBERS", help="Of tasks.")] = "5, 10, 15, 20, 25, 30, 35, 40",
-    trained: Annotated[int, typer.Option(min=1, help="The longest tasks in training.")] = 20,
-    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each task.")] = 0,
+    lengths: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Lengths of task examples.")
+    ] = "5, 10, 15, 20, 25, 30, 35, 40",
+    trained: Annotated[int, typer.Option(min=1, help="Longest task examples in training.")] = 20,
+    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each question.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
     launch: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Run through `accelerate launch`: ddp, which comes along, or a file."),
+        typer.Option(metavar="CONFIG", help="Config for `accelerate launch`: ddp (built in) or a file."),
     ] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1, help="With --launch: how many processes.")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="Number of processes, with --launch.")] = None,
 ) -> None:
-    """Measure models on the same inputs, side by side; write JSON, Markdown and pictures."""
-    # Threads that wait by spinning make a small model ten times slower wherever something else runs beside it.
+    """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
+    # Spinning threads make a small model ten times slower while other programs run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -112,7 +115,7 @@ def evaluate(
         seed=seed,
     )
     for subject in subjects(request.models):
-        # One line on what is not there, before anything is read.
+        # A missing model is reported before anything else is read.
         load_config(subject.base)
     main = processes.is_main()
     with contextlib.ExitStack() as stack:
@@ -121,23 +124,23 @@ def evaluate(
         if folder is not None:
             report.write(folder)
     if main:
-        # What it is about; the rest is long, and to be looked at.
+        # The first section is enough for the terminal; the report has the rest.
         typer.echo("\n".join(report.sections[0].markdown()))
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
 
 
 def _check_used(context: typer.Context, measures: Sequence[str] | None) -> None:
-    """Refuse an option of a measure that is not taken: it would do nothing."""
+    """Refuse an option of a measure that is not used, because it would have no effect."""
     for option, measure in _OPTIONS_OF.items():
         given = context.get_parameter_source(option)
-        # The needle is left out by itself for an encoder-decoder alone.
+        # By default the needle is measured, except for encoder-decoders.
         taken = measure == "needle" if measures is None else measure in measures
         if given is not None and given.name == "COMMANDLINE" and not taken:
             raise typer.BadParameter(f"--{option} does nothing without the measure {measure}. Name it in --measures.")
 
 
 def _list(text: str, kind: Callable[[str], Word], option: str) -> tuple[Word, ...]:
-    """Read words or numbers with commas between them."""
+    """Return the comma-separated words or numbers of a text."""
     try:
         found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The command that leaves this package behind."""
+"""The command that exports a converted checkpoint as a stock one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def export(
         int | None,
         typer.Option(
             min=1,
-            help="How wide heads may become, where layers or heads turn at different frequencies; else as they are.",
+            help="Maximum head width for schemes whose layers or heads have different frequencies. Default: unchanged.",
         ),
     ] = None,
     max_positions: Annotated[
         int | None,
         typer.Option(
-            min=1, help="For what length to make a table of positions or distances, where the scheme has no end."
+            min=1, help="Length of the table of positions or distances, for schemes without a maximum length."
         ),
     ] = None,
 ) -> None:
-    """Write a converted checkpoint as an ordinary one, without any need of hf-posenc, if a stock model computes the same."""
+    """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
     from hf_posenc.patches import record
     from hf_posenc.patches.export.stock import stock_twin
     from hf_posenc.recipes.loading import place
@@ -41,7 +41,8 @@ def export(
         config = load_config(place(str(directory)))
         if not record.from_config(config):
             raise CheckpointError(
-                f"{directory} is not a converted checkpoint: its config.json names no scheme. It is a stock one already."
+                f"{directory} is not a converted checkpoint: its config.json names no scheme. It is a stock one "
+                "already."
             )
         model = load_model(str(directory), config, "auto")
         stock, report = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
@@ -52,5 +53,6 @@ def export(
     if not has_tokenizer and not has_processor:
         typer.echo(f"{directory} has no tokenizer, so none was written.")
     typer.echo(
-        f'\nTo load it:\n\n    from transformers import {report.model}\n    model = {report.model}.from_pretrained("{out}")'
+        f"\nTo load it:\n\n    from transformers import {report.model}\n"
+        f'    model = {report.model}.from_pretrained("{out}")'
     )

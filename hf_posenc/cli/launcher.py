@@ -1,4 +1,4 @@
-"""`accelerate launch` without its tracebacks: what went wrong was said by the process that it happened in."""
+"""`accelerate launch` without its tracebacks: the failed process has reported its error already."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def main() -> None:
-    """Do what `accelerate launch` does with the arguments of this process."""
+    """Run `accelerate launch` with the arguments of this process."""
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Here alone, not in the processes that are started: torch reports each of them that ends with an error.
+    # torch logs every failed process here; the started processes keep their own logs.
     logging.disable(logging.ERROR)
     try:
         launch.main()
@@ -21,7 +21,7 @@ def main() -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            # One that is killed, for its memory for instance, cannot say so itself.
+            # A killed process, for instance one out of memory, cannot report that itself.
             sys.stderr.write(f"hf-posenc: process {rank} was ended by {failure.signal_name()}.\n")
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""The command that draws what a model has learned."""
+"""The command that draws the positional parts of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_posenc.cli.checkpoints import load_config, load_model
 from hf_posenc.cli.directories import listing, whole_directory
 from hf_posenc.errors import OptionError
 
-# Of an adapter, and of what a training run puts its result in.
+# File of an adapter; file and subfolder of a training run.
 _ADAPTER, _RUN, _MODEL = "adapter_config.json", "recipe.yaml", "model"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -22,7 +22,7 @@ def plot(
     directory: Annotated[
         str,
         typer.Argument(
-            metavar="DIR", help='A checkpoint, converted or not, or "tiny-llama"; an adapter; or the folder of a run.'
+            metavar="DIR", help='A checkpoint, converted or not, an adapter, the folder of a run, or "tiny-llama".'
         ),
     ],
     what: Annotated[
@@ -30,25 +30,27 @@ def plot(
         typer.Option(
             metavar="KIND",
             help="overview, bias, decay, frequencies, planes, series, table, gates, positions, states, remainder or "
-            "attention; may be given several times. All that fit the model if left out.",
+            "attention; repeatable. Default: all that the model has.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Directory to write; must not exist.")] = Path("pictures"),
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The text for pictures of what the model does on one.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text for pictures that need one.")] = None,
     query: Annotated[
         list[int] | None,
         typer.Option(
             metavar="POSITION",
-            help="Of the query in pictures by distance; may be given several times. Else what suits.",
+            help="Query position in pictures by distance; repeatable. Default: chosen by the picture.",
         ),
     ] = None,
-    layers: Annotated[str | None, typer.Option(metavar="LIST", help='Such as "0,5"; some of many if left out.')] = None,
-    heads: Annotated[str | None, typer.Option(metavar="LIST", help='Such as "0,5"; likewise.')] = None,
-    form: Annotated[Literal["png", "svg", "pdf"], typer.Option("--format", help="Of the files.")] = "png",
+    layers: Annotated[
+        str | None, typer.Option(metavar="LIST", help='Layers, such as "0,5". Default: a selection.')
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(metavar="LIST", help='Heads, such as "0,5". Default: a selection.')
+    ] = None,
+    form: Annotated[Literal["png", "svg", "pdf"], typer.Option("--format", help="File format.")] = "png",
 ) -> None:
-    """Draw what a model has learned: biases, rotations, tables, gates, attention; and all of it on one page."""
+    """Draw what a model has learned: biases, rotations, tables, gates, attention, and an overview."""
     quiet()
     chosen_layers, chosen_heads = _numbers("--layers", layers), _numbers("--heads", heads)
     from hf_posenc.recipes import plots
@@ -76,7 +78,7 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def _load(directory: str) -> tuple[Any, Any]:
-    """Return the model in a directory, with the adapter merged if it holds one, and its tokenizer if there is one."""
+    """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
     from hf_posenc.recipes.loading import place
 
     directory = place(directory)
@@ -104,7 +106,7 @@ def _tokenizer(directory: str) -> Any:
 
 
 def _write(drawn: dict[str, Any], folder: Path, form: str) -> None:
-    """Save figures, with a bar where somebody watches: large ones take seconds."""
+    """Save figures, with a progress bar on a terminal, because large ones take seconds."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,4 +1,4 @@
-"""Runs in several processes, and what a run says when it is stopped."""
+"""Commands in several processes, and the message of an interrupted run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# In the processes that are started, what the user typed.
+# Environment variable of started processes: the command line of the user.
 _COMMAND = "HF_POSENC_COMMAND"
-# Likewise: a file that the first of them to fail makes.
+# Environment variable of started processes: a file that the first failed one creates.
 _FAILED = "HF_POSENC_FAILED"
 _PROGRAM = "from hf_posenc.cli import app; app()"
 
 
 def launch(config: str, count: int | None, arguments: Sequence[str], *, command: str) -> None:
-    """Run a command of this package through `accelerate launch`, and end with its exit status.
+    """Run a command of this package through `accelerate launch`, and exit with its status if it fails.
 
     Args:
-        config: Name of a config that comes with the package, or a file.
-        count: How many processes; `None` is what the config says.
-        arguments: Of the command.
-        command: What the user typed.
+        config: Name of a built-in config, or a file.
+        count: Number of processes; `None` means the number in the config.
+        arguments: Arguments of the command.
+        command: Command line of the user.
 
     Raises:
-        RecipeError: There is no such config.
+        RecipeError: The config is unknown.
     """
     from hf_posenc.recipes import library
 
@@ -51,7 +51,7 @@ def launch(config: str, count: int | None, arguments: Sequence[str], *, command:
     ]
     line = [sys.executable, *launcher, "--no_python", sys.executable, "-c", _PROGRAM, *arguments]
     sys.stdout.flush()
-    # In a session of their own, so that all of them can be stopped together, however they were started.
+    # A session of their own lets all processes be stopped together.
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
@@ -67,7 +67,7 @@ def launch(config: str, count: int | None, arguments: Sequence[str], *, command:
 
 
 def command(typed: str) -> str:
-    """Return what the user typed, also in a process that was started by `launch`."""
+    """Return the command line of the user, also in a process started by `launch`."""
     return os.environ.get(_COMMAND, typed)
 
 
@@ -77,7 +77,7 @@ def is_main() -> bool:
 
 
 def is_first_to_fail() -> bool:
-    """Whether this process is to say what went wrong: of those that `launch` started, the first; they make the same mistake."""
+    """Whether this process should report its error: only the first failed process of a `launch` does."""
     place = os.environ.get(_FAILED)
     if place is None:
         return True
@@ -86,20 +86,20 @@ def is_first_to_fail() -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # Better twice than not at all.
+        pass  # A repeated report is better than none.
     return True
 
 
 @contextlib.contextmanager
 def resumable(folder: Path, console: Console) -> Iterator[None]:
-    """Say how to go on with a run when a signal stops it: Ctrl-C, or the end of a job."""
+    """Print how to continue a run when a signal stops it: Ctrl-C, or the end of a job."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Not by an exception: Python swallows one that is raised while an object is being deleted, and goes on. And not by
-        # print: it may be what was interrupted. Nothing has to be tidied: a run can be killed at any moment.
+        # Python swallows an exception raised while an object is deleted, and print may be what was interrupted. A run
+        # can be killed at any moment, so no cleanup is needed.
         if console.is_terminal:
             os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
-        # Where another process failed, this one is stopped for that, which was said.
+        # If another process has failed, it has reported why all are stopped.
         if is_main() and not os.path.exists(os.environ.get(_FAILED, "")):
             os.write(2, f"hf-posenc: {_how_to_go_on(folder)}\n".encode())
         os._exit(128 + number)

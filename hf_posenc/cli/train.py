@@ -1,4 +1,4 @@
-"""The commands of recipes: look at them, run them, go on with a run, and push what came of it."""
+"""The commands for recipes and their runs: list, show, copy, train, resume, push."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.runs.run import Outcome
     from hf_posenc.recipes.schema.recipe import Recipe
 
-recipes_app = typer.Typer(help="List the recipes that come with the package; look at one, or take one along.")
+recipes_app = typer.Typer(help="List the built-in recipes; show or copy one.")
 app.add_typer(recipes_app, name="recipes")
 
-Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name of `hf-posenc recipes`, or a YAML file.")]
+Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of `hf-posenc recipes`, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe, for instance training.steps=500."),
+    typer.Argument(metavar="KEY=VALUE", help="Override keys of the recipe, such as training.steps=500."),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
 Launch = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
-        help="Run through `accelerate launch`, with a config of the package (one, ddp, fsdp2, deepspeed) or a file.",
+        help="Config for `accelerate launch`: one, ddp, fsdp2, deepspeed (built in) or a file.",
     ),
 ]
-Processes = Annotated[int | None, typer.Option(min=1, help="With --launch: how many; else as the config says.")]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Number of processes, with --launch. Default: from the config.")
+]
 
 
 @recipes_app.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
-    """List the recipes that come with the package; look at one, or take one along."""
+    """List the built-in recipes; show or copy one."""
     if context.invoked_subcommand is not None:
         return
     from hf_posenc.recipes import library
@@ -61,7 +63,7 @@ def recipes(context: typer.Context) -> None:
 
 @recipes_app.command()
 def show(recipe: Name, overrides: Overrides = None) -> None:
-    """Print a recipe with every key, after all overrides."""
+    """Print a recipe with all keys and overrides."""
     from hf_posenc.recipes.schema.recipe import Recipe
 
     quiet()
@@ -72,10 +74,11 @@ def show(recipe: Name, overrides: Overrides = None) -> None:
 def copy(
     recipe: Name,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File to write; RECIPE.yaml here if left out.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="File to write. Default: RECIPE.yaml in the current directory."),
     ] = None,
 ) -> None:
-    """Write a recipe to a file of your own, to change it."""
+    """Copy a recipe to a file, to edit it."""
     from hf_posenc.recipes import library
 
     source = library.find(recipe)
@@ -94,7 +97,7 @@ def copy(
 
 @recipes_app.command()
 def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, fsdp2 or deepspeed.")]) -> None:
-    """Print the path of a config for `accelerate launch` that comes with the package."""
+    """Print the path of a built-in config for `accelerate launch`."""
     from hf_posenc.recipes import library
 
     typer.echo(str(library.find_config(name)))
@@ -104,13 +107,13 @@ def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, f
 def train(
     context: typer.Context,
     recipe: Name,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; if it holds one already, that goes on.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; a run in it is continued.")],
     overrides: Overrides = None,
     launch: Launch = None,
     num_processes: Processes = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
-    """Convert a model and adapt it, as a recipe says."""
+    """Convert a model and train it according to a recipe."""
     from hf_posenc.recipes.schema.recipe import Recipe
 
     _prepare()
@@ -131,7 +134,7 @@ def train(
 
 @app.command()
 def resume(context: typer.Context, directory: Folder, launch: Launch = None, num_processes: Processes = None) -> None:
-    """Go on with a run that was stopped, from its last complete checkpoint."""
+    """Continue an interrupted run from its last complete checkpoint."""
     _prepare()
 
     def here(console: Console) -> None:
@@ -145,9 +148,9 @@ def resume(context: typer.Context, directory: Folder, launch: Launch = None, num
 @app.command()
 def push(
     directory: Folder,
-    repository: Annotated[str, typer.Argument(metavar="REPO", help="Its name on the hub, such as me/my-model.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, such as me/my-model.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to; main if left out.")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: main.")] = None,
 ) -> None:
     """Push the model of a finished run to the hub, with its card, table and picture."""
     from hf_posenc.recipes.runs import hub as pushing
@@ -156,8 +159,8 @@ def push(
 
 
 def _prepare() -> None:
-    # Threads that wait by spinning make a small model ten times slower wherever something else runs beside it. Torch looks
-    # once, when it is imported.
+    # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
+    # it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -172,7 +175,7 @@ def _run(
     arguments: list[str],
     typed: str,
 ) -> None:
-    """Do something in this process, or in others that do the same command without `--launch`."""
+    """Run a function here, or its command in several processes if `--launch` is given."""
     if launch is not None:
         processes.launch(launch, num_processes, arguments, command=typed)
         return
@@ -192,7 +195,7 @@ def _say_what_is_there(outcome: Outcome) -> None:
 
 
 def _plan(recipe: Recipe) -> str:
-    """Return what a run of a recipe would do, from the config of its model alone."""
+    """Return a description of a recipe's run; only the model's config is read."""
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes import loading
     from hf_posenc.recipes.schema import suitability

@@ -1,10 +1,10 @@
-"""Which scheme for a model: several of them adapted under one budget, measured side by side, and one report.
+"""Comparison of schemes for a model: adapt it to each under one budget, measure all side by side, write one report.
 
     found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
     print(*found.verdict.sentences, sep="\n")
 
-One file is one thing: `contestants` says who takes part, `examining` what is measured of each (with `cost` and `decay`),
-`verdict` what follows from the figures, `report` (with `pictures` and `page`) how it is written, `running` does it all.
+`contestants` makes the recipes, `examiner` measures each model (with `cost` and `decay`), `verdict` draws conclusions,
+`report` writes them down (with `pictures` and `page`), and `run` does all of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part: each scheme with its recipe, the same for all but what belongs to the scheme, and the native model."""
+"""The models of a comparison: the native one and the schemes, with recipes that differ only in keys of the scheme."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation
 NATIVE = "native"
 # The model as it was given.
 UNTRAINED = "native, untrained"
-# Of all families, and those that did well at small budgets; by architecture.
+# Default schemes by architecture: those that did well at small budgets, from all families.
 _USUAL = {
     "llama": ("alibi", "cope", "fire", "fox", "kerple", "nope", "rope", "t5"),
     "gpt2": ("alibi", "cope", "fire", "fox", "kerple", "nope", "rope", "sinusoidal"),
     "t5": ("alibi", "cope", "disentangled", "fire", "fox", "kerple", "rope", "sinusoidal"),
 }
-# Whose recipes have nothing of their own in `training`.
+# A scheme whose recipes leave all keys of `training` at the defaults of the architecture.
 _PLAINEST = "alibi"
-# What an override may not say, and who says it.
+# Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
     "conversion": "it is what is compared; give a recipe of your own (a .yaml file) among the schemes",
@@ -37,12 +37,12 @@ _SETTLED = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One that is trained.
+    """A model to train.
 
     Attributes:
-        name: In the report: of the scheme or of the recipe.
-        recipe: What is run.
-        folder: Of the run.
+        name: Name of the scheme or recipe, for the report.
+        recipe: Recipe of the run.
+        folder: Folder of the run.
     """
 
     name: str
@@ -53,20 +53,20 @@ class Contestant:
 def contestants(
     model: str, config: Any, folder: Path, *, schemes: Sequence[str] | None, budget: int, overrides: Sequence[str]
 ) -> tuple[Contestant, ...]:
-    """Return the native model and each scheme with the recipe that the package has for the architecture.
+    """Return the native model and each scheme, with the built-in recipe for the architecture.
 
     Args:
-        model: As in a recipe.
-        config: Of the model.
-        folder: In which each run has a folder of its own.
-        schemes: Names of schemes or recipes, or YAML files; `None` takes eight that fit.
-        budget: Optimizer steps of each.
+        model: Model, as in a recipe.
+        config: Config of the model.
+        folder: Folder of the runs; each gets a subfolder.
+        schemes: Names of schemes or recipes, or YAML files; `None` means eight that suit the architecture.
+        budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes.
 
     Raises:
-        OptionError: An override says what is settled, or one is named twice.
-        RecipeError: There is no recipe, or a recipe is not as it must be.
-        UnknownSchemeError: There is no such scheme.
+        OptionError: An override changes a fixed key, or a scheme is named twice.
+        RecipeError: A recipe is missing or invalid.
+        UnknownSchemeError: A scheme is unknown.
     """
     for pair in overrides:
         key = pair.partition("=")[0]
@@ -90,12 +90,12 @@ def contestants(
 
     def entered(name: str, recipe: Recipe) -> Contestant:
         training = replace(recipe.training, steps=budget, length=length)
-        # More is measured afterwards, of all by the same measures.
+        # The examiner measures more after training, by the same measures for all.
         evaluation = Evaluation(contexts=[length])
         recipe = replace(recipe, model=model, training=training, evaluation=evaluation)
         return Contestant(name, recipe, folder / name)
 
-    # A learning rate that an architecture needs stays.
+    # Other training keys stay, such as a learning rate that the architecture needs.
     control = replace(
         control,
         summary="The native model with the same training.",
@@ -115,7 +115,7 @@ def contestants(
 
 
 def _check_same(first: Contestant, other: Contestant) -> None:
-    """Raise unless two are trained on the same tokens."""
+    """Raise a `RecipeError` unless two contestants are trained on the same tokens."""
     pairs = [
         *((f"data.{key}", value, getattr(other.recipe.data, key)) for key, value in vars(first.recipe.data).items()),
         *(
@@ -126,31 +126,31 @@ def _check_same(first: Contestant, other: Contestant) -> None:
     for key, value, own in pairs:
         if own != value:
             raise RecipeError(
-                f"{other.name} has {key}={own!r}, and {first.name} {value!r}: schemes that are compared are trained on the same text in "
-                f"the same batches. Say it for all, for instance {key}={own}."
+                f"{other.name} has {key}={own!r}, and {first.name} {value!r}: schemes that are compared are trained on "
+                f"the same text in the same batches. Say it for all, for instance {key}={own}."
             )
 
 
 def _training_of(architecture: str, first: str) -> str:
-    """Return a recipe that is trained as all of an architecture are: one of the package, or the first that was named."""
+    """Return the recipe with the training of all: a built-in one of the architecture, or else the first one named."""
     own = f"{architecture}-{_PLAINEST}"
     return own if own in library.names() else first
 
 
 def _usual(architecture: str) -> tuple[str, ...]:
     if architecture not in _USUAL:
-        raise RecipeError(f"The package has no recipes for {architecture} models. Name YAML files in place of schemes.")
+        raise RecipeError(f"The package has no recipes for {architecture} models. Name YAML files instead of schemes.")
     return _USUAL[architecture]
 
 
 def _source(source: str, architecture: str) -> str:
-    """Return the recipe that is meant: a file, the one of a scheme, or one by its own name."""
+    """Return the recipe for a word of the command line: a file, a scheme, or a recipe by its own name."""
     own = f"{architecture}-{source}"
     if Path(source).suffix in library.SUFFIXES or source in library.names():
         return source
     if own in library.names():
         return own
-    # Of a word that is not even a scheme, that is said.
+    # Unknown scheme names raise their own error.
     registry.get(source)
     known = (name.removeprefix(f"{architecture}-") for name in library.names() if name.startswith(f"{architecture}-"))
     raise RecipeError(
@@ -160,15 +160,16 @@ def _source(source: str, architecture: str) -> str:
 
 
 def _reaching(source: str, overrides: Sequence[str], trained: int, length: int) -> list[str]:
-    """Return what else is to be said of a recipe that skips positions: those of the model that comes along do it for its length.
+    """Return an override that adjusts position skipping to the trained length of the model.
 
-    What is measured afterwards goes by the trained length, too, so that is what positions are in proportion to, and not the
-    windows. Windows that reach as far skip none. Who says himself how far, is taken at his word.
+    The built-in recipes skip up to a multiple of the built-in model's length. The evaluation lengths are multiples of
+    the trained length, so `training.skip_to` is scaled with it, not with the windows. Windows that already reach so far
+    skip no positions. An explicit override by the user wins.
     """
     keys = [pair.partition("=")[0] for pair in overrides]
     if "training" in keys or "training.skip_to" in keys:
         return []
-    # Without the length of the windows, which may be beyond what the recipe says.
+    # An overridden window length may exceed `skip_to`, which parsing would refuse.
     recipe = Recipe.parse(source, [pair for key, pair in zip(keys, overrides, strict=True) if key != "training.length"])
     far = recipe.training.skip_to
     if far is None or recipe.model != TINY_LLAMA:

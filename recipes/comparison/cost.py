@@ -1,4 +1,4 @@
-"""What a training step costs: its time beside the native model's, and what it keeps in memory."""
+"""Cost of a training step: time relative to the native model, and memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 _ROUNDS = 9
-# The first steps load and allocate.
+# The first steps load kernels and allocate memory.
 _UNTIMED = 2
 
 
 def step_ratios(model: nn.Module, native: nn.Module, batch: Mapping[str, Tensor], rounds: int = _ROUNDS) -> list[float]:
-    """Return the time of a training step as a share of the native model's.
+    """Return ratios of training-step times to the native model's.
 
-    A step is forward, backward and optimizer, without any teacher. The two take turns, so that what else the machine does
-    meets both. The weights stay as they are.
+    A step is forward, backward and optimizer, without a teacher. Steps of the two models alternate, so that other load
+    on the machine affects both. The weights do not change.
 
     Args:
         model: The converted model, in training mode.
-        native: The model that it was made of, likewise.
+        native: The native model, in training mode.
         batch: Arguments of a forward that returns a loss.
-        rounds: How many pairs of steps.
+        rounds: Number of pairs of steps.
 
     Returns:
-        One ratio for each pair.
+        One ratio per pair.
     """
     runs = [(each, torch.optim.AdamW(each.parameters(), lr=0.0, weight_decay=0.0)) for each in (model, native)]
     ratios = []
@@ -54,10 +54,10 @@ def _wait() -> None:
 
 
 def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
-    """Return how many bytes a forward keeps for its backward pass, beside the weights; the same on every machine.
+    """Return the bytes that a forward saves for its backward pass, without weights; the same on every machine.
 
     Args:
-        model: In training mode.
+        model: A model in training mode.
         batch: Arguments of a forward that returns a loss.
     """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -67,11 +67,11 @@ def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        # An operation that keeps its own result would hold itself for ever.
+        # An operation that saves its own output would otherwise form a reference cycle.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # As long as the loss lives, no memory is used twice.
+        # While the loss is alive, no storage is reused, so addresses identify storages.
         loss = model(**batch, use_cache=False).loss
     del loss
     return sum(kept.values())

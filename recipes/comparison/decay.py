@@ -1,4 +1,4 @@
-"""Long-term decay of a trained scheme: how far positions lower the logits of far keys on a real text."""
+"""Long-term decay of a trained scheme: the effect of positions on the logits of far keys, on a real text."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torch import Tensor
 from hf_posenc.recipes.plots.probe import asked
 from hf_posenc.recipes.plots.subject import Subject, patched
 
-# Longer texts would take gigabytes in all heads.
+# The logits of all heads of longer texts would take gigabytes.
 _LONGEST = 1024
-# Distances up to this share of the text are near, those from the other on are far.
+# Largest near distance and smallest far distance, as shares of the text.
 _NEAR, _FAR = 1 / 16, 1 / 2
 
 
 def decay(model: Any, ids: Tensor) -> tuple[float, int] | None:
-    """Return the mean over layers, heads and keys of what positions add to near keys, less what they add to far ones.
+    """Return the mean positional contribution to the logits of near keys minus that of far keys.
 
-    Near is up to a sixteenth of the text, far from half of it on. What positions add is the logit less the scaled product of
-    query and key as they were projected; of contextual schemes it depends on the text. The decoder is looked at.
+    Near keys are at most a sixteenth of the text away, far keys at least half of it. The positional contribution is the
+    logit minus the scaled dot product of the projected query and key; for contextual schemes it depends on the text.
+    The mean is over layers, heads and keys of causal attention, in an encoder-decoder those of the decoder.
 
     Args:
-        model: Patched or stock; left as it was.
-        ids: Token ids of a text, int64 `[tokens]`; the beginning is read.
+        model: A patched or stock model; it is not changed.
+        ids: Token ids of a text, int64 `[tokens]`; only the beginning is read.
 
     Returns:
-        Nats, above 0 where far keys lose, and the tokens read; `None` where positions do not act on logits.
+        The decay in nats, positive where far keys lose, and the number of tokens read; `None` if positions do not act
+        on logits.
     """
     ids = ids[None, :_LONGEST].to(model.device)
     with patched(model) as native, torch.no_grad():
@@ -46,12 +48,12 @@ def decay(model: Any, ids: Tensor) -> tuple[float, int] | None:
             for found in [asked(part, layer)]
         ]
     mean = sum(drops) / len(drops) if drops else 0.0
-    # Sums in another order leave something like rounding.
+    # A different order of summation leaves rounding errors.
     return (mean, ids.shape[1]) if any(abs(drop) > 1e-4 for drop in drops) else None
 
 
 def _drop(added: Tensor) -> float:
-    """Return near less far of `[1, H, S, S]`, over causal pairs."""
+    """Return the mean over near pairs minus the mean over far pairs of contributions `[1, H, S, S]`."""
     length = added.shape[-1]
     places = torch.arange(length, device=added.device)
     distance = places[:, None] - places

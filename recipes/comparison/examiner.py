@@ -1,4 +1,4 @@
-"""What is measured of each model once it is trained; kept beside its run, so that nothing is measured twice."""
+"""Measurements of each trained model, stored with its run so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ FINDINGS, PICTURE = "findings.json", "overview.png"
 
 
 class Examiner:
-    """Measures models by the same measures on the same text.
+    """Measurement of models by the same measures on the same text.
 
     Args:
-        control: Its text, lengths and batches are those of all.
-        tokenizer: Of the models.
+        control: The native contestant; its text, lengths and batches are those of all.
+        config: Config of the native model.
+        tokenizer: Tokenizer of the models.
         data: The text.
-        measures: Names of measures of `hf-posenc eval`; the perplexity is always among them.
+        measures: Names of measures of `hf-posenc eval`; perplexity is always added.
         samples: Windows or examples of each kind.
-        console: Where progress is shown; `None` is silent.
+        console: Console for the progress; `None` is silent.
 
     Raises:
-        OptionError: There is no such measure.
+        OptionError: A measure is unknown, or the text is too short.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Examiner:
         contexts, self.notes = contexts_for(self.trained, len(data.held_out), windows=samples)
         if self.trained < TARGETS or self.trained not in contexts:
             raise OptionError(
-                f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; expected at least "
-                f"{TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
+                f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "
+                f"expected at least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
             )
         self._native, self._console = control.recipe.model, console
         request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
@@ -85,11 +86,11 @@ class Examiner:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """How many tokens are read."""
+        """Context lengths in tokens."""
         return self._inputs.contexts
 
     def untrained(self, folder: Path) -> Findings:
-        """Return what is found of the model as it was given."""
+        """Return the findings of the original model."""
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
@@ -99,7 +100,7 @@ class Examiner:
         return Findings.load(path)
 
     def examine(self, contestant: Contestant) -> Findings:
-        """Return what is found of a finished run; its picture is drawn as well."""
+        """Return the findings of a finished run, and draw its overview picture."""
         path = contestant.folder / FINDINGS
         if not path.is_file():
             subject = Subject(contestant.name, str(contestant.folder / MODEL))
@@ -128,7 +129,7 @@ class Examiner:
         try:
             found = decay(model, self._inputs.ids[: self.trained])
         except PosencError:
-            # No scheme computes what this model does, or it has no such seam.
+            # The logits of some models cannot be split into content and position.
             return None
         return found if found is not None and math.isfinite(found[0]) else None
 
@@ -138,7 +139,7 @@ class Examiner:
         native.to(self._inputs.device)
         cache = _own_cache_bytes(native)
         if conversion.scheme is None:
-            # The same model computes the same.
+            # The native model has no additional cost.
             return Cost((1.0,), 1.0, 0, 0, cache)
         planned = plan(native, conversion.scheme, **_selection(conversion))
         batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
@@ -153,13 +154,13 @@ class Examiner:
 
 
 def _selection(conversion: Conversion) -> dict[str, Any]:
-    """Return the keywords of `plan`, of the model as it is at the end."""
+    """Return the keywords of `plan` for the model at the end of training."""
     native = "keep" if conversion.native == "keep" else "remove"
     return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
 
 
 def _own_cache_bytes(model: Any) -> int:
-    """Return how many bytes keys and values take per token, over all layers that cache them."""
+    """Return the bytes of keys and values per token, over all layers that cache them."""
     architecture = of_model(model)
     found = 0
     for body in architecture.stacks(model).values():
@@ -179,10 +180,10 @@ def _start_ratio(folder: Path, length: int | None) -> float | None:
 
 
 def _draw(model: Any, tokenizer: Any, path: Path) -> None:
-    """Draw what a model has learned, if there is such a picture."""
+    """Draw an overview of what a model has learned, if one is available."""
     try:
         (figure,) = plots.figures(model, tokenizer, what="overview").values()
     except PosencError:
         return
-    with published(path) as beside:
-        figure.savefig(beside, format="png", dpi=100)
+    with published(path) as draft:
+        figure.savefig(draft, format="png", dpi=100)

@@ -1,4 +1,4 @@
-"""What was found of one model, in plain numbers, as it is kept beside its run."""
+"""The measured figures of one model, and their file next to its run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scheme costs beside the native encoding.
+    """Cost of a scheme, compared with the native encoding.
 
     Attributes:
-        step_ratios: Time of a training step as a share of the native model's, one for each pair of steps.
-        memory_ratio: What a forward keeps for its backward pass, as a share of the native model's.
-        parameters: New ones.
-        cache_bytes: Cached per token beside keys and values, over all layers.
-        own_cache_bytes: Keys and values themselves.
+        step_ratios: Ratios of training-step times to the native model's, one per pair of steps.
+        memory_ratio: Ratio of the memory saved for the backward pass to the native model's.
+        parameters: Number of new parameters.
+        cache_bytes: Bytes cached per token in addition to keys and values, over all layers.
+        own_cache_bytes: Bytes of keys and values per token, over all layers.
     """
 
     step_ratios: tuple[float, ...]
@@ -40,11 +40,11 @@ class Cost:
 
     @property
     def time(self) -> Interval:
-        """Geometric mean of the step times' ratios, with its interval."""
+        """Geometric mean of the ratios of step times, with its interval."""
         return intervals.of_exponential(self._logarithms)
 
     def is_slower_than(self, other: Cost) -> bool:
-        """Whether a step takes longer than that of another beyond chance; of single pairs, whether it took longer."""
+        """Whether a step is significantly slower than another's; for single pairs, whether it was slower at all."""
         found = intervals.of_difference(self._logarithms, other._logarithms)
         return found.mean > 0 if math.isnan(found.low) else found.low > 0
 
@@ -55,20 +55,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found of one model.
+    """The measured figures of one model.
 
     Attributes:
-        name: In the report.
-        contexts: How many tokens were read, ascending.
-        losses: At each of them, nats per token in each window; NaN where the model cannot read so many.
-        cost: Beside the native model.
-        start: How the converted model began, in words.
-        start_ratio: Perplexity at the trained length before the training as a share of the model's as it was given; `None` if
-            that was not measured.
-        decay: By how much positions lower the logits of far keys below those of near ones, in nats, with the tokens read; `None`
-            where positions do not act on logits.
-        keeps_native: Whether the native encoding stays in force beside the scheme.
-        sections: All that the measures found, as in the JSON of an evaluation.
+        name: Name in the report.
+        contexts: Context lengths in tokens, ascending.
+        losses: Loss of each window at each context, in nats per token; NaN where the model cannot read so many tokens.
+        cost: Cost, compared with the native model.
+        start: Start of the converted model, in words.
+        start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
+            original model's; `None` if not measured.
+        decay: Long-term decay in nats and the number of tokens read; `None` if positions do not act on logits.
+        keeps_native: Whether the native encoding stays active together with the scheme.
+        sections: Results of all measures, as in the JSON of an evaluation.
     """
 
     name: str
@@ -82,37 +81,37 @@ class Findings:
     sections: tuple[Mapping[str, Any], ...] = ()
 
     def at(self, context: int) -> Tensor:
-        """Return the losses in nats per token after a number of tokens read, float64 `[windows]`."""
+        """Return the losses at a context length in nats per token, float64 `[windows]`."""
         return torch.tensor(self.losses[self.contexts.index(context)], dtype=torch.float64)
 
     def reads(self, context: int) -> bool:
-        """Whether the model could read so many tokens, and made something of them."""
+        """Whether the model can read so many tokens with a finite loss."""
         return bool(self.at(context).isfinite().all())
 
     def difference(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
-        """Return by how much the loss is above another's, in nats per token, window by window."""
+        """Return the loss minus that of another model, in nats per token, paired by window."""
         return intervals.of_mean(self.at(context) - other.at(context if other_context is None else other_context))
 
     def ratio(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
-        """Return the perplexity as a share of another's, window by window."""
+        """Return the perplexity as a share of another model's, paired by window."""
         return intervals.of_exponential(
             self.at(context) - other.at(context if other_context is None else other_context)
         )
 
     def growth(self, context: int, trained: int) -> Interval:
-        """Return the perplexity at a length as a share of the same model's at the trained one."""
+        """Return the perplexity at a length as a share of the same model's at the trained length."""
         return self.ratio(context, self, trained)
 
     def save(self, path: Path) -> None:
-        """Write a file, whole or not at all."""
+        """Write the findings to a file, whole or not at all."""
         write_text(path, json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Findings:
-        """Read what `save` wrote.
+        """Read findings written by `save`.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The file cannot be read.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -134,7 +133,7 @@ class Findings:
 
 
 def samples(sections: tuple[Mapping[str, Any], ...]) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
-    """Return the contexts and losses of the perplexity among the sections of one model."""
+    """Return contexts and losses from the perplexity section of one model."""
     section = next(section for section in sections if section["measure"] == "perplexity")
     (quantity,) = section["quantities"]
     ((contexts),) = quantity["axes"].values()

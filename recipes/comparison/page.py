@@ -1,4 +1,4 @@
-"""A report as Markdown, and as one HTML file that needs nothing beside it."""
+"""A report as Markdown, and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; a leading one stands out."""
+    """A paragraph; a leading one is highlighted."""
 
     text: str
     leading: bool = False
@@ -27,7 +27,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Points:
-    """Sentences below each other."""
+    """A list of sentences."""
 
     items: tuple[str, ...]
 
@@ -37,8 +37,8 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: What it says.
-        grade: `"good"`, `"fair"` or `"poor"`, which is a colour in HTML and a word in Markdown; `""` without.
+        text: Text of the cell.
+        grade: `"good"`, `"fair"` or `"poor"`, a colour in HTML and a word in Markdown; `""` for no grade.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names its rows; rows of some names stand out."""
+    """A table with the names of its rows in the first column; marked rows are highlighted."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG beside the report; a folded one is shown when it is asked for."""
+    """A PNG file; a folded one is shown on a click."""
 
     title: str
     path: Path
@@ -67,27 +67,32 @@ Block: TypeAlias = Heading | Text | Points | Table | Picture
 
 _STYLE = """
 :root { color-scheme: light; --line: #d9dde3; --soft: #f4f6f8; --ink: #1c2430; --grey: #5b6675; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 68rem; margin: 2rem auto 4rem; padding: 0 1.2rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 68rem; margin: 2rem auto 4rem;
+  padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
-p { margin: .4rem 0; max-width: 60rem; } ul { margin: .4rem 0; padding-left: 1.2rem; max-width: 60rem; } li { margin: .2rem 0; }
-.leading { font-size: 1.2rem; font-weight: 600; background: #e8f1fa; border-left: 5px solid #0072b2; padding: .7rem 1rem;
+p { margin: .4rem 0; max-width: 60rem; } ul { margin: .4rem 0; padding-left: 1.2rem; max-width: 60rem; }
+li { margin: .2rem 0; }
+.leading { font-size: 1.2rem; font-weight: 600; background: #e8f1fa; border-left: 5px solid #0072b2; padding: .7rem
+1rem;
   margin: 1rem 0; max-width: none; }
 .scroll { overflow-x: auto; margin: .6rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { background: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; } th:first-child, td:first-child { text-align: left; }
+th { background: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
+th:first-child, td:first-child { text-align: left; }
 td.words { text-align: left; white-space: normal; } td:first-child { font-weight: 600; white-space: nowrap; }
 tr.marked td { background: #e8f1fa; }
 .interval { color: var(--grey); font-size: .82em; }
 td.good, tr.marked td.good { background: #d3ecdf; } td.fair, tr.marked td.fair { background: #fbeecb; }
 td.poor, tr.marked td.poor { background: #f6d5c6; }
-img { max-width: 100%; height: auto; display: block; } details { margin: .4rem 0; border: 1px solid var(--line); border-radius: 5px; }
+img { max-width: 100%; height: auto; display: block; }
+details { margin: .4rem 0; border: 1px solid var(--line); border-radius: 5px; }
 summary { cursor: pointer; padding: .4rem .8rem; font-weight: 600; } details img { padding: .5rem; }
 """
 
 
 def markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """Return a report as Markdown that shows the pictures in a folder."""
+    """Return a report as Markdown for a folder; pictures are linked relative to it."""
     lines = [f"# {title}", ""]
     for block in blocks:
         lines += [*_markdown(block, folder), ""]
@@ -115,7 +120,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def html(title: str, blocks: Sequence[Block]) -> str:
-    """Return a report as one page, its pictures within it."""
+    """Return a report as one HTML page with embedded pictures."""
     body = "\n".join(_html(block) for block in blocks)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -147,6 +152,6 @@ def _cell(cell: Cell) -> str:
     mean, bracket, rest = cell.text.partition(" [")
     text = escape(mean) + (f' <span class="interval">[{escape(rest)}</span>' if bracket else "")
     kind = cell.grade or ("words" if cell.text[:1].isalpha() else "")
-    # A colour is never all that says it.
+    # The title says in words what the colour shows.
     title = f' title="{cell.grade}"' if cell.grade else ""
     return f"<td{f' class={kind}' * bool(kind)}{title}>{text}</td>"

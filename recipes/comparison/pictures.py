@@ -1,4 +1,4 @@
-"""Pictures of all models together: perplexity by length, and what is paid for what."""
+"""Pictures of all models together: perplexity by length, and the trade-off between short and long texts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED
 from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.plots import style
 
-# Okabe and Ito's colours but black, which is the native model's, and two of Tol's; markers and dashes repeat the distinction.
+# Okabe and Ito's palette, and two colours of Tol's; black is reserved for the native model.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
 _MARKERS, _DASHES = ("s", "^", "D", "v", "P", "X", "o"), ("-", "--", "-.", ":")
-# Above this many times the native perplexity, lines leave the picture.
+# Upper limit of the picture, as a multiple of the native perplexity.
 _TOP = 3.0
 _TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3)
-# Between labels, as a share of the height.
+# Distance between labels, as a share of the height.
 _APART = 0.045
 # Half the width of a marker with some room around, in pixels.
 _MARKER = 10
 
 
 def curves(path: Path, found: Mapping[str, Findings], trained: int) -> None:
-    """Draw the perplexity of all models by length into a PNG, as a share of the native model's at the trained length.
+    """Write a PNG of all models' perplexity by length, as a share of the native model's at the trained length.
 
     Args:
-        path: The file.
-        found: By name; the native model with the same training under `NATIVE`.
+        path: The file to write.
+        found: Findings by name; the equally trained native model under `NATIVE`.
         trained: The trained length, in tokens.
     """
     figure = style.figure(8.6, 5.4, "Perplexity by length: lower is better", dpi=130)
@@ -88,7 +88,7 @@ def curves(path: Path, found: Mapping[str, Findings], trained: int) -> None:
 
 
 def _label(axes: Any, ends: Sequence[tuple[float, float, str, Any]], top: float) -> None:
-    """Write names beside the ends of lines, from the lowest up, none over another."""
+    """Write names next to the ends of lines, from the lowest up, without overlaps."""
     to_share = axes.transAxes.inverted()
     placed = -1.0
     wanted = []
@@ -96,7 +96,7 @@ def _label(axes: Any, ends: Sequence[tuple[float, float, str, Any]], top: float)
         level = float(to_share.transform(axes.transData.transform((x, min(y, top))))[1])
         placed = max(level, placed + _APART)
         wanted.append([placed, level, name if y <= top else f"{name} ({y:,.0%})", colour])
-    # What was pushed above the frame goes down again.
+    # Labels pushed above the frame move down again.
     ceiling = 1.0
     for entry in reversed(wanted):
         entry[0] = min(entry[0], ceiling)
@@ -124,11 +124,11 @@ def _label(axes: Any, ends: Sequence[tuple[float, float, str, Any]], top: float)
 
 
 def trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int) -> None:
-    """Draw what each scheme costs at the trained length against what it is worth at the longest, into a PNG.
+    """Write a PNG of each scheme's perplexity at the trained length against that at the longest.
 
     Args:
-        path: The file.
-        found: As for `curves`.
+        path: The file to write.
+        found: Findings by name; the equally trained native model under `NATIVE`.
         trained: The trained length, in tokens.
         farthest: The longest text, in tokens.
     """
@@ -165,13 +165,13 @@ def trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int
     axes.grid(True, color=style.FAINT)
     axes.set_axisbelow(True)
     style.open_frame(axes)
-    figure.draw_without_rendering()  # lays out, which tells where things lie
+    figure.draw_without_rendering()  # computes the layout, which the labels need
     _name_intervals(axes, [((at_hand[name], ends[name]), beyond[name], name, look[0]) for name, look in shown])
     figure.savefig(path, format="png")
 
 
 def _name_intervals(axes: Any, intervals: Sequence[tuple[tuple[float, float], float, str, Any]]) -> None:
-    """Write names behind intervals from their middle and right end on; where one would lie over a marker or a name, it goes up."""
+    """Write names to the right of intervals `((middle, right end), y, name, colour)`, moved up to avoid overlaps."""
     markers = [axes.transData.transform((middle, y)) for (middle, _), y, _, _ in intervals]
     taken = [Bbox.from_bounds(x - _MARKER, y - _MARKER, 2 * _MARKER, 2 * _MARKER) for x, y in markers]
     for (middle, end), y, name, colour in sorted(intervals, key=lambda interval: interval[1]):
@@ -193,8 +193,8 @@ def _name_intervals(axes: Any, intervals: Sequence[tuple[tuple[float, float], fl
 
 
 def _extent(label: Annotation) -> Bbox:
-    """Return where the text of a label lies, in pixels; with the line to its marker it would always lie over that."""
-    label.get_window_extent()  # moves the text to where it was put
+    """Return the box of a label's text in pixels, without the line to its marker, which would always overlap it."""
+    label.get_window_extent()  # updates the position of the text
     return Text.get_window_extent(label)
 
 
@@ -203,7 +203,7 @@ def _percent(value: float, place: int | None = None, *, top: float) -> str:
 
 
 def _looks(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return colour, marker and dashes of each model; the native one is black."""
+    """Return colour, marker and dashes per model; the native one is black."""
     own = {NATIVE: ("#000000", "o", "-"), UNTRAINED: ("0.5", "o", ":")}
     others = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
     return [own[name] if name in own else next(others) for name in names]

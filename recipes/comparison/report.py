@@ -1,4 +1,4 @@
-"""The report of a comparison: what to take first, then the figures that say so."""
+"""The report of a comparison: the recommendation first, then the figures behind it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hf_posenc.recipes.runs.files import published, write_text
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
 _CURVES, _TRADE = "length.png", "trade.png"
-# Up to these, as shares of the native model or of the same at the trained length, a cell is good, or fair.
+# Upper limits of good and fair cells, as multiples of the native model or of the value at the trained length.
 _GOOD, _FAIR = 1.05, 1.5
-# What a file holds is in its unit already.
+# Estimates in files are in their units already.
 _AS_IT_IS = Quantity("", of_mean)
-# Times the trained length, on the report card.
+# Multiples of the trained length on the report card.
 _TIMES = (4, 8)
 
 
@@ -36,16 +36,17 @@ def write(
     settings: Mapping[str, Any],
     overviews: Mapping[str, Path],
 ) -> None:
-    """Write report.html, report.md and pictures/, each whole or not at all.
+    """Write report.html, report.md and pictures/, each file whole or not at all.
 
     Args:
-        folder: Where they go.
-        found: The native model with the same training under `NATIVE`, as it was given under `UNTRAINED`, and the schemes.
-        verdict: What follows from it; `None` if no scheme is left.
-        failed: What went wrong, by scheme.
+        folder: Output folder.
+        found: Findings by name: the equally trained native model under `NATIVE`, the original one under `UNTRAINED`,
+            and the schemes.
+        verdict: The conclusions; `None` if no scheme is left.
+        failed: Error messages by scheme.
         trained: The trained length, in tokens.
-        settings: How it was made.
-        overviews: Pictures of what schemes have learned.
+        settings: Settings of the comparison.
+        overviews: Pictures of what schemes have learned, by name.
     """
     drawn = folder / PICTURES
     drawn.mkdir(exist_ok=True)
@@ -62,8 +63,8 @@ def write(
 
 
 def _draw(path: Path, draw: Any) -> None:
-    with published(path) as beside:
-        draw(beside)
+    with published(path) as draft:
+        draw(draft)
 
 
 def _blocks(
@@ -79,7 +80,8 @@ def _blocks(
     marked = () if verdict is None else verdict.recommended
     schemes = {name: each for name, each in found.items() if name not in (NATIVE, UNTRAINED)}
     yield Text(
-        f"{len(schemes)} scheme{'s' * (len(schemes) != 1)}, each after {settings['budget']:,} steps of {settings['tokens per step']:,} tokens."
+        f"{len(schemes)} scheme{'s' * (len(schemes) != 1)}, each after {settings['budget']:,} steps of "
+        f"{settings['tokens per step']:,} tokens."
     )
     if verdict is None:
         yield Text("No scheme could be measured, so there is nothing to recommend.", leading=True)
@@ -92,30 +94,31 @@ def _blocks(
     yield Heading("Quality by length")
     yield Picture("Perplexity by length", drawn / _CURVES)
     yield Text(
-        f"Perplexity of the same tokens by how many were read, as a share (%) of that of the native model at {trained:,} tokens "
-        "after the same training, window by window. In brackets, the 95 % interval."
+        f"Perplexity of the same tokens by context length, in % of the native model's at {trained:,} tokens after the "
+        "same training, paired by window. The 95 % interval is in brackets."
     )
     keepers = [name for name, each in found.items() if each.keeps_native]
     if keepers:
-        yield Text(f"With the native encoding kept beside the scheme, and what it cannot read: {', '.join(keepers)}.")
+        yield Text(f"These schemes keep the native encoding, and its limits on length: {', '.join(keepers)}.")
     yield _quality(found, trained, marked)
     if farthest > trained:
-        yield Picture("What is paid for what", drawn / _TRADE)
+        yield Picture("Trade-off between the trained length and longer texts", drawn / _TRADE)
     yield Heading("Report card")
     yield Text(
-        "Memory and time of a training step are multiples of the native model's. Length generalisation is the perplexity on a "
-        "longer text as a multiple of the same model's at the trained length. Decay is by how much positions alone lower the logits "
-        f"of far keys below those of near ones on a text of {_decay_length(found)} tokens (mean of heads and layers; near is up to "
-        "a sixteenth of the text, far from half of it on), without a native encoding that is kept; 0 of schemes that do not act on "
-        f"logits. Green: up to {_GOOD:g}; yellow: "
-        f"up to {_FAIR:g}; red: above."
+        "Memory and time of a training step are multiples of the native model's. Length generalisation is the "
+        "perplexity on a longer text as a multiple of the same model's at the trained length. Long-term decay is the "
+        "difference that positions alone make between the logits of near and far keys on a text of "
+        f"{_decay_length(found)} tokens, as a mean over heads and layers; near keys are at most a sixteenth of the "
+        "text away, far keys at least half of it. A native encoding that is kept does not count. Decay is 0 for "
+        f"schemes that do not act on logits. Green: up to {_GOOD:g}; yellow: up to {_FAIR:g}; red: above."
     )
     yield _card(found, trained, marked)
     yield Heading("Cost and start")
     yield Text(
-        "Step time with its 95 % interval: forward, backward and optimizer without a teacher, in turns with the native model. Memory "
-        "is what a forward keeps for its backward. Cache is what is stored per token beside keys and values. The start is what the "
-        "conversion alone does to the perplexity, before any training."
+        "Step time is that of forward, backward and optimizer without a teacher, alternating with the native model, "
+        "with its 95 % interval. Step memory is the memory saved for the backward pass. Cache is keys and values plus "
+        "the scheme's own bytes per token. Perplexity at the start is that after conversion and before training, as a "
+        "multiple of the original model's."
     )
     yield _costs(found, marked)
     yield from _others(found, marked)
@@ -133,13 +136,13 @@ def _blocks(
 def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) -> Table:
     native = found[NATIVE]
     header = ("", *(f"{context:,}" for context in native.contexts), f"perplexity at {trained:,}")
-    # The best at the trained length first; what was there before above all.
+    # The native rows come first, then the schemes from the best at the trained length on.
     order = sorted(found, key=lambda name: (name not in (UNTRAINED, NATIVE), float(found[name].at(trained).mean())))
     rows = [
         (
             Cell(name),
             *(
-                # Itself: nothing is estimated.
+                # The reference itself needs no estimate.
                 Cell("100")
                 if (name, context) == (NATIVE, trained)
                 else _ratio(found[name].ratio(context, native, trained))
@@ -216,7 +219,7 @@ def _costs(found: Mapping[str, Findings], marked: tuple[str, ...]) -> Table:
 
 
 def _others(found: Mapping[str, Findings], marked: tuple[str, ...]) -> Iterator[Block]:
-    """Return what other measures found."""
+    """Return the results of the other measures."""
     for number, section in enumerate(found[NATIVE].sections):
         if section["measure"] == "perplexity":
             continue
@@ -231,7 +234,7 @@ def _others(found: Mapping[str, Findings], marked: tuple[str, ...]) -> Iterator[
             for name, each in found.items():
                 (model,) = each.sections[number]["quantities"][index]["models"].values()
                 estimates = model["estimates"]
-                # The last axis is the one across; a row for each place on the others.
+                # Columns are points of the last axis; each combination of the others is a row.
                 for start in range(0, len(estimates), len(points)):
                     row = estimates[start : start + len(points)]
                     places = [Cell(str(row[0][other])) for other, _ in outer]

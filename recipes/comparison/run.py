@@ -1,4 +1,4 @@
-"""`compare`: adapt, examine, judge, report; what is done is not done again."""
+"""`compare`: adapt, examine, judge and report; finished steps are reused."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _PACKAGES = ("torch", "transformers")
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What a comparison came to.
+    """The result of a comparison.
 
     Attributes:
-        folder: With the report and the runs.
-        found: Figures of each model, the native one with the same training under `"native"`.
-        failed: What went wrong, by scheme.
-        verdict: What to take, and why.
+        folder: Folder of the report and the runs.
+        found: Findings by name; the equally trained native model under `"native"`.
+        failed: Error messages by scheme.
+        verdict: The recommendation and its reasons.
     """
 
     folder: Path
@@ -65,26 +65,26 @@ def compare(
 ) -> Comparison:
     """Adapt a model to several schemes under one budget, measure all side by side, and write a report.
 
-    Stopped at any moment, the same call goes on; more schemes can be added to a folder by naming them, too.
+    After an interruption, the same call continues. More schemes can be added to a folder by a call that names them.
 
     Args:
         model: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
-        folder: Where runs and report go.
-        schemes: Names of schemes or recipes, or YAML files of recipes; `None` takes eight that fit the architecture.
-        budget: Optimizer steps of each.
-        overrides: `section.key=value` for the recipes of all, such as `"data.source=text.txt"`.
-        measures: What is measured beside the perplexity, by the names of `hf-posenc eval`; `None` is induction, which is not
-            defined for an encoder-decoder.
+        folder: Output folder. Finished runs there are reused.
+        schemes: Names of schemes or recipes, or YAML files of recipes; `None` means eight that suit the architecture.
+        budget: Optimizer steps per model.
+        overrides: `section.key=value` for all recipes, such as `"data.source=text.txt"`.
+        measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction for
+            causal models and no other for encoder-decoders.
         samples: Windows or examples of each kind.
-        console: Where progress is shown; `None` is silent.
-        command: What was typed, for the report.
+        console: Console for the progress; `None` is silent.
+        command: The command line, for the report.
 
     Raises:
-        OptionError: Something that was asked for does not exist or go together, or the folder holds another comparison.
-        RecipeError: There is no recipe for a scheme, or the native model cannot be trained.
-        UnknownSchemeError: There is no such scheme.
+        OptionError: An argument is unknown or conflicts with another, or the folder holds another comparison.
+        RecipeError: A scheme has no recipe, or the native model cannot be trained.
+        UnknownSchemeError: A scheme is unknown.
         OutputError: The folder holds something else.
-        CheckpointError: What says what the folder holds is damaged.
+        CheckpointError: The record of the comparison in the folder is damaged.
     """
     folder = Path(folder)
     if processes().num_processes > 1:
@@ -92,7 +92,7 @@ def compare(
     asked = {
         "model": model,
         "budget": budget,
-        # Each key is given once, so their order says nothing.
+        # Each key is given once, so the order does not matter.
         "overrides": sorted(overrides),
         "measures": None if measures is None else [*measures],
         "samples": samples,
@@ -143,17 +143,17 @@ def compare(
 
 
 def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Raise unless a folder is new, empty, or of the same comparison."""
+    """Raise unless a folder is new, empty, or holds the same comparison."""
     path = folder / REQUEST
     if path.is_file():
         try:
             there = dict(json.loads(path.read_text(encoding="utf-8")))
-            # Of earlier versions they are in the order that they were typed in.
+            # Earlier versions did not sort them.
             there["overrides"] = sorted(there["overrides"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
-                f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). Restore it, or "
-                "choose another folder."
+                f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). "
+                "Restore it, or choose another folder."
             ) from error
         differences = [
             f"{key} is {there.get(key)!r} there and {value!r} here"
@@ -171,7 +171,7 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
 
 
 def _claim(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Make the folder that of this comparison, now that nothing is wrong any more."""
+    """Record this comparison in its folder; all checks have passed."""
     if (folder / REQUEST).is_file():
         return
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _claim(folder: Path, asked: Mapping[str, Any]) -> None:
 def _complete(
     entered: Sequence[Contestant], examiner: Examiner, folder: Path, console: Console | None
 ) -> tuple[dict[str, Findings], dict[str, str]]:
-    """Train and examine all; without the native model there is nothing to compare with, any other may fail."""
+    """Train and examine all models. A scheme may fail; the native model, the reference, must not."""
     found: dict[str, Findings] = {UNTRAINED: examiner.untrained(folder / "untrained")}
     failed: dict[str, str] = {}
     began, done = time.monotonic(), 0
@@ -194,7 +194,7 @@ def _complete(
             again = shlex.join(["hf-posenc", "train", str(each.folder / run.RECIPE), "--out", "FOLDER"])
             run.train(each.recipe, each.folder, console=console, command=again)
             found[each.name] = examiner.examine(each)
-        # Whatever goes wrong with one scheme, the others are of interest.
+        # The failure of one scheme must not stop the others.
         except Exception as error:
             if each.name == NATIVE or isinstance(error, StorageError):
                 raise
@@ -207,7 +207,7 @@ def _complete(
 
 
 def _free() -> None:
-    """Let go of the last model, which a trainer holds in a circle, before the next one is loaded."""
+    """Free the last model before the next one is loaded; a trainer holds it in a reference cycle."""
     gc.collect()
     torch.cuda.empty_cache()
 

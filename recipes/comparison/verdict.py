@@ -1,13 +1,13 @@
-"""What follows from the figures, by rules that are written here and nowhere else.
+"""The conclusions of a comparison, by these rules and no others.
 
-1. Two models differ at a length if the 95 % interval of the difference of their losses, window by window, leaves out 0.
-2. The leaders at a length are the one of the lowest perplexity and all that do not differ from it.
-3. Of leaders, the native model is recommended if it is one: what is there already costs nothing. Otherwise the one of the
-   shortest training step; of those that are not slower beyond chance, the one that keeps the least memory.
-4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length. It loses on
-   them if it is more than that, and more beyond chance than at the trained length; otherwise the windows are too few to tell.
-5. One recommendation for both uses is given if the native model is recommended at the trained length and the leader beyond
-   costs at most `ACCEPTABLE` there.
+1. Two models differ at a length if the 95 % interval of the difference of their losses, paired by window, excludes 0.
+2. The leaders at a length are the model with the lowest perplexity and all models that do not differ from it.
+3. If the native model is a leader, it is recommended, because it costs nothing. Otherwise the leader with the shortest
+   training step is; among those not significantly slower, the one with the smallest memory.
+4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length.
+   It loses on them if the ratio is above `HOLDS` and significantly above 1; otherwise the windows are too few to tell.
+5. One scheme is recommended for both uses if the native model is recommended at the trained length and the ratio of the
+   scheme recommended beyond to it is at most `ACCEPTABLE` at that length.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ACCEPTABLE = 1.02
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is recommended, and why.
+    """A recommendation with its reasons.
 
     Attributes:
-        near: For texts up to the trained length.
-        far: For longer ones; `None` if none was measured.
-        overall: For both, if one does for both.
-        headline: The recommendation, in one sentence or two.
-        reasons: Sentences.
-        cautions: What the figures do not say.
+        near: Model for texts up to the trained length.
+        far: Model for longer texts; `None` if no longer text was measured.
+        overall: Model for both, if one suits both.
+        headline: The recommendation, in one or two sentences.
+        reasons: The reasons, in sentences.
+        cautions: Limits of the figures, in sentences.
     """
 
     near: str
@@ -45,12 +45,12 @@ class Verdict:
 
     @property
     def recommended(self) -> tuple[str, ...]:
-        """The names of one or two models."""
+        """Names of one or two models."""
         return (self.near, self.far or self.near) if self.overall is None else (self.overall,)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of it."""
+        """Headline, reasons and cautions."""
         return (self.headline, *self.reasons, *self.cautions)
 
 
@@ -58,9 +58,9 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
     """Apply the rules.
 
     Args:
-        found: Of the native model with the same training, under `NATIVE`, and of each scheme.
+        found: Findings by name; the equally trained native model under `NATIVE`.
         trained: The trained length, in tokens.
-        farthest: The longest text that was measured.
+        farthest: The longest measured text, in tokens.
     """
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
@@ -79,31 +79,31 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
 
 
 def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
-    """Return the model of the lowest perplexity after so many tokens, and all that do not differ from it, in that order."""
+    """Return the model with the lowest perplexity at a length and all that do not differ from it, best first."""
     readable = [each for each in found.values() if each.reads(context)]
     order = sorted(readable, key=lambda each: float(each.at(context).mean()))
     return tuple(each.name for each in order if each is order[0] or not differ(each, order[0], context))
 
 
 def differ(one: Findings, other: Findings, context: int) -> bool:
-    """Whether the losses of two models differ after so many tokens; of a single window it cannot be told."""
+    """Whether the losses of two models differ significantly at a length; false for a single window."""
     found = one.difference(context, other)
     return found.low > 0 or found.high < 0
 
 
 def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
-    """Return the native model, if it is among some, or the cheapest of them."""
+    """Return the native model if it is among the names, or else the cheapest of them."""
     return NATIVE if NATIVE in names else cheapest({name: found[name].cost for name in names})
 
 
 def cheapest(costs: Mapping[str, Cost]) -> str:
-    """Return the model of the shortest step; of those that are not slower beyond chance, the one that keeps the least memory."""
+    """Return, among the models with the fastest step within noise, the one with the smallest memory."""
     alike = as_fast(costs)
     return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
 
 
 def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
-    """Return the model of the shortest step and those that are not slower beyond chance."""
+    """Return the model with the fastest step and those not significantly slower."""
     first = min(costs.values(), key=lambda each: each.time.mean)
     return tuple(name for name, each in costs.items() if not each.is_slower_than(first))
 
@@ -121,7 +121,7 @@ def _headline(
         if overall == near:
             return f"Take {overall}: the best choice at {trained:,} tokens, and {beyond}."
         differs = differ(found[overall], found[NATIVE], trained)
-        loss = f"a loss of at most {ACCEPTABLE - 1:.0%}" if differs else "no loss beyond chance"
+        loss = f"a loss of at most {ACCEPTABLE - 1:.0%}" if differs else "no significant loss"
         return f"Take {overall}: {loss} at the trained length of {trained:,} tokens, and {beyond}."
     text = f"Up to the trained length of {trained:,} tokens, {_choice(near)}."
     return text if far is None else f"{text} For texts of up to {farthest:,} tokens, {_choice(far)}."
@@ -134,13 +134,15 @@ def _choice(name: str) -> str:
 def _near_reason(found: Mapping[str, Findings], names: Sequence[str], near: str, trained: int) -> str:
     native, best = found[NATIVE], names[0]
     others = [name for name in names if name != best]
-    ties = f" {_list(others)} cannot be told from it." if others else " All others are worse beyond chance."
+    ties = f" {_list(others)} {_is(others)} equal within noise." if others else " All others are significantly worse."
     if best == NATIVE:
-        return f"At {trained:,} tokens the native model with the same training has the lowest perplexity.{ties}"
+        return f"At {trained:,} tokens the equally trained native model has the lowest perplexity.{ties}"
     share = _share(found[best].ratio(trained, native))
-    text = f"At {trained:,} tokens {best} has the lowest perplexity: {share} of the native model with the same training.{ties}"
+    text = (
+        f"At {trained:,} tokens {best} has the lowest perplexity: {share} of the equally trained native model's.{ties}"
+    )
     if near == NATIVE:
-        return f"{text} No scheme is better than the native model beyond chance, so at this length nothing is gained by a swap."
+        return f"{text} No scheme is significantly better than the native model, so nothing is gained by a swap."
     return text if near == best else f"{text} Of these, {near} has the cheapest training step."
 
 
@@ -159,7 +161,7 @@ def _far_reasons(
         return
     native, best = found[NATIVE], names[0]
     others = [name for name in names if name != best]
-    ties = f" {_list(others)} cannot be told from it." if others else " All others are worse beyond chance."
+    ties = f" {_list(others)} {_is(others)} equal within noise." if others else " All others are significantly worse."
     text = f"At {farthest:,} tokens {_called(best)} has the lowest perplexity"
     if best != NATIVE and NATIVE in readers:
         text += f": {_share(found[best].ratio(farthest, native))} of the native model's there"
@@ -169,23 +171,25 @@ def _far_reasons(
     yield text
     growth = found[far].growth(farthest, trained)
     if growth.mean <= HOLDS:
-        holds = "so it reads longer texts"
+        holds = "it reads longer texts"
     elif growth.low > 1:
-        holds = "so even this one loses on longer texts"
+        holds = "even this model loses on longer texts"
     else:
-        holds = f"so whether it loses on longer texts cannot be told from {len(native.losses[0])} windows"
-    yield f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}, {holds}."
+        holds = f"{len(native.losses[0])} windows are too few to tell whether it loses on longer texts"
+    yield (
+        f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}: "
+        f"{holds}."
+    )
     if far != NATIVE:
-        ratio = found[far].ratio(trained, native)
-        price = "costs" if ratio.mean > 1 else "is no loss"
-        chance = "" if differ(found[far], native, trained) else ", which chance can explain"
-        yield f"At {trained:,} tokens {far} {price}: {_share(ratio)} of the native model's perplexity{chance}."
+        noise = "" if differ(found[far], native, trained) else ", within noise"
+        share = _share(found[far].ratio(trained, native))
+        yield f"At {trained:,} tokens the perplexity of {far} is {share} of the native model's{noise}."
 
 
 def _overall(found: Mapping[str, Findings], near: str, far: str | None, trained: int) -> str | None:
     if far is None or near == far:
         return far
-    # Where another scheme is better at the trained length, that is worth saying.
+    # A scheme that is better at the trained length deserves its own recommendation.
     fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
     return far if fits else None
 
@@ -198,11 +202,11 @@ def _cost_reasons(found: Mapping[str, Findings]) -> Iterator[str]:
     most = max(costs, key=lambda name: costs[name].time.mean)
     text = f"The cheapest to train is {least}: {_times(costs[least])}"
     others = [name for name in alike if name != least]
-    # Its mean may well be longer than theirs.
+    # The mean step of the cheapest may be longer than theirs.
     if others:
-        text += f"; in time {_list(others)} cannot be told from it"
+        text += f"; {_list(others)} {_is(others)} equally fast within noise"
     if most not in alike:
-        text += f"; the dearest is {most}: {_times(costs[most])}"
+        text += f"; the most expensive is {most}: {_times(costs[most])}"
     yield text + "."
 
 
@@ -214,10 +218,10 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
     windows = len(found[NATIVE].losses[0])
     pairs = len(found) - 1
     return (
-        f"Intervals are those of {windows} windows of text; each scheme was trained once, with one seed, and another seed moves "
-        "it as well.",
+        f"Intervals cover the choice of {windows} windows of text. Each scheme was trained once; another seed would "
+        "change its figures, too.",
         f"With {pairs} comparisons to one model, about one in twenty differs by chance alone.",
-        "What leads after this budget need not lead after a longer one.",
+        "The best scheme after this budget need not be the best after a longer one.",
     )
 
 
@@ -238,3 +242,7 @@ def _list(names: Sequence[str]) -> str:
     called = [_called(name) for name in names]
     text = " and ".join([", ".join(called[:-1]), called[-1]]) if len(called) > 1 else called[0]
     return text[0].upper() + text[1:] if text.startswith("the native") else text
+
+
+def _is(names: Sequence[str]) -> str:
+    return "are" if len(names) > 1 else "is"

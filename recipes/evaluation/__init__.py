@@ -1,9 +1,10 @@
-"""What a positional encoding is worth: the same measures for any number of language models, side by side.
+"""Evaluation of language models: the same measures on the same inputs, side by side.
 
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-One file is one measure: `perplexity`, `needle`, `generalisation` (with the tasks of `tasks`), `induction`, `similarity`.
+Each measure has its own file: `perplexity`, `needle`, `generalisation` (its tasks in `tasks`), `induction`,
+`similarity`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Perplexity by context length: what a positional encoding is worth at, below and beyond the trained length.
+"""Perplexity by context length, below, at and beyond the trained length.
 
-The same target tokens are scored at every context length; only how much of the text before them the model reads
-changes. Otherwise a longer context would come with easier or harder targets, and columns could not be compared.
+The same target tokens are scored at every context length; only the amount of text read before them changes. With
+other targets at every length, columns could not be compared.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,36 +16,19 @@ from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.patches.modes import evaluating
+from hf_posenc.recipes.evaluation import intervals
+from hf_posenc.recipes.evaluation.intervals import Interval
 
-# Scored tokens per window, few enough that the shortest useful context already covers them.
+# Scored tokens per window: few, because the shortest context must cover them.
 TARGETS = 64
 
-# Makes token ids `[B, n]` of token ids `[B, n]`.
+# A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
 Corruption = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over windows.
-
-    Attributes:
-        mean: The mean.
-        error: Its standard error; NaN for a single window.
-    """
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Tensor) -> Estimate:
-        """Return the mean of `values` `[windows]` and its standard error."""
-        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(float(values.mean()), error)
 
 
 @dataclass(frozen=True, eq=False)
 class ContextCurve:
-    """Loss of the same target tokens, by how many tokens the model read.
+    """Loss of the same target tokens by context length.
 
     Attributes:
         contexts: Numbers of tokens read.
@@ -58,31 +40,43 @@ class ContextCurve:
 
     @property
     def windows(self) -> int:
-        """How many windows were measured."""
+        """Number of windows measured."""
         return self.losses.shape[1]
 
-    def perplexity(self, context: int) -> Estimate:
-        """Return the perplexity at a context length; its error is that of the mean loss, carried through `exp`."""
-        loss = Estimate.of(self._at(context))
-        # Of a model that diverged, no overflow.
-        perplexity = math.inf if loss.mean > 700 else math.exp(loss.mean)
-        return Estimate(perplexity, perplexity * loss.error)
+    def loss(self, context: int) -> Interval:
+        """Return the loss at a context length, in nats per token."""
+        return intervals.of_mean(self._at(context))
 
-    def minus(self, other: ContextCurve, context: int) -> Estimate:
+    def perplexity(self, context: int) -> Interval:
+        """Return the perplexity at a context length."""
+        return intervals.of_exponential(self._at(context))
+
+    def minus(self, other: ContextCurve, context: int) -> Interval:
         """Return this loss minus that of another model on the same windows, in nats per token.
 
-        The difference is taken window by window: hard windows are hard for both, so its error is much smaller than
-        that of either loss.
+        Differences are taken window by window. Hard windows are hard for both models, so the difference is known more
+        precisely than either loss.
 
         Raises:
             ShapeError: The curves were measured on different numbers of windows.
         """
+        return intervals.of_mean(self._differences(other, context))
+
+    def ratio(self, other: ContextCurve, context: int) -> Interval:
+        """Return this perplexity as a share of that of another model on the same windows.
+
+        Raises:
+            ShapeError: The curves were measured on different numbers of windows.
+        """
+        return intervals.of_exponential(self._differences(other, context))
+
+    def _differences(self, other: ContextCurve, context: int) -> Tensor:
         if other.windows != self.windows:
             raise ShapeError(
                 f"Got curves of {self.windows} and {other.windows} windows; a paired comparison takes the same. "
                 "Measure both models with the same ids and number of windows."
             )
-        return Estimate.of(self._at(context) - other._at(context))
+        return self._at(context) - other._at(context)
 
     def _at(self, context: int) -> Tensor:
         if context not in self.contexts:
@@ -102,20 +96,20 @@ def context_curve(
 ) -> ContextCurve:
     """Measure the loss of the same target tokens after contexts of different lengths.
 
-    The windows lie evenly over `ids`. Of each, a causal model reads the last `context` tokens but one, and its last
-    `targets` predictions are scored. An encoder-decoder reads the last `context` tokens corrupted, its decoder writes
-    them whole, and what it predicts for the last `targets` is scored; a token is corrupted at every length or at none.
-    So at every length, and for every model, the scored tokens are the same.
+    The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
+    `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its
+    decoder predicts them uncorrupted, and the last `targets` are scored. A token is corrupted at every length or at
+    none. So the scored tokens are the same at every length and for every model.
 
     Args:
         model: A language model of transformers, causal or encoder-decoder, on any device.
         ids: Token ids of a text, int64 `[tokens]`.
-        contexts: How many tokens the model reads, each at least `targets`.
-        windows: How many windows.
-        targets: How many tokens are scored in each window.
+        contexts: Context lengths in tokens, each at least `targets`.
+        windows: Number of windows.
+        targets: Scored tokens per window.
         batch_size: Windows per forward.
-        corrupt: What the encoder reads in place of windows `[windows, max(contexts)]`, of the same shape; for an
-            encoder-decoder only.
+        corrupt: Function that corrupts windows `[windows, max(contexts)]` for the encoder of an encoder-decoder; `None`
+            for causal models.
 
     Returns:
         The losses.
@@ -128,7 +122,8 @@ def context_curve(
     check_corruption("context_curve", model, corrupt)
     if corrupt is not None and not model.config.is_encoder_decoder:
         raise OptionError(
-            f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; leave it out."
+            f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; "
+            "leave it out."
         )
     rows = spread_windows(ids, max(contexts) + 1, windows, targets=targets)
     if min(contexts) < targets:
@@ -140,10 +135,10 @@ def context_curve(
 
 
 def check_corruption(measure: str, model: Any, corrupt: object) -> None:
-    """Raise if a model has an encoder, and nothing says what it reads where the decoder writes the text.
+    """Check that an encoder-decoder comes with a corruption: its encoder must not read the text to predict.
 
     Raises:
-        OptionError: So it is.
+        OptionError: The model has an encoder, and `corrupt` is `None`.
     """
     if model.config.is_encoder_decoder and corrupt is None:
         raise OptionError(
@@ -155,16 +150,16 @@ def check_corruption(measure: str, model: Any, corrupt: object) -> None:
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
     """Cut windows of `length` tokens out of `ids` `[tokens]`, evenly spaced, `[windows, length]`.
 
-    They overlap where the text is too short for them, but not in their last `targets` tokens: no token is scored twice.
+    In a short text windows overlap, but never in their last `targets` tokens: no token is scored twice.
 
     Raises:
-        ShapeError: There are not enough tokens for that.
+        ShapeError: The text has too few tokens for the windows.
     """
     least = length + (windows - 1) * targets
     if ids.ndim != 1 or len(ids) < least:
         raise ShapeError(
-            f"Got token ids of shape {list(ids.shape)}; {windows} windows of {length} tokens with {targets} targets each "
-            f"take at least [{least}]. Give more text, fewer windows or shorter contexts."
+            f"Got token ids of shape {list(ids.shape)}; {windows} windows of {length} tokens with {targets} targets "
+            f"each take at least [{least}]. Give more text, fewer windows or shorter contexts."
         )
     stride = min(len(ids) // windows, (len(ids) - length) // max(windows - 1, 1))
     return torch.stack([ids[row * stride : row * stride + length] for row in range(windows)])
@@ -183,14 +178,14 @@ def _losses(model: Any, read: Tensor, whole: Tensor, targets: int, batch_size: i
                 f"The {type(model).__name__} cannot read {inputs.shape[1]} tokens: its position table is shorter. "
                 "Leave out the longer contexts."
             ) from error
-        # The vocabulary goes where cross_entropy wants it: [windows, vocabulary, targets].
+        # cross_entropy expects the vocabulary second: [windows, vocabulary, targets].
         loss = F.cross_entropy(logits.double().transpose(1, 2), labels[:, -targets:], reduction="none")
         found.append(loss.mean(dim=1).cpu())
     return torch.cat(found)
 
 
 def logits_of_targets(model: Any, inputs: Tensor, labels: Tensor, targets: int) -> Tensor:
-    """Return the predictions of the last `targets` labels, `[windows, targets, vocabulary]`."""
+    """Return the logits that predict the last `targets` labels, `[windows, targets, vocabulary]`."""
     logits: Tensor
     if model.config.is_encoder_decoder:
         written = model.prepare_decoder_input_ids_from_labels(labels)

@@ -1,4 +1,4 @@
-"""Length generalisation: tasks at the lengths that a model was trained on, and beyond them."""
+"""Length generalisation: accuracy on tasks within and beyond the trained lengths."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from hf_posenc.recipes.evaluation.workers import Workers
 class LengthGeneralisation(Measure):
     """Accuracy on the tasks of Kazemnejad et al. 2023 by length.
 
-    The answer's tokens are predicted with the right ones before them. The whole answer is right where all are, which is when
-    the greedy continuation begins with it; whether the model would stop there is not asked. An encoder-decoder reads the
-    question and writes the answer.
+    Each token of the answer is predicted after the correct tokens before it. The whole answer counts as right if all of
+    its tokens are, which means that greedy decoding would begin with it; the end of the answer is not tested. The
+    encoder of an encoder-decoder reads the question, and its decoder predicts the answer.
 
     Args:
-        tokenizer: Of the models.
+        tokenizer: Tokenizer of the models.
         tasks: Names in `hf_posenc.recipes.evaluation.tasks.TASKS`; by default all of them.
-        lengths: Of the examples.
-        trained: The longest length in the training; shown in table and picture.
-        samples: Examples of each task and length.
-        shots: Solved examples before each question, of lengths up to the trained one, for models that were not trained on
-            the tasks.
-        seed: Of the examples.
+        lengths: Lengths of the examples.
+        trained: The longest length in training; shown in table and picture.
+        samples: Examples per task and length.
+        shots: Solved examples before each question, no longer than `trained`; for models not trained on the tasks.
+        seed: Random seed of the examples.
 
     Raises:
-        OptionError: There is no such task, or it has no examples of a length; there is none, or one is given twice.
+        OptionError: A task is unknown or has no examples of a length; tasks or lengths are empty or repeated.
     """
 
     name = "tasks"
@@ -67,8 +66,8 @@ class LengthGeneralisation(Measure):
         self.mark = (trained, f"trained up to {trained}")
         given = f", after {shots} solved examples" if shots else ""
         self.note = (
-            f"{samples} generated examples of each length{given}; lengths above {trained} are longer than in training. Whole "
-            "answer: all of its tokens are the most likely ones. Tokens: the share of them that are."
+            f"{samples} generated examples per length{given}; lengths above {trained} are longer than in training. "
+            "Whole answer: all of its tokens are the most likely ones. Tokens: share of its tokens that are."
         )
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

@@ -1,4 +1,4 @@
-"""What a measure finds of one model: samples of a quantity over one or two axes."""
+"""Results of one measure on one model: samples of a quantity over one or two axes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Point = int | float | str
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is sampled, and how samples become an estimate.
+    """A measured quantity, and the estimate from its samples.
 
     Attributes:
-        name: What the estimate is called.
-        interval: Makes it of samples `[n]`.
-        unit: Of the estimate as it is written, if it has one.
-        scale: What an estimate is multiplied by to be in that unit.
-        guess: What guessing would give, as an estimate; `None` where there is no such thing.
+        name: Name of the estimate.
+        interval: Function that turns samples `[n]` into an estimate.
+        unit: Unit of the written estimate; empty for a plain number.
+        scale: Factor that converts an estimate to the unit.
+        guess: Estimate that a guessing model would reach; `None` if undefined.
     """
 
     name: str
@@ -42,33 +42,32 @@ class Quantity:
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     def write(self, found: Interval) -> str:
-        """Return an estimate with its interval as text without the unit, to the digits that the interval allows."""
+        """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
         if not found.is_known:
             return "-"
         mean, low, high = (end * self.scale for end in (found.mean, found.low, found.high))
         if math.isnan(low):
             return f"{mean:.4g}"
         decimals = _decimals(high - low)
-        # No sign on a zero that is left by rounding.
+        # Adding zero turns a rounded -0.0 into 0.0.
         mean, low, high = (round(end, decimals) + 0.0 for end in (mean, low, high))
         return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
 
 
-# Samples are losses in nats per token.
+# Perplexity and loss take the same samples: losses in nats per token.
 PERPLEXITY = Quantity("perplexity", intervals.of_exponential)
-# Of the same.
 LOSS = Quantity("loss", intervals.of_mean, "nats per token")
-# Of one model as a share of another's; samples are differences of losses.
+# Perplexity as a share of another model's; samples are differences of losses.
 RATIO = Quantity("perplexity relative to the first model", intervals.of_exponential, "%", 100)
 
 
 def successes(name: str, guess: float | None = None) -> Quantity:
-    """Return the quantity of samples that are right (1) or wrong (0), or shares of few things that are."""
+    """Return a success rate: samples are right (1) or wrong (0), or shares of few trials."""
     return Quantity(name, intervals.of_share, "%", 100, guess)
 
 
 def share(name: str, guess: float | None = None) -> Quantity:
-    """Return the quantity of samples that are shares of many things, from 0 to 1."""
+    """Return a mean share: samples are shares of many trials, from 0 to 1."""
     return Quantity(name, intervals.of_mean_share, "%", 100, guess)
 
 
@@ -77,8 +76,8 @@ class Grid:
     """Samples of one quantity over axes.
 
     Attributes:
-        quantity: What was sampled.
-        axes: The points on each axis, by its name with its unit.
+        quantity: The sampled quantity.
+        axes: Points of each axis, by the name of the axis with its unit.
         samples: float64 `[*axes, samples]`; NaN where the model cannot be measured, such as beyond its position table.
 
     Raises:
@@ -98,7 +97,7 @@ class Grid:
         """Return the estimate at a point of each axis.
 
         Raises:
-            ShapeError: There is no such point.
+            ShapeError: The point is not on the axes.
         """
         found = self.samples
         if len(place) != len(self.axes):
@@ -113,7 +112,7 @@ class Grid:
         """Return a perplexity as a share of another model's, sample by sample: hard text is hard for both.
 
         Raises:
-            ShapeError: The samples are not of the same things.
+            ShapeError: The grids differ in axes or number of samples.
         """
         if dict(self.axes) != dict(other.axes) or self.samples.shape != other.samples.shape:
             raise ShapeError("Only what was measured on the same samples can be compared with each other.")
@@ -124,7 +123,7 @@ class Grid:
         return itertools.product(*self.axes.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the estimates and samples in terms of JSON, NaN as null."""
+        """Return the estimates and samples as JSON values, with null for NaN."""
         found = [self.at(*place) for place in self.places()]
         return {
             "estimates": [
@@ -139,7 +138,7 @@ class Grid:
 
 
 def _decimals(width: float) -> int:
-    """Return how many decimals are worth writing of a number known to within a width: its second digit, at most three."""
+    """Return the decimals to write for a number with an interval of some width: two of its digits, at most three."""
     if not math.isfinite(width) or width <= 0:
         return 3 if width == 0 else 0
     return min(3, max(0, 1 - math.floor(math.log10(width))))

@@ -1,4 +1,4 @@
-"""Induction: whether a model goes on with what it has seen before, by how long ago that was."""
+"""Induction: repetition of an earlier sequence, by its distance."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from hf_posenc.recipes.evaluation.workers import Workers
 
 
 class InductionCopy(Measure):
-    """How well a model predicts the second copy of a random sequence (Olsson et al. 2022, arXiv 2209.11895).
+    """Prediction of the second copy of a random sequence (Olsson et al. 2022, arXiv 2209.11895).
 
-    The sequence has no meaning, so only looking back by half of the text helps. The first token of the second copy cannot be
-    known and is not scored. Not defined for an encoder-decoder, whose encoder would read both copies.
+    The sequence is meaningless, so the model can only copy from half of the text earlier. The first token of the second
+    copy is unpredictable and not scored. The measure is undefined for an encoder-decoder, whose encoder would read both
+    copies.
 
     Args:
         symbols: Token ids that the sequences are drawn from, int64 `[n]`.
         lengths: Tokens of both copies together; even numbers.
-        samples: How many sequences of each length.
-        seed: Of the sequences.
-        trained_length: Tokens per window in the model's training, if it is known; for the picture.
+        samples: Sequences per length.
+        seed: Random seed of the sequences.
+        trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
-        OptionError: There is no length, or one is given twice.
+        OptionError: Lengths are empty or repeated.
         ShapeError: A length is odd or shorter than two tokens per copy.
     """
 
@@ -60,14 +61,15 @@ class InductionCopy(Measure):
         self.tokens = sum(row.numel() for (row,) in self._rows)
         self.mark = trained_mark(trained_length)
         self.note = (
-            f"A sequence of random tokens (of {len(symbols)}) twice, {samples} samples of each length; the column is the length of "
-            "both copies. Scored is the second copy without its first token."
+            f"A random sequence of {len(symbols)} different tokens, read twice; {samples} samples per length. Columns "
+            "give the length of both copies together. The second copy is scored, without its first token."
         )
 
     def check(self, model: Any) -> None:
         if model.config.is_encoder_decoder:
             raise OptionError(
-                f"InductionCopy is not defined for {type(model).__name__}: its encoder would read both copies. Leave it out."
+                f"InductionCopy is not defined for {type(model).__name__}: its encoder would read both copies. "
+                "Leave it out."
             )
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

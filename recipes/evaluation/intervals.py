@@ -1,4 +1,4 @@
-"""95 % confidence intervals from samples, and how numbers with one are written."""
+"""95 % confidence intervals from samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Interval:
 
     Attributes:
         mean: The estimate; NaN if nothing could be measured.
-        low: Lower end; NaN for a single sample, from which it cannot be told.
-        high: Upper end.
+        low: Lower end; NaN for a single sample.
+        high: Upper end; likewise.
     """
 
     mean: float
@@ -29,6 +29,11 @@ class Interval:
     def is_known(self) -> bool:
         """Whether anything was measured."""
         return math.isfinite(self.mean)
+
+    @property
+    def arms(self) -> tuple[float, float]:
+        """Distances of the lower and the upper end from the estimate."""
+        return self.mean - self.low, self.high - self.mean
 
 
 def of_mean(values: Tensor) -> Interval:
@@ -41,21 +46,21 @@ def of_mean(values: Tensor) -> Interval:
 
 
 def of_mean_share(values: Tensor) -> Interval:
-    """Return Student's interval for the mean of samples `[n]`, each from 0 to 1, cut off there: no share lies beyond."""
+    """Return Student's interval for the mean of samples `[n]` between 0 and 1, cut off at 0 and 1."""
     found = of_mean(values)
-    # NaN, of a single sample, stays: min and max would lose it.
+    # min and max would lose the NaN of a single sample.
     low, high = (end if math.isnan(end) else min(max(end, 0.0), 1.0) for end in (found.low, found.high))
     return Interval(found.mean, low, high)
 
 
 def of_exponential(values: Tensor) -> Interval:
-    """Return the interval of `exp` of the mean of samples `[n]`: of a perplexity, given losses in nats."""
+    """Return the interval for `exp` of the mean of samples `[n]`: a perplexity from losses in nats."""
     loss = of_mean(values)
     return Interval(*(_exp(end) for end in (loss.mean, loss.low, loss.high)))
 
 
 def of_difference(values: Tensor, others: Tensor) -> Interval:
-    """Return Welch's interval for how much the mean of samples `[n]` is above that of others `[m]`, which were drawn apart from them."""
+    """Return Welch's interval for the mean of samples `[n]` minus the mean of independent samples `[m]`."""
     mean = float(values.mean()) - float(others.mean())
     if min(len(values), len(others)) < 2:
         return Interval(mean, math.nan, math.nan)
@@ -65,7 +70,7 @@ def of_difference(values: Tensor, others: Tensor) -> Interval:
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(each) - 1) for part, each in zip(parts, (values, others), strict=True)
     )
-    # At least that of the smaller sample, which rounding must not take away.
+    # Rounding must not push the degrees of freedom below those of the smaller sample.
     half = _student(max(min(len(values), len(others)) - 1, int(freedom))) * math.sqrt(sum(parts))
     return Interval(mean, mean - half, mean + half)
 
@@ -73,7 +78,8 @@ def of_difference(values: Tensor, others: Tensor) -> Interval:
 def of_share(values: Tensor) -> Interval:
     """Return Wilson's interval for the mean of samples `[n]`, each from 0 to 1.
 
-    It says something where all samples are 0 or all are 1, too. For shares between them it is wider than it must be.
+    Wilson's interval keeps its width where all samples are 0 or all are 1. For samples strictly between 0 and 1 it is
+    wider than necessary.
     """
     mean, count = float(values.mean()), len(values)
     if math.isnan(mean):
@@ -85,7 +91,10 @@ def of_share(values: Tensor) -> Interval:
 
 
 def _student(freedom: int) -> float:
-    """Return the quantile of Student's distribution for 95 %: Abramowitz and Stegun 26.7.5, exact for the first four."""
+    """Return the two-sided 95 % quantile of Student's distribution.
+
+    Abramowitz and Stegun 26.7.5; up to four degrees of freedom, tabulated values.
+    """
     exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
     if freedom in exact:
         return exact[freedom]
@@ -99,5 +108,5 @@ def _student(freedom: int) -> float:
 
 
 def _exp(loss: float) -> float:
-    # A model that diverged: far above any vocabulary.
-    return math.exp(min(loss, 700.0)) if not math.isnan(loss) else loss
+    # The loss of a diverged model would overflow exp.
+    return math.inf if loss > 700 else math.exp(loss)

@@ -1,4 +1,4 @@
-"""Context lengths to measure at: those that fit the text, and those that a model can read."""
+"""Context lengths for an evaluation: limited by the text and by the model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_cu
 def contexts_for(
     trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None, targets: int = TARGETS
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the context lengths to measure at, and why others of the usual ones are left out.
+    """Return the context lengths to measure, and the reasons for leaving out others.
 
     Args:
         trained_length: Tokens per window in the model's own training.
-        tokens: How many held-out tokens there are.
-        windows: How many windows are measured.
-        contexts: Those asked for; `None` is a quarter of the trained length up to eight times it, in powers of two.
+        tokens: Number of held-out tokens.
+        windows: Number of windows.
+        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
         targets: Scored tokens per window; a context is at least that long.
 
     Raises:
-        RecipeError: One that was asked for is impossible, or all of the usual ones are.
+        RecipeError: A requested length is impossible, or all default ones are.
     """
-    # As `spread_windows` cuts them: windows may overlap, but not in their targets.
+    # `spread_windows` lets windows overlap, except in their targets.
     between = (windows - 1) * targets
     reasons = {
         context: f"shorter than the {targets} tokens that are scored"
@@ -43,7 +43,8 @@ def contexts_for(
     )
     if (contexts and notes) or not possible:
         raise RecipeError(
-            f"evaluation.contexts: {'; '.join(notes)}. Give other contexts, fewer evaluation.windows or more held-out text."
+            f"evaluation.contexts: {'; '.join(notes)}. Give other contexts, fewer evaluation.windows or more held-out "
+            "text."
         )
     return possible, notes
 
@@ -58,28 +59,29 @@ def readable_curve(
     evaluate: Callable[..., ContextCurve] = context_curve,
     **options: Any,
 ) -> ContextCurve:
-    """Measure at those contexts that a model can read: a learned table of positions ends somewhere.
+    """Measure a model at the contexts within its position table.
 
-    The targets are the same as those of a model that reads all of them, so curves can be compared window by window.
+    The targets do not depend on the contexts left out, so the curves of different models can be compared window by
+    window.
 
     Args:
-        model: What is measured.
+        model: A language model of transformers.
         ids: Held-out token ids, int64 `[tokens]`.
-        contexts: Numbers of tokens read.
-        windows: How many windows.
-        targets: How many tokens are scored in each window.
+        contexts: Context lengths in tokens.
+        windows: Number of windows.
+        targets: Scored tokens per window.
         evaluate: `context_curve`, or a function like it.
-        **options: More keywords of it.
+        **options: Further keywords of `evaluate`.
 
     Raises:
-        PositionError: The model can read none of them.
+        PositionError: All contexts are too long for the model.
     """
     end = table_end(model)
     readable = sorted(context for context in contexts if end is None or context <= end)
     while readable:
         text = ids
         if readable[-1] < max(contexts):
-            # The ends of the same windows, one after the other: cut evenly, they are those windows again.
+            # `evaluate` cuts the concatenated ends of the windows back into these ends.
             text = spread_windows(ids, max(contexts) + 1, windows, targets=targets)[:, -readable[-1] - 1 :].flatten()
         try:
             return evaluate(model, text, readable, windows=windows, targets=targets, **options)
@@ -91,9 +93,9 @@ def readable_curve(
 
 
 def table_end(model: nn.Module) -> int | None:
-    """Return how many positions a model's own learned table has, if it has one in force.
+    """Return the number of positions in a model's own learned table, or `None` without an active one.
 
-    Asked before the forward, for a lookup beyond a table leaves a CUDA device unusable.
+    Callers check before the forward, because a lookup beyond a table leaves a CUDA device unusable.
     """
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     try:

@@ -1,4 +1,4 @@
-"""What all measures have in common."""
+"""The base class of all measures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Places = TypeVar("Places", bound=Point)
 
 
 class Measure(ABC):
-    """Something to be measured of language models, on the same inputs for all of them.
+    """A measurement of language models, on the same inputs for all of them.
 
     Attributes:
-        name: In file names and on the command line.
-        title: Stands above its table and picture.
-        note: What exactly is measured.
-        tokens: How many tokens one model reads.
-        mark: A point on the first numeric axis with what it means, drawn in the picture; `None` without.
+        name: Name on the command line and in file names.
+        title: Title of its table and picture.
+        note: Definition of the measured quantity, for the report.
+        tokens: Number of tokens that one model reads.
+        mark: Labelled point on the first numeric axis of the picture; `None` without.
     """
 
     name: ClassVar[str]
@@ -34,29 +34,29 @@ class Measure(ABC):
     mark: tuple[float, str] | None = None
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
-        """Measure a model.
+        """Return the results for a model, one grid per quantity.
 
         Args:
             model: A language model of transformers, on any device; its mode is left as it was.
-            workers: The processes that measure together; `None` is this one, or those that accelerate started.
+            workers: Processes that share the work; `None` means this process, or those started by accelerate.
         """
         self.check(model)
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
 
-    def check(self, model: Any) -> None:  # noqa: B027 - most are defined for all models
-        """Raise an `HfPosencError` if it is not defined for a model; costs nothing, so that no work is done for it in vain."""
+    def check(self, model: Any) -> None:  # noqa: B027 - most measures accept all models
+        """Raise an `HfPosencError` if the measure is undefined for a model, before any work is done."""
 
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        """Measure a model in evaluation mode, without gradients."""
+        """Return the results for a model in evaluation mode; gradients are off."""
 
 
 def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
-    """Return the points of an axis as they were given.
+    """Return the points of an axis unchanged, after a check.
 
     Raises:
-        OptionError: There is none, or one is given twice.
+        OptionError: The points are empty or repeated.
     """
     if not places or len(set(places)) < len(places):
         raise OptionError(f"{name}={tuple(places)}: expected one or more, each once.")
@@ -64,5 +64,5 @@ def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
 
 
 def trained_mark(length: int | None) -> tuple[float, str] | None:
-    """Return where the training ended, for the picture, if that is known."""
+    """Return the mark of the trained length, or `None` if the length is unknown."""
     return None if length is None else (length, f"trained on {length:,} tokens")

@@ -1,4 +1,4 @@
-"""Retrieval of a passkey from a long context, by its depth and by the length of the context."""
+"""Retrieval of a passkey from a long context, by its depth and the length of the context."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.evaluation.workers import Workers
 
-# Of the default key: few enough that the rank of one among them says something, frequent enough to be known.
+# Number of symbols of the default key: few and frequent, so that every model knows them.
 _SYMBOLS = 64
+# Tokens of a random cue.
 _CUE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Passkey:
-    """How a needle looks: a cue, then a key of random symbols. The prompt ends with the cue once more.
+    """The form of a needle: a cue and a key of random symbols. The prompt ends with the cue once more.
 
     Attributes:
-        symbols: Token ids that keys are drawn from, int64 `[n]`; the key's rank is taken among them.
-        cue: Token ids before the key, int64 `[m]`; `None` draws others from the symbols for every sample, so that nothing
-            but the context says what follows.
+        symbols: Token ids that keys are drawn from, int64 `[n]`; the key is ranked among them.
+        cue: Token ids before the key, int64 `[m]`; `None` draws them from the symbols for every sample, so that only
+            the context tells the key.
         length: Tokens of the key.
     """
 
@@ -38,27 +39,27 @@ class Passkey:
 
     @classmethod
     def from_vocabulary(cls, symbols: Tensor) -> Passkey:
-        """Return a passkey without any meaning, for any model and tokenizer.
+        """Return a meaningless passkey, for any model and tokenizer.
 
         Args:
-            symbols: Ordinary tokens of a text, the most frequent first, int64 `[n]`; the first 64 are taken.
+            symbols: Ordinary tokens of a text, the most frequent first, int64 `[n]`; the first 64 are used.
         """
         return cls(symbols[:_SYMBOLS])
 
     @classmethod
     def from_text(cls, tokenizer: Any, cue: str = "The pass key is", symbols: str = "0123456789") -> Passkey:
-        """Return the passkey of the literature, for models that read English: a sentence and digits.
+        """Return the passkey of the literature, a sentence and digits, for models that know English.
 
         Args:
-            tokenizer: Of the model.
-            cue: Stands before the key.
-            symbols: What keys consist of. Those that are several tokens are left out.
+            tokenizer: Tokenizer of the model.
+            cue: Text before the key.
+            symbols: Characters of the keys; those of several tokens are left out.
 
         Raises:
             OptionError: Fewer than two symbols are single tokens.
         """
         before = _encode(tokenizer, f" {cue}")
-        # As they are written after the cue.
+        # A symbol may be tokenised differently after the cue than alone.
         found = [_encode(tokenizer, f" {cue} {symbol}")[len(before) :] for symbol in symbols]
         singles = [tokens[-1] for tokens in found if len(tokens) == 1]
         if len(set(singles)) < 2:
@@ -70,24 +71,26 @@ class Passkey:
 
 
 class NeedleRetrieval(Measure):
-    """Whether a model can repeat a key that stands somewhere in its context, after the cue that announced it there.
+    """Retrieval of a key hidden in the context, prompted with the cue that announced it.
 
-    A text of exactly the given length is read, with cue and key put into it at the given depth and the cue at its end; the
-    greedy continuation is compared with the key. Small models seldom repeat a whole key, so the rank says more of them: the
-    share of the other symbols that the model finds less likely than the right one, averaged over the key; a model that
-    remembers nothing has 50 %. The same texts and keys are used at all depths.
+    The model reads a text of exactly the given length, with cue and key at the given depth and the cue again at the
+    end. Its greedy continuation is compared with the key. Small models seldom repeat a whole key, so the rank tells
+    more about
+    them: the share of the other symbols that the model considers less likely than the right one, averaged over the key.
+        A
+    model that remembers nothing reaches 50 %. The same texts and keys are used at all depths.
 
     Args:
-        ids: Token ids of a text to hide the needle in, int64 `[tokens]`.
-        lengths: How many tokens are read.
-        depths: Where the needle stands in the text, from 0 (its beginning) to 1 (right before the cue).
-        samples: How many keys and texts for each length.
-        passkey: How the needle looks; by default cue and key are drawn from the most frequent tokens of the text.
-        seed: Of what is drawn.
+        ids: Token ids of the text that hides the needle, int64 `[tokens]`.
+        lengths: Context lengths in tokens.
+        depths: Places of the needle in the text, from 0 (its beginning) to 1 (right before the last cue).
+        samples: Keys and texts per length.
+        passkey: Form of the needle; by default cue and key are drawn from the most frequent tokens of the text.
+        seed: Random seed of keys and texts.
 
     Raises:
         ShapeError: A length leaves no room for text.
-        OptionError: A depth is out of range; there is no length or depth, or one is given twice.
+        OptionError: A depth is out of range; lengths or depths are empty or repeated.
     """
 
     name = "needle"
@@ -115,9 +118,9 @@ class NeedleRetrieval(Measure):
         ]
         self.tokens = sum(part.numel() for row in self._rows for part in row)
         self.note = (
-            f"A key of {passkey.length} tokens, each of {len(passkey.symbols)} symbols, stands in a text at the given depth "
-            f"(0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. Rank: share of the "
-            "other symbols that are less likely than the right one."
+            f"A key of {passkey.length} tokens, each one of {len(passkey.symbols)} symbols, stands in a text at the "
+            f"given depth (0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. "
+            "Rank: share of the other symbols that are less likely than the right one."
         )
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
@@ -136,7 +139,7 @@ class NeedleRetrieval(Measure):
 def _rows(
     ids: Tensor, length: int, depths: Sequence[float], samples: int, passkey: Passkey, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return prompts `[length - key + 1]` and keys `[key]`, all depths of a sample after each other."""
+    """Return prompts `[length - key + 1]` and keys `[key]`; the depths of a sample are consecutive."""
     found = []
     for _ in range(samples):
         key = _draw(passkey.symbols, passkey.length, generator)
@@ -144,8 +147,8 @@ def _rows(
         room = length + 1 - 2 * (len(cue) + len(key))
         if not 0 < room <= len(ids):
             raise ShapeError(
-                f"A needle of {len(cue) + len(key)} tokens in {length} leaves {room} of text, and there are {len(ids)}. "
-                "Give longer lengths, a shorter passkey, or more text."
+                f"A needle of {len(cue) + len(key)} tokens in {length} leaves {room} of text, and there are {len(ids)}."
+                " Give longer lengths, a shorter passkey, or more text."
             )
         start = int(torch.randint(len(ids) - room + 1, (), generator=generator))
         text = ids[start : start + room]
@@ -159,7 +162,7 @@ def _rank(logits: Tensor, keys: Tensor, symbols: Tensor) -> Tensor:
     """Return the mean share of the other symbols that are less likely than the right one, float64 `[B]`."""
     right = logits.gather(2, keys[:, :, None])
     others = logits[:, :, symbols]
-    # Half of the equally likely ones, of which the right one itself is one.
+    # Equally likely symbols count half; the right symbol itself, always equal, is subtracted.
     below = (others < right).double().sum(dim=2) + ((others == right).double().sum(dim=2) - 1) / 2
     return (below / (len(symbols) - 1)).mean(dim=1)
 

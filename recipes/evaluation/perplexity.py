@@ -1,4 +1,4 @@
-"""Perplexity by how much a model reads, and by where in its context a token stands."""
+"""Perplexity by context length, and by position within the context."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_posenc.recipes.evaluation.workers import Workers
 
 
 class ContextPerplexity(Measure):
-    """Perplexity of the same tokens, after reading more or less of the text before them.
+    """Perplexity of the same tokens after contexts of different lengths.
 
-    As `hf_posenc.recipes.evaluation.curve.context_curve`. Of an encoder-decoder it is that of a text that its decoder writes
-    whole while its encoder reads it corrupted.
+    The values are those of `hf_posenc.recipes.evaluation.curve.context_curve`. The decoder of an encoder-decoder
+    predicts the text, and its encoder reads it corrupted.
 
     Args:
         ids: Token ids of a text, int64 `[tokens]`.
-        contexts: How many tokens are read, each at least `targets`.
-        windows: How many places of the text are measured; one sample each.
-        targets: Scored tokens in each of them.
-        corrupt: What an encoder reads in place of token ids `[B, n]`; for encoder-decoders only.
-        trained_length: Tokens per window in the model's training, if it is known; for the picture.
+        contexts: Context lengths in tokens, each at least `targets`.
+        windows: Number of windows of the text; one sample each.
+        targets: Scored tokens per window.
+        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
+        trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
-        OptionError: There is no context, or one is given twice.
+        OptionError: Contexts are empty or repeated.
         ShapeError: A context is shorter than the targets, or the text is too short.
     """
 
@@ -57,8 +57,8 @@ class ContextPerplexity(Measure):
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
         self.note = (
-            f"Of the same {targets} tokens in each of {windows} windows of text, after reading as many tokens as the column "
-            "says, the scored ones among them."
+            f"Perplexity of the same {targets} tokens in each of {windows} windows of text. Columns give the tokens "
+            "read, the scored ones included."
         )
 
     def check(self, model: Any) -> None:
@@ -69,7 +69,7 @@ class ContextPerplexity(Measure):
 
         def curve(rows: Tensor) -> Tensor:
             size = len(rows)
-            # Windows one after the other: cut evenly, they are those windows again.
+            # `readable_curve` cuts the concatenated windows back into these windows.
             found = readable_curve(
                 model,
                 rows.flatten(),
@@ -90,17 +90,17 @@ class ContextPerplexity(Measure):
 class PositionPerplexity(Measure):
     """Perplexity of tokens by their position within one long context.
 
-    The tokens at different positions are different ones, so a single column says little; the course over positions shows where
-    a model falls off. Of an encoder-decoder, positions are those of the decoder, which writes whole what its encoder reads
+    Different positions hold different tokens, so a single column says little; the course over positions shows where a
+    model gets worse. For an encoder-decoder, positions are those of the decoder, whose text the encoder reads
     corrupted.
 
     Args:
         ids: Token ids of a text, int64 `[tokens]`.
-        context: How many tokens are read.
-        windows: How many windows are measured; one sample each.
-        bins: Into how many equal parts the context is divided.
-        corrupt: What an encoder reads in place of token ids `[B, n]`; for encoder-decoders only.
-        trained_length: Tokens per window in the model's training, if it is known; for the picture.
+        context: Number of tokens read.
+        windows: Number of windows; one sample each.
+        bins: Number of equal parts of the context.
+        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
+        trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
         ShapeError: The context does not divide into the bins, or the text is too short.
@@ -126,7 +126,10 @@ class PositionPerplexity(Measure):
         self._ends = tuple(range(self._width, context + 1, self._width))
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
-        self.note = f"Of the {self._width} tokens up to the position that the column says, in {windows} windows of {context} tokens."
+        self.note = (
+            f"Perplexity of the {self._width} tokens up to the position of the column, in {windows} windows of "
+            f"{context} tokens."
+        )
 
     def check(self, model: Any) -> None:
         check_corruption(type(self).__name__, model, self._corrupt)

@@ -1,4 +1,4 @@
-"""One picture for each measure: lines with confidence bands, or heat maps."""
+"""One picture per measure: lines with confidence intervals, or heat maps."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from matplotlib.transforms import offset_copy
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point
 from hf_posenc.recipes.evaluation.intervals import Interval
 
-# Okabe and Ito's colours, told apart with any colour vision; markers and dashes repeat the distinction in grey.
+# Okabe and Ito's palette for all kinds of colour vision; markers and dashes make lines distinct in grey, too.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", "-", "--", ":", "-.")
 _GREY, _FAINT = "0.35", "0.9"
-# Panels beside each other before another row begins.
+# Panels per row.
 _ACROSS = 4
-# Points between the models in one place, and between the first and the last of many.
+# Horizontal offset between models at one point, and its maximum over all models, in points.
 _APART, _WIDEST = 2.5, 20.0
 _TICKS = 8
 
 
 def draw(path: Path, title: str, quantities: Sequence[Mapping[str, Grid]], mark: tuple[float, str] | None) -> None:
-    """Draw what a measure found.
+    """Draw the results of a measure.
 
     Args:
-        path: The file to write; a PNG, whatever its name.
-        title: Above the picture.
-        quantities: For each quantity, the grids by the name of the model.
-        mark: A point on the last axis with what it means, drawn as a line.
+        path: The file to write, a PNG whatever its name.
+        title: Title of the picture.
+        quantities: Grids by the name of the model, for each quantity.
+        mark: Labelled point on the last axis, drawn as a line.
     """
     axes = list(next(iter(quantities[0].values())).axes.values())
     if len(axes) == 1:
@@ -51,7 +51,7 @@ def draw(path: Path, title: str, quantities: Sequence[Mapping[str, Grid]], mark:
 
 
 def _lines(title: str, quantities: Sequence[Mapping[str, Grid]], mark: tuple[float, str] | None) -> Figure:
-    """A panel for each quantity, a line for each model."""
+    """Draw a panel per quantity with a line per model."""
     figure = _figure(7 if len(quantities) == 1 else 5.5 * len(quantities), 4.6, title)
     for axes, grids in zip(figure.subplots(1, len(quantities), squeeze=False)[0], quantities, strict=True):
         _panel(axes, grids, (), mark)
@@ -61,7 +61,7 @@ def _lines(title: str, quantities: Sequence[Mapping[str, Grid]], mark: tuple[flo
 
 
 def _lines_by_name(title: str, grids: Mapping[str, Grid], mark: tuple[float, str] | None) -> Figure:
-    """A panel for each name on the first axis, a line for each model."""
+    """Draw a panel per name on the first axis with a line per model."""
     first = next(iter(grids.values()))
     names = next(iter(first.axes.values()))
     across = min(_ACROSS, len(names))
@@ -72,7 +72,7 @@ def _lines_by_name(title: str, grids: Mapping[str, Grid], mark: tuple[float, str
         if index >= len(names):
             axes.set_visible(False)
             continue
-        # Every panel has the line, and one says what it is.
+        # Every panel has the line; only the first has its label.
         _panel(axes, grids, (names[index],), mark if mark is None or index == 0 else (mark[0], ""))
         axes.set_title(str(names[index]), fontsize=10)
         axes.set_xlabel(axes.get_xlabel() if index + across >= len(names) else "")
@@ -111,7 +111,7 @@ def _panel(axes: Any, grids: Mapping[str, Grid], before: tuple[Point, ...], mark
             elinewidth=1,
             capsize=2,
             label=name,
-            # A little beside each other, so that intervals can be told apart.
+            # Horizontal offsets keep intervals from covering each other.
             transform=offset_copy(
                 axes.transData, axes.figure, x=apart * (index - (len(grids) - 1) / 2), units="points"
             ),
@@ -143,14 +143,14 @@ def _panel(axes: Any, grids: Mapping[str, Grid], before: tuple[Point, ...], mark
 
 
 def _looks() -> Iterator[tuple[str, str, str]]:
-    """Return colour, marker and dashes of one model after the other; from the eighth on, a colour comes back with others."""
+    """Yield a colour, marker and dashes per model; from the eighth on, colours repeat with another marker."""
     for index in count():
         again = index + index // len(_COLOURS)
         yield _COLOURS[index % len(_COLOURS)], _MARKERS[again % len(_MARKERS)], _DASHES[again % len(_DASHES)]
 
 
 def _x_axis(axes: Any, label: str, points: Sequence[Any], is_named: bool) -> None:
-    """Fit the axis to the points: what is drawn a little beside them does not do so by itself."""
+    """Fit the axis to the points; matplotlib does not count lines drawn with an offset."""
     axes.set_xlabel(label)
     if is_named:
         axes.set_xticks(range(len(points)), points, rotation=30, ha="right")
@@ -166,21 +166,21 @@ def _x_axis(axes: Any, label: str, points: Sequence[Any], is_named: bool) -> Non
     else:
         room = (high - low) * 0.05 or 1
         axes.set_xlim(low - room, high + room)
-        # Some of the points, and always the last.
+        # Every n-th point, counted from the last, which is always shown.
         ticks = points[:: -math.ceil(len(points) / _TICKS)]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def _doubles(points: Sequence[float]) -> bool:
-    """Whether points lie evenly on a logarithmic axis rather than on a linear one."""
+    """Whether each point is well above the one before, so that a logarithmic axis suits them."""
     return all(later >= 1.4 * point for point, later in pairwise(points))
 
 
 def _logarithmic(axes: Any, found: Sequence[Interval]) -> None:
     """Fit a logarithmic axis to perplexities, with ticks at round numbers."""
     ends = [end for e in found for end in (e.mean, e.low, e.high) if math.isfinite(end) and end > 0] or [1.0, 10.0]
-    # An interval may reach far beyond what is of interest.
+    # A very wide interval must not squeeze the curves.
     means = [e.mean for e in found if e.is_known] or ends
     low, high = max(min(ends), min(means) / 2) / 1.05, min(max(ends), 2 * max(means)) * 1.05
     axes.set_yscale("log")
@@ -204,7 +204,7 @@ def _mark(axes: Any, mark: tuple[float, str] | None) -> None:
     if not low <= place <= high:
         return
     axes.axvline(place, color=_GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0)
-    # To the left of a line in the right part, which has no room beside it.
+    # In the right part of the panel the label stands to the left of the line, where there is room.
     across, _ = axes.transAxes.inverted().transform(axes.get_xaxis_transform().transform((place, 1)))
     axes.annotate(
         text,
@@ -224,15 +224,15 @@ def _mark(axes: Any, mark: tuple[float, str] | None) -> None:
 
 
 def _heat_maps(title: str, quantities: Sequence[Mapping[str, Grid]]) -> Figure:
-    """Rows for each quantity, a panel for each model, a cell for each pair of points."""
+    """Draw rows of panels per quantity, a panel per model, a cell per pair of points."""
     grids = list(quantities[0].values())
     (down, rows), (across, columns) = grids[0].axes.items()
     width = max(2.4, 0.62 * len(columns) + 1)
-    beside = min(_ACROSS, len(grids))
-    levels = math.ceil(len(grids) / beside) * len(quantities)
-    figure = _figure(max(6, width * beside + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5, title)
-    panels = figure.subplots(levels, beside, squeeze=False, sharex=True, sharey=True)
-    for part, named in zip(panels.reshape(len(quantities), -1, beside), quantities, strict=True):
+    per_row = min(_ACROSS, len(grids))
+    levels = math.ceil(len(grids) / per_row) * len(quantities)
+    figure = _figure(max(6, width * per_row + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5, title)
+    panels = figure.subplots(levels, per_row, squeeze=False, sharex=True, sharey=True)
+    for part, named in zip(panels.reshape(len(quantities), -1, per_row), quantities, strict=True):
         for axes in part.flat[len(grids) :]:
             axes.set_visible(False)
         for axes, (name, grid) in zip(part.flat, named.items(), strict=False):
@@ -260,16 +260,16 @@ def _heat_maps(title: str, quantities: Sequence[Mapping[str, Grid]]) -> Figure:
 
 def _legend(figure: Figure, models: int) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    # Some seven hundredths of an inch for each character, and the rest for the line before them.
+    # About 0.07 inches per character, and 0.65 for the line sample.
     columns = int(figure.get_figwidth() // (0.07 * max(map(len, labels)) + 0.65))
     columns = max(1, min(models, 4, columns))
-    # The first two rows have their room.
+    # The figure has room for two rows.
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(models / columns) - 2))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _figure(width: float, height: float, title: str) -> Figure:
-    # Not through pyplot, which would keep the figure and choose a backend for the whole process.
+    # pyplot would keep the figure and choose a backend for the whole process.
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12)

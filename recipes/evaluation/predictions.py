@@ -1,4 +1,4 @@
-"""One forward of a language model: what it predicts for given tokens."""
+"""Predictions of a language model for given tokens, from one forward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hf_posenc.errors import PositionError
 from hf_posenc.recipes.evaluation.curve import logits_of_targets
 from hf_posenc.recipes.evaluation.lengths import table_end
 
-# Positions whose logits are in double precision at a time.
+# Positions per part: double-precision logits of all positions at once would take too much memory.
 _PART = 256
 
 
 def predictions(model: Any, read: Tensor, labels: Tensor) -> Tensor:
-    """Return the logits with which a model predicts each label, given all tokens before it.
+    """Return the logits that predict each label, given all tokens before it.
 
     Args:
         model: A language model of transformers.
-        read: Token ids. Of a causal model, what is read before the last label, so that it ends with the last label but one;
-            of an encoder-decoder, what the encoder reads. int64 `[B, n]`.
+        read: Token ids, int64 `[B, n]`: for a causal model, the text up to the last label but one; for an
+            encoder-decoder, the encoder's input.
         labels: Token ids to predict, int64 `[B, m]`.
 
     Returns:
@@ -45,12 +45,12 @@ def predictions(model: Any, read: Tensor, labels: Tensor) -> Tensor:
 
 
 def answer_predictions(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
-    """Return the logits with which a model predicts each token of an answer, given the prompt and the answer before it.
+    """Return the logits that predict each token of an answer, given the prompt and the answer before it.
 
     Args:
-        model: Causal: it reads both, one after the other. Encoder-decoder: it reads the prompt, and writes the answer.
-        prompt: int64 `[B, n]`.
-        answer: int64 `[B, m]`.
+        model: A causal model, which reads both; or an encoder-decoder, which reads the prompt and writes the answer.
+        prompt: Token ids, int64 `[B, n]`.
+        answer: Token ids, int64 `[B, m]`.
 
     Returns:
         Logits `[B, m, vocabulary]`.
@@ -62,7 +62,7 @@ def answer_predictions(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each label in nats, float64 `[B, m]` on the CPU, given logits `[B, m, vocabulary]`."""
     parts = zip(*(torch.split(tensor, _PART, dim=1) for tensor in (logits, labels.to(logits.device))), strict=True)
-    # The vocabulary goes where cross_entropy wants it.
+    # cross_entropy expects the vocabulary second.
     found = [F.cross_entropy(part.double().transpose(1, 2), label, reduction="none") for part, label in parts]
     return torch.cat(found, dim=1).cpu()
 
@@ -70,6 +70,6 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
     """Return whether each label is the most likely token, bool `[B, m]` on the CPU, given logits `[B, m, vocabulary]`.
 
-    A greedy continuation equals the labels where all of them are: up to the first that is not, it reads the same tokens.
+    Where all labels are the most likely tokens, greedy decoding yields exactly these labels.
     """
     return (logits.argmax(dim=-1) == labels.to(logits.device)).cpu()

@@ -20,14 +20,14 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What one measure found of all models.
+    """The results of one measure for all models.
 
     Attributes:
-        name: Of the measure; in file names.
-        title: Above table and picture.
-        note: What exactly was measured.
+        name: Name of the measure, also in file names.
+        title: Title of table and picture.
+        note: Definition of the measured quantity.
         found: Grids by the name of the model, the same quantities for each.
-        mark: A point on the last axis with what it means.
+        mark: Labelled point on the last axis.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Section:
         return [{name: grids[index] for name, grids in self.found.items()} for index in range(count)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it in terms of JSON."""
+        """Return the section as JSON values."""
         quantities = [
             {
                 "quantity": first.quantity.name,
@@ -70,38 +70,38 @@ class Section:
             yield from self._compared()
 
     def _compared(self) -> Iterator[str]:
-        """Compare perplexities with those of the first model: all were measured on the same samples."""
+        """Return tables of perplexities relative to the first model, paired by sample."""
         for grids in self.quantities():
             first, *others = grids
             if grids[first].quantity is PERPLEXITY:
-                yield f"The same as a share of that of {first}, sample by sample:"
+                yield f"Relative to {first}, paired by sample:"
                 yield ""
                 yield from _table({name: grids[name].relative_to(grids[first]) for name in others})
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
-        sections: One for each measure.
-        settings: What the report remembers besides: the text, versions, the command.
+        sections: One section per measure.
+        settings: Further facts: text, versions, command.
     """
 
     sections: tuple[Section, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, measure: str) -> Section:
-        """Return what a measure found, by its name."""
+        """Return the section of a measure, by its name."""
         return next(section for section in self.sections if section.name == measure)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it in terms of JSON: estimates with 95 % confidence intervals, and the samples."""
+        """Return the report as JSON values: estimates with 95 % confidence intervals, and samples."""
         sections = [section.as_json() for section in self.sections]
         return {"format_version": _FORMAT_VERSION, "settings": dict(self.settings), "sections": sections}
 
     def markdown(self) -> str:
-        """Return the report to read; it shows the pictures that `write` puts beside it."""
+        """Return the report as Markdown; its pictures are those that `write` saves next to it."""
         lines = ["# Evaluation", "", "Estimates with 95 % confidence intervals in brackets.", ""]
         for section in self.sections:
             lines += [*section.markdown(), f"![{section.title}]({section.picture})", ""]
@@ -110,18 +110,18 @@ class Report:
         return "\n".join(lines)
 
     def write(self, folder: str | Path) -> None:
-        """Write report.json, report.md and a picture for each measure into a folder, each whole or not at all."""
+        """Write report.json, report.md and one picture per measure into a folder, each file whole or not at all."""
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         for section in self.sections:
-            with published(folder / section.picture) as beside:
-                pictures.draw(beside, section.title, section.quantities(), section.mark)
+            with published(folder / section.picture) as draft:
+                pictures.draw(draft, section.title, section.quantities(), section.mark)
         write_text(folder / DATA, json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
         write_text(folder / TEXT, self.markdown())
 
 
 def is_report(folder: Path) -> bool:
-    """Whether a folder holds a report and nothing else, no picture of anybody's own either."""
+    """Whether a folder holds a report and no other files."""
     try:
         sections = json.loads((folder / DATA).read_text(encoding="utf-8"))["sections"]
         own = {DATA, TEXT, *(f"{section['measure']}.png" for section in sections)}
@@ -131,7 +131,7 @@ def is_report(folder: Path) -> bool:
 
 
 def _table(grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Return a table with a row for each model; of two axes, for each point of the first and each model."""
+    """Return a table with a row per model; with two axes, a row per point of the first axis and model."""
     first = next(iter(grids.values()))
     quantity, *outer, (axis, points) = first.quantity, *first.axes.items()
     guess = "" if quantity.guess is None else f"; guessing gives {quantity.guess * quantity.scale:.3g}"

@@ -1,4 +1,4 @@
-"""A whole evaluation, as it is asked for: which models, what is measured, and on what."""
+"""A request for an evaluation: models, measures and text."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_
 from hf_posenc.recipes.evaluation.workers import Workers
 from hf_posenc.recipes.loading import trained_length
 
-# What says something of any language model, without training for it: causal, and encoder-decoder.
+# Default measures for causal models and for encoder-decoders: none needs training for it.
 _USUAL = ("perplexity", "position", "needle", "induction")
 _USUAL_WITH_ENCODER = ("perplexity", "position")
-# Where the config says nothing, as T5's.
+# Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
-# Parts of the longest context, in the perplexity by position.
+# Bins of the perplexity by position.
 _BINS = 16
-# Characters by which tokenizers are told apart.
+# Characters of text on which tokenizers are compared.
 _SAMPLE = 10_000
 _PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -49,20 +49,20 @@ class Request:
     """An evaluation of models by their names.
 
     Attributes:
-        models: As `hf_posenc.recipes.evaluation.subjects.subjects` reads them; others are compared with the first.
-        measures: Names in `MEASURES`; `None` takes those that need no training for them.
+        models: Models as `hf_posenc.recipes.evaluation.subjects.subjects` reads them; the first is the reference.
+        measures: Names in `MEASURES`; `None` means those that need no special training.
         text: A local file or folder, or "builtin".
-        column: Of the text, in files that have columns.
-        contexts: How many tokens are read; `None` is a quarter of the trained length up to eight times it.
-        trained_length: Tokens per window in training; `None` is what the config of the first model says.
+        column: Column of the text, in files with columns.
+        contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
+        trained_length: Tokens per window in training; `None` means the length in the first model's config.
         samples: Windows, keys, sequences or examples of each kind.
-        cue: What stands before a passkey; `None` takes random tokens.
+        cue: Text before a passkey; `None` means random tokens.
         tasks: Names of tasks.
-        lengths: Of tasks.
-        trained: The longest length of tasks in training.
-        shots: Solved examples before each task.
+        lengths: Lengths of task examples.
+        trained: Longest length of task examples in training.
+        shots: Solved examples before each question.
         batch_size: Windows or examples per forward.
-        seed: Of what is drawn.
+        seed: Random seed of all samples.
     """
 
     models: tuple[str, ...]
@@ -84,11 +84,11 @@ class Request:
         """Load the models one after the other and measure them.
 
         Args:
-            console: Where progress is shown; `None` is silent.
-            command: What was typed, for the report.
+            console: Console for the progress; `None` is silent.
+            command: The command line, for the report.
 
         Raises:
-            OptionError: There is no such measure, or one that is not defined for the models.
+            OptionError: A measure is unknown, or undefined for a model.
             RecipeError: A model or the text cannot be read.
         """
         for name in self.measures or ():
@@ -110,7 +110,7 @@ class Request:
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 
     def _inputs(self, found: tuple[Subject, ...]) -> Inputs:
-        """Read the text, and fill in what was left open."""
+        """Return the inputs of the measures, with defaults filled in."""
         first, config = found[0], found[0].config()
         tokenizer, has_encoder = first.tokenizer(), bool(config.is_encoder_decoder)
         documents = read_text(self.text, self.column)
@@ -118,13 +118,13 @@ class Request:
         for other in found[1:]:
             if bool(other.config().is_encoder_decoder) != has_encoder:
                 raise OptionError(
-                    f"One of {first.name} and {other.name} is an encoder-decoder and the other is not, so they are not measured by "
-                    "the same things. Evaluate them apart."
+                    f"One of {first.name} and {other.name} is an encoder-decoder and the other is not, so they are not "
+                    "measured by the same things. Evaluate them apart."
                 )
             if _ids(other.tokenizer(), sample) != _ids(tokenizer, sample):
                 raise OptionError(
-                    f"{other.name} makes other tokens of the text than {first.name}, so figures per token cannot be compared. "
-                    "Evaluate models with the same tokenizer."
+                    f"{other.name} makes other tokens of the text than {first.name}, so figures per token cannot be "
+                    "compared. Evaluate models with the same tokenizer."
                 )
         ids = token_ids(documents, tokenizer)
         own = self.trained_length or trained_length(config) or _USUAL_LENGTH
@@ -138,27 +138,27 @@ class Request:
         return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device)
 
     def _usual_contexts(self, length: int, tokens: int) -> tuple[int, ...]:
-        """Return the context lengths that the text is long enough for."""
+        """Return the default context lengths for which the text is long enough."""
         try:
             return contexts_for(length, tokens, windows=self.samples)[0]
         except RecipeError as error:
             raise OptionError(
-                f"{self.text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer samples or shorter "
-                "contexts."
+                f"{self.text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer "
+                "samples or shorter contexts."
             ) from error
 
 
 @dataclass(eq=False)
 class Inputs:
-    """What measures are made of.
+    """The inputs of all measures.
 
     Attributes:
-        request: What was asked for, with everything filled in.
-        first: The model that others are compared with.
-        tokenizer: Of all models.
-        ids: The text, int64 `[tokens]`.
-        corrupt: What an encoder reads; `None` of causal models.
-        device: Where this process computes.
+        request: The request, with defaults filled in.
+        first: The reference model.
+        tokenizer: The tokenizer of all models.
+        ids: Token ids of the text, int64 `[tokens]`.
+        corrupt: Function that corrupts the encoder's input; `None` for causal models.
+        device: The device of this process.
     """
 
     request: Request
@@ -171,22 +171,22 @@ class Inputs:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """How many tokens are read."""
+        """Context lengths in tokens."""
         return self.request.contexts or ()
 
     @property
     def symbols(self) -> Tensor:
-        """The ordinary tokens of the text, the most frequent first, int64 `[n]`."""
+        """Ordinary tokens of the text, the most frequent first, int64 `[n]`."""
         return ordinary_tokens(self.ids, self.tokenizer.all_special_ids)
 
     def load(self, subject: Subject) -> Any:
-        """Return a model on the device; the first one is kept where the attention of others is compared with it."""
+        """Return a model on the device; the first one is reused if it is kept as the reference."""
         if subject is self.first and self._reference is not None:
             return self._reference
         return subject.load(self.device, self.request.seed)
 
     def reference(self) -> Any:
-        """Return the first model, and keep it."""
+        """Return the first model, and keep it for comparisons."""
         if self._reference is None:
             self._reference = self.load(self.first)
         return self._reference
@@ -205,7 +205,7 @@ def _perplexity(inputs: Inputs) -> Measure:
 def _position(inputs: Inputs) -> Measure:
     return PositionPerplexity(
         inputs.ids,
-        # One that has no parts is refused as it was given.
+        # A context shorter than the bins is passed on and refused with the number that the user gave.
         max(inputs.contexts) // _BINS * _BINS or max(inputs.contexts),
         windows=inputs.request.samples,
         bins=_BINS,
@@ -223,7 +223,7 @@ def _needle(inputs: Inputs) -> Measure:
 
 
 def _induction(inputs: Inputs) -> Measure:
-    # Two copies are an even number of tokens.
+    # Two copies make an even number of tokens.
     lengths = [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)]
     asked = inputs.request
     return InductionCopy(
@@ -248,7 +248,7 @@ def _attention(inputs: Inputs) -> Measure:
     return AttentionSimilarity(
         inputs.reference(),
         inputs.ids,
-        # Its matrices are kept; at the trained length both models do what they were trained for.
+        # Attention matrices grow with the square of the length; within the trained length both models are reliable.
         min(max(inputs.contexts), inputs.request.trained_length or _USUAL_LENGTH),
         windows=inputs.request.samples,
         corrupt=inputs.corrupt,

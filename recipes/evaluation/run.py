@@ -1,4 +1,4 @@
-"""Measure several models, one after the other, with a bar that says how long it will take."""
+"""Evaluation of several models, one after the other, with a progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.recipes.evaluation.measure import Measure
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.workers import Workers
 
-# A model, or what loads one when it is its turn.
+# A function that loads a model when its turn comes.
 Loader = Callable[[], Any]
 
 
@@ -29,22 +29,22 @@ def evaluate(
 ) -> Report:
     """Measure language models on the same inputs.
 
-    Under `accelerate launch` all processes must call this with the same arguments; they share the work, and each returns the
-    whole report.
+    Under `accelerate launch` all processes must call this with the same arguments; they share the work, and each
+    returns the whole report.
 
     Args:
-        models: By the name that they have in the report. A function is called when it is the model's turn, so that only one
-            model is in memory.
-        measures: What is measured, each at most once.
+        models: Models by their names in the report, or functions that load them. A function is called when the model's
+            turn comes, so that only one model is in memory.
+        measures: Measures, each at most once.
         batch_size: Windows or examples per forward.
-        console: Where progress is shown; `None` is silent.
-        settings: What the report is to remember besides, in terms of JSON.
+        console: Console for the progress; `None` is silent.
+        settings: Further facts for the report, as JSON values.
 
     Returns:
-        What was found, to be written or read.
+        The report.
 
     Raises:
-        OptionError: There is nothing to measure, a measure is given twice, or one is not defined for a model.
+        OptionError: Models or measures are empty, a measure is given twice, or one is undefined for a model.
     """
     names = [measure.name for measure in measures]
     if not models or not measures:
@@ -56,7 +56,7 @@ def evaluate(
         workers = Workers(batch_size=batch_size, advance=bar.advance)
         for name, model in models.items():
             bar.begin(f"loading {name}")
-            # A module is a function, too, of something else.
+            # Modules are callable, too, so callability cannot tell them from loaders.
             loaded = model if isinstance(model, nn.Module) else model()
             for measure in measures:
                 measure.check(loaded)
@@ -64,7 +64,7 @@ def evaluate(
                 bar.begin(f"{name}: {measure.name}")
                 found[measure.name][name] = measure(loaded, workers)
                 bar.end(measure.tokens)
-            # Before the next one is loaded.
+            # Free its memory before the next one is loaded.
             del loaded
     sections = tuple(
         Section(measure.name, measure.title, measure.note, found[measure.name], measure.mark) for measure in measures
@@ -73,7 +73,7 @@ def evaluate(
 
 
 class _Bar:
-    """Shows what is measured and how long it will take; plain lines where the console is no terminal."""
+    """A progress bar with the remaining time; plain lines where the console is no terminal."""
 
     def __init__(self, console: Console | None, total: int) -> None:
         self._console = console
@@ -106,7 +106,7 @@ class _Bar:
         self._progress.update(self._task, advance=tokens)
 
     def end(self, tokens: int) -> None:
-        """Take up what a measure has read: with several processes, its batches need not divide evenly."""
+        """Set the bar to the exact count after a measure: uneven batches of several processes make it drift."""
         self._reached += tokens
         self._progress.update(self._task, completed=self._reached)
         if self._console is not None and not self._console.is_terminal:

@@ -1,4 +1,4 @@
-"""How similar the attention of two models is on the same inputs."""
+"""Similarity of two models' attention on the same inputs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from hf_posenc.recipes.evaluation.workers import Workers
 class AttentionSimilarity(Measure):
     """Distance of a model's attention patterns from those of another, layer by layer.
 
-    The comparison of Kazemnejad et al. 2023 (arXiv 2305.19466): two heads differ by the Jensen-Shannon divergence of their
-    attention weights, averaged over queries, and two layers by the smallest divergence of any head of one from any head of the
-    other. 0 bits is equal, 1 bit attends to other keys altogether. Where weights do not sum to one, what is left over counts as
-    one more key. Of an encoder-decoder, the self-attention of both stacks is compared.
+    The comparison follows Kazemnejad et al. 2023 (arXiv 2305.19466). The distance of two heads is the Jensen-Shannon
+    divergence of their attention weights, averaged over queries; the distance of two layers is the smallest one between
+    any head of one and any head of the other. 0 bits means equal weights, 1 bit means disjoint keys. Where weights sum
+    to less than one, the rest counts as one more key. For an encoder-decoder, the self-attention of both stacks is
+    compared.
 
     Args:
-        reference: What all are compared with.
+        reference: The model that all others are compared with.
         ids: Token ids of a text, int64 `[tokens]`.
-        length: How many tokens are read; the memory grows with its square.
-        windows: How many windows are measured; one sample each.
-        corrupt: What an encoder reads in place of token ids `[B, n]`; for encoder-decoders only.
-        reference_name: Of the reference, in the report.
+        length: Number of tokens read; the memory grows with its square.
+        windows: Number of windows; one sample each.
+        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
+        reference_name: Name of the reference in the report.
 
     Raises:
         ShapeError: The text is too short.
@@ -55,8 +56,8 @@ class AttentionSimilarity(Measure):
         self._rows = spread_windows(ids, length, windows, targets=1)
         self.tokens = 2 * self._rows.numel()
         self.note = (
-            f"Jensen-Shannon divergence from {reference_name} of the most similar pair of heads, in bits (0 is equal, 1 is disjoint), on "
-            f"{windows} windows of {length} tokens."
+            f"Jensen-Shannon divergence from {reference_name} of the most similar pair of heads, in bits (0 is equal, "
+            f"1 is disjoint), on {windows} windows of {length} tokens."
         )
 
     def check(self, model: Any) -> None:
@@ -64,8 +65,8 @@ class AttentionSimilarity(Measure):
         layers = _layers(model)
         if layers != _layers(self._reference):
             raise ShapeError(
-                f"Got models of {len(layers)} and {len(_layers(self._reference))} layers; attention is compared layer by "
-                "layer. Leave out the measure `attention`, or models of another shape."
+                f"Got models of {len(layers)} and {len(_layers(self._reference))} layers; attention is compared layer "
+                "by layer. Leave out the measure `attention`, or models of another shape."
             )
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
@@ -104,7 +105,7 @@ def _patterns(model: Any, rows: Tensor, corrupt: Corruption | None) -> Sequence[
 
 @contextmanager
 def _eager(model: Any) -> Iterator[None]:
-    """Let a model compute its attention weights, which fused kernels do not hand out."""
+    """Switch a model to eager attention for a while: fused kernels do not return weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -114,22 +115,22 @@ def _eager(model: Any) -> Iterator[None]:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the smallest divergence of any head of one layer from any of another, in bits, float64 `[B]`."""
+    """Return the smallest divergence between any head of one layer and any of another, in bits, float64 `[B]`."""
     ours, theirs = _whole(ours), _whole(theirs)
     own, other = _entropy(ours), _entropy(theirs)  # [B, heads, Q]
     divergences = [
         _entropy((ours + theirs[:, head, None]) / 2) - (own + other[:, head, None]) / 2
         for head in range(theirs.shape[1])
     ]
-    # [B, heads, heads]: averaged over queries, then the nearest pair. Rounding can end below zero.
+    # [B, heads, heads]: averaged over queries, then the nearest pair. Rounding can make it negative.
     return torch.stack(divergences, dim=1).mean(dim=3).flatten(1).min(dim=1).values.clamp(min=0).double().cpu()
 
 
 def _whole(weights: Tensor) -> Tensor:
-    """Return weights that sum to one: with a column for what none of the keys gets, float32 `[B, heads, Q, K + 1]`."""
+    """Return weights with one more column that makes rows sum to one, float32 `[B, heads, Q, K + 1]`."""
     weights = weights.float()
     left = (1 - weights.sum(dim=-1, keepdim=True)).clamp(min=0)
-    # What rounding leaves over is nothing.
+    # A tiny rest is a rounding error.
     return torch.cat([weights, left * (left > 1e-4)], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""The models that are evaluated, by what is typed: a checkpoint, an adapter, a run of a recipe, or one to be converted."""
+"""Models to evaluate by name: a checkpoint, an adapter, a run of a recipe, or one to be converted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Subject:
     """A model to evaluate.
 
     Attributes:
-        name: In the report.
-        source: A directory or a name on the hub; of an adapter, its directory.
-        scheme: What to convert it to before, without any training; `None` leaves it as it is.
+        name: Name in the report.
+        source: A directory, also of an adapter, or a name on the hub.
+        scheme: Scheme to convert it to first, without training; `None` leaves it unchanged.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Subject:
 
     @property
     def base(self) -> str:
-        """Where the weights are that an adapter goes onto; of any other model, its source."""
+        """The base model of an adapter; for any other model, its source."""
         if not Path(self.source, _ADAPTER).is_file():
             return self.source
         return adapters.base_of(self.source)
@@ -46,13 +46,13 @@ class Subject:
         return AutoConfig.from_pretrained(self.base)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the model; an adapter may have none of its own."""
+        """Return the tokenizer of the model; an adapter without one uses that of its base."""
         own = Path(self.source, "tokenizer_config.json").is_file()
         return loading.load_tokenizer(self.source if own else self.base)
 
     def load(self, device: torch.device, seed: int = 0) -> Any:
-        """Return the model on a device: converted if that is asked for, the same in every process."""
-        # Drawn on the CPU; the caller's own numbers go on as if nothing had been.
+        """Return the model on a device, converted if requested, with the same weights in every process."""
+        # New parameters are drawn on the CPU. The caller's random state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model, _ = loading.load(self.base)
@@ -64,13 +64,13 @@ class Subject:
 
 
 def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
-    """Read what was typed: paths or names on the hub, each alone or as `PATH:SCHEME`.
+    """Return the models for paths or names on the hub, each alone or as `PATH:SCHEME`.
 
     The folder of a run of `hf-posenc train` stands for its model.
 
     Raises:
-        OptionError: One is given twice.
-        UnknownSchemeError: There is no such scheme.
+        OptionError: A model is given twice.
+        UnknownSchemeError: A scheme is unknown.
     """
     if len(set(given)) < len(given):
         raise OptionError(f"Got the models {', '.join(given)}; each can be given once.")
@@ -84,7 +84,7 @@ def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
 
 def _split(text: str) -> tuple[str, str | None]:
     source, colon, scheme = text.rpartition(":")
-    # A path may hold a colon itself.
+    # A path may contain a colon itself.
     if not colon or Path(text).exists():
         return text, None
     registry.get(scheme)
@@ -92,7 +92,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _model(source: str) -> str:
-    """Return the folder of the model that comes with the package, or that in the folder of a run; others as they are."""
+    """Return the folder of a built-in model or of the model in a run; other sources unchanged."""
     source = loading.place(source)
     return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"
 

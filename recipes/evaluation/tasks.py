@@ -1,8 +1,8 @@
-"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1): generated, for any tokenizer.
+"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1), generated for any tokenizer.
 
-The length of an example is how many symbols, terms or steps it has. Examples are text with single letters and digits, each
-after a space, so that the length in tokens grows with the length whatever the tokenizer. The datasets SCAN and PCFG, which
-that paper takes over from others, are left out.
+The length of an example is its number of symbols, terms or steps. Examples are text of single letters and digits, each
+after a space, so that the number of tokens grows with the length for every tokenizer. SCAN and PCFG, datasets that the
+paper adopts from others, are left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Example:
     """One question with its answer.
 
     Attributes:
-        prompt: Ends where the answer begins.
-        answer: Begins with a space.
+        prompt: Text up to the answer.
+        answer: Text of the answer, with a leading space.
     """
 
     prompt: str
@@ -31,12 +31,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question whose answers generalise to any length, for whoever has understood it.
+    """A kind of question whose rule applies to any length.
 
     Attributes:
-        name: As it is asked for.
-        summary: What is asked, and what the length is.
-        make: Draws an example of a length.
+        name: Name on the command line.
+        summary: The question, and the meaning of its length.
+        make: Function that draws an example of a length.
     """
 
     name: str
@@ -45,16 +45,17 @@ class Task:
 
 
 def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
-    """Return examples of a task; the same for the same arguments on any machine.
+    """Return examples of a task, the same for the same arguments on any machine.
 
     Args:
         task: A name in `TASKS`.
         length: Symbols, terms or steps, at least 1.
-        count: How many.
-        seed: Take another one to train than to measure. Short examples are few, so some are in both.
+        count: Number of examples.
+        seed: Random seed. Use different seeds for training and measuring; few short examples exist, so some appear in
+            both.
 
     Raises:
-        OptionError: There is no such task, or it has no examples of that length.
+        OptionError: The task is unknown, or has no examples of that length.
     """
     if task not in TASKS:
         raise OptionError(f"There is no task {task!r}. {suggest(task, TASKS)}")
@@ -67,13 +68,13 @@ def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
 def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt and of its answer.
 
-    Together they are the tokens of the whole text: where the answer grows together with the end of the prompt, that token
-    belongs to the answer.
+    Together they are the tokens of the whole text. A token that spans the end of the prompt and the beginning of the
+    answer belongs to the answer.
 
     Args:
         example: The question.
-        tokenizer: Any.
-        shown: Solved examples that stand before it, for models that were not trained on the task.
+        tokenizer: Any tokenizer.
+        shown: Solved examples before the question, for models not trained on the task.
     """
     before = "".join(f"{one.prompt}{one.answer}\n\n" for one in shown)
     prompt, whole = (
@@ -85,7 +86,7 @@ def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> t
 
 
 def training_example(example: Example, tokenizer: Any) -> dict[str, list[int]]:
-    """Return an example for a causal model's trainer: `input_ids`, and `labels` of the answer and its end alone."""
+    """Return a training example for a causal model: `input_ids`, and `labels` for the answer and its end only."""
     prompt, answer = encode(example, tokenizer)
     answer = [*answer, tokenizer.eos_token_id]
     return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
@@ -110,7 +111,7 @@ def _sort(source: random.Random, length: int) -> Example:
 
 
 def _addition(source: random.Random, length: int) -> Example:
-    # No leading zeros, as numbers are written.
+    # Numbers have no leading zeros.
     first, second = (source.randrange(10 ** (length - 1) if length > 1 else 0, 10**length) for _ in range(2))
     return Example(
         f"Compute: {_spaced(str(first))} + {_spaced(str(second))} . Answer:", f" {_spaced(str(first + second))}"

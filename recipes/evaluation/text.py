@@ -1,4 +1,4 @@
-"""The text that models are measured on, as tokens."""
+"""The text of an evaluation, as tokens."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from hf_posenc.recipes.schema.recipe import Data
 
 
 def read_text(source: str, column: str = "text") -> sources.Documents:
-    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or the built-in ones for measuring.
+    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or the built-in held-out ones.
 
     Args:
         source: A path, or "builtin".
-        column: Of the text, in files that have columns.
+        column: Column of the text, in files with columns.
 
     Raises:
-        RecipeError: There is no such file, it holds no text, or it has no columns and one is named.
+        RecipeError: The file does not exist, holds no text, or has no such column.
     """
     if source == sources.BUILTIN:
         return sources.read(Data(column=column))[1]
     if not Path(source).expanduser().exists():
-        # A name that is no path would be looked for on the hub.
+        # Any other name would be looked up on the hub.
         raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
-    # As what is trained on as well, so that nothing else is read.
+    # The same source for training avoids reading another one.
     return sources.read(Data(source=source, held_out=source, column=column))[1]
 
 
 def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
-    """Return documents one after the other, each with an end-of-sequence token, int64 `[tokens]`.
+    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`.
 
     Args:
-        documents: From `read_text`.
-        tokenizer: Of the models.
-        most: Where to stop.
+        documents: Documents from `read_text`.
+        tokenizer: Tokenizer of the models.
+        most: Maximum number of tokens.
 
     Raises:
         OptionError: The tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise OptionError(
-            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in the "
-            "tokenizer_config.json of the model."
+            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in "
+            "the tokenizer_config.json of the model."
         )
     parts = [torch.tensor(row["ids"]) for row in tokenised(documents, tokenizer=tokenizer, most=most)]
     return torch.cat(parts)[:most]
@@ -57,7 +57,7 @@ def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT
 def ordinary_tokens(ids: Tensor, special: Collection[int] = ()) -> Tensor:
     """Return the different tokens of a text, the most frequent first, int64 `[n]`.
 
-    A model knows these, whatever its tokenizer; a vocabulary also holds tokens that were never trained.
+    A model knows these tokens; its vocabulary may also hold tokens that were never trained.
 
     Args:
         ids: Token ids, int64 `[tokens]`.

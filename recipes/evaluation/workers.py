@@ -1,4 +1,4 @@
-"""The processes that measure together: one, or those that `accelerate launch` started."""
+"""The processes of an evaluation: one, or those started by `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from torch import Tensor
 from hf_posenc.errors import PositionError
 from hf_posenc.recipes.processes import processes
 
-# Tensors that belong together, without a batch axis.
+# The tensors of one sample, without a batch axis.
 Row = tuple[Tensor, ...]
 
 
 class Workers:
-    """Share rows among processes, in batches that are the same for any number of them.
+    """Processes that share rows, in batches that do not depend on the number of processes.
 
-    All processes must call `map` with the same rows in the same order; all get all results.
+    All processes must call `map` with the same rows in the same order; all of them get all results.
 
     Args:
         batch_size: Rows per forward.
-        advance: Called with the number of tokens that were read, by this and the processes beside it.
+        advance: Function called after each batch with the number of tokens read by all processes.
     """
 
     def __init__(self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None) -> None:
         self.batch_size, self._advance = batch_size, advance
-        # Decides first whether this is a CPU's work, which Accelerator takes over.
+        # `processes` decides between CPU and GPU; Accelerator must be built after that.
         processes()
         self._accelerator = Accelerator()
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         device: torch.device = self._accelerator.device
         return device
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return int(self._accelerator.num_processes)
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
-        """Call a function on all rows, each once in one of the processes.
+        """Apply a function to all rows, each in one of the processes.
 
         Args:
-            function: Makes `[batch, width]` of the stacked tensors of some rows, all of the same shapes, on the CPU.
-            rows: What it is called on.
-            width: How many numbers it makes of a row.
+            function: Function from the stacked tensors of rows of equal shapes, on the CPU, to results `[batch,
+                width]`.
+            rows: Rows to process.
+            width: Number of results per row.
 
         Returns:
-            What it made, float64 `[rows, width]` on the CPU; NaN where it raised `PositionError`.
+            Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
         """
         own = self._accelerator.process_index
         found: list[tuple[int, list[float]]] = []
@@ -74,7 +75,7 @@ class Workers:
 
 
 def _batches(rows: Sequence[Row], size: int) -> list[list[int]]:
-    """Return the numbers of rows that go together: those of the same shapes, so that nothing is padded."""
+    """Return batches of row indices; rows of a batch have equal shapes, so nothing is padded."""
     alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         alike[tuple(part.shape for part in row)].append(index)

@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from hf_posenc.recipes.evaluation.curve import ContextCurve, Estimate
+from hf_posenc.recipes.evaluation.curve import ContextCurve
+from hf_posenc.recipes.evaluation.intervals import Interval
 
 # Okabe and Ito's colours, told apart with any colour vision; markers and dashes repeat the distinction in grey.
 _STYLES = (
@@ -31,7 +32,7 @@ _COURSE = _STYLES[3][0]
 
 
 def plot_curves(path: Path, curves: Mapping[str, ContextCurve], *, trained_length: int, title: str) -> None:
-    """Draw perplexity by context length for several models, with standard errors.
+    """Draw perplexity by context length for several models, with 95 % intervals.
 
     Args:
         path: The file to write; its ending says the format.
@@ -51,8 +52,8 @@ def plot_run(
     trained_length: int,
     title: str,
     losses: Sequence[tuple[int, float]],
-    course: Sequence[tuple[int, Estimate]],
-    native: Estimate | None,
+    course: Sequence[tuple[int, Interval]],
+    native: Interval | None,
     course_length: int,
     strength: Sequence[tuple[int, float]] = (),
 ) -> None:
@@ -86,7 +87,7 @@ def plot_run(
     lower.errorbar(
         steps,
         [point.mean for point in points],
-        yerr=[point.error for point in points],
+        yerr=[*zip(*(point.arms for point in points), strict=True)],
         color=_COURSE,
         marker="o",
         markersize=4,
@@ -124,7 +125,7 @@ def _draw_curves(
         axes.errorbar(
             curve.contexts,
             [point.mean for point in points],
-            yerr=[point.error for point in points],
+            yerr=[*zip(*(point.arms for point in points), strict=True)],
             label=name,
             color=colour,
             marker=marker,
@@ -186,10 +187,10 @@ def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _round_ticks(axes: Any, points: Iterable[Estimate]) -> None:
-    """Fit a logarithmic axis to perplexities and their errors, with ticks at round numbers."""
-    ends = [end for point in points for end in (point.mean, point.mean - point.error, point.mean + point.error)]
-    # A model that diverged has none; an error as large as its mean ends below what the axis can show.
+def _round_ticks(axes: Any, points: Iterable[Interval]) -> None:
+    """Fit a logarithmic axis to perplexities and their intervals, with ticks at round numbers."""
+    ends = [end for point in points for end in (point.mean, point.low, point.high)]
+    # The values of a diverged model are not finite.
     shown = [end for end in ends if math.isfinite(end) and end > 0] or [1.0]
     room = max(1.05, (max(shown) / min(shown)) ** 0.05)
     low, high = min(shown) / room, max(shown) * room

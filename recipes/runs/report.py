@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from hf_posenc.patches.checkpoint import encoding_section
 from hf_posenc.recipes.data.sources import BUILTIN
-from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, Estimate
+from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve
+from hf_posenc.recipes.evaluation.grid import LOSS, PERPLEXITY, RATIO, Quantity
+from hf_posenc.recipes.evaluation.intervals import Interval
 from hf_posenc.recipes.plots.curves import plot_run
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.files import published, write_text
@@ -104,9 +107,8 @@ def _results(measurements: Measurements, facts: Facts) -> list[str]:
     ]
     notes = f" Of them, {'; '.join(unread)}." if unread else ""
     lines = [
-        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (mean ± standard "
-        f"error), after reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of "
-        f"{facts.length:,}; the model's "
+        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (with 95 % interval), after "
+        f"reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of {facts.length:,}; the model's "
         f"own training had {facts.trained_length:,}.{notes}",
         "",
         *_by_context(contexts, subjects, _perplexity),
@@ -200,42 +202,28 @@ def _line(*cells: str) -> str:
 
 
 def _perplexity(curve: ContextCurve, context: int) -> str:
-    if context not in curve.contexts:
-        return "-"
-    found = curve.perplexity(context)
-    return _with_error(found.mean, found.error)
+    return _write(PERPLEXITY, curve.perplexity, context, curve)
 
 
 def _loss(curve: ContextCurve, context: int) -> str:
-    if context not in curve.contexts:
-        return "-"
-    found = Estimate.of(curve.losses[curve.contexts.index(context)])
-    return _with_error(found.mean, found.error)
+    return _write(LOSS, curve.loss, context, curve)
 
 
 def _ratio(curve: ContextCurve, reference: ContextCurve, context: int) -> str:
-    if context not in curve.contexts or context not in reference.contexts:
-        return "-"
-    found = curve.minus(reference, context)
-    ratio = 100 * math.exp(found.mean)
-    return _with_error(ratio, ratio * found.error, unit=" %")
+    return _write(RATIO, partial(curve.ratio, reference), context, curve, reference)
 
 
 def _difference(curve: ContextCurve, reference: ContextCurve, context: int) -> str:
-    if context not in curve.contexts or context not in reference.contexts:
+    return _write(LOSS, partial(curve.minus, reference), context, curve, reference)
+
+
+def _write(quantity: Quantity, estimate: Callable[[int], Interval], context: int, *curves: ContextCurve) -> str:
+    """Return a cell with an estimate and its interval; a dash where one of the curves was not measured."""
+    if any(context not in curve.contexts for curve in curves):
         return "-"
-    found = curve.minus(reference, context)
-    return _with_error(found.mean, found.error, sign="+")
-
-
-def _with_error(mean: float, error: float, *, sign: str = "", unit: str = "") -> str:
-    """Format a mean and its standard error, rounded to the second digit of the error."""
-    if not math.isfinite(error) or not math.isfinite(mean):
-        return f"{mean:{sign}.4g}{unit}"
-    exponent = int(f"{error:.1e}".partition("e")[2])
-    decimals = min(3, max(0, 1 - exponent)) if error else 3
-    # + 0.0 removes the sign of a negative zero.
-    return f"{round(mean, decimals) + 0.0:{sign},.{decimals}f} ± {error:,.{decimals}f}{unit}"
+    found = estimate(context)
+    # A model that diverged must not look like one that was not measured.
+    return quantity.write(found) if found.is_known else str(found.mean)
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
