@@ -84,7 +84,7 @@ BREAKS = [
     Break("a blend keeps queries as they were", P + "blend.py", "q=self._between(q, there.q)", "q=q", "strength"),
     # Checkpoints and adapters.
     Break("a record of a newer format is read", P + "record.py", "version > FORMAT_VERSION", "version > FORMAT_VERSION + 1000", "bad_input"),
-    Break("the digest of a record leaves out its groups", P + "record.py", '("plugin_version", "digest")}', '("plugin_version", "digest", "groups")}', "record_edits"),
+    Break("the digest of a record leaves out its groups", P + "record.py", '("plugin_version", "digest")}', '("plugin_version", "digest", "groups")}', "checkpoints_checked"),
     Break("the original value behind the lock is lost", P + "checkpoint.py", '"locked": data.get(field, getattr(self, field))}', '"locked": None}', "matrix::test_save_and_load_are_bit_equal checkpoints_on_disk"),
     Break("an adapter of other schemes is loaded", P + "adapters.py", 'if wanted["groups"] != own["groups"]:', 'if len(wanted["groups"]) != len(own["groups"]):', "adapters"),
     # Recipes and evaluation.
