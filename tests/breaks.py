@@ -69,7 +69,7 @@ BREAKS = [
     Break("counts are interpolated from the wrong side", "hf_posenc/ops/counting.py", "+ (place - below) * steps.gather(-1, index)", "- (place - below) * steps.gather(-1, index)", "cope"),
     Break("the gradient of counts runs from the wrong end", "hf_posenc/ops/counting.py", "(grad * slope).cumsum_(-1), gates", "(grad * slope).flip(-1).cumsum(-1).flip(-1), gates", "cope attend"),
     # Executors.
-    Break("blocks forget the last keys of a block", A + "blocks.py", "yield start, stop, self.mask.keys_needed(stop, keys)", "yield start, stop, max(1, self.mask.keys_needed(stop, keys) - 1)", "attend"),
+    Break("blocks forget the last keys of a block", A + "blocks.py", "yield Rows(start, stop, self.call.mask.keys_needed(stop, self.call.keys))", "yield Rows(start, stop, max(1, self.call.mask.keys_needed(stop, self.call.keys) - 1))", "attend"),
     Break("blocks drop gradients that come from other blocks", A + "blocks.py", "total[places[index] if index < len(places) else ...] += part", "total[places[index] if index < len(places) else ...] = part.to(total)", "attend"),
     # Caches and generation.
     Break("a crop leaves the state of the tokens", P + "cache.py", "self.token_state = {name: tensor[:, :length] for", "self.token_state = {name: tensor for", "cache"),
