@@ -63,13 +63,13 @@ BREAKS = [
     Break("stick-breaking takes from the query's own key", S + "stick_breaking.py", "distance >= 0 if self.attend_current else distance > 0", "distance >= 0", "stick_breaking"),
     Break("TaPE's states do not move with the feed-forward", S + "tape.py", "return carried + update.transpose(-1, -2)", "return carried + 0 * update.transpose(-1, -2)", "tape"),
     # Operations.
-    Break("hidden keys get a finite weight", "hf_posenc/hiding.py", "torch.finfo(logits.dtype).min).softmax(dim=-1)", "-10.0).softmax(dim=-1)", "hiding attend"),
-    Break("the fast softmax leaves a gradient at hidden keys", "hf_posenc/hiding.py", "return fill_hidden_(of_logits, keep, 0.0), None", "return of_logits + 1e-3 * (~keep), None", "hiding"),
-    Break("sums by distance lose what is beyond the first vector", "hf_posenc/relative.py", "sums[..., 0] += values[..., :begin].sum(-1)", "sums[..., 0] += 0 * values[..., :begin].sum(-1)", "attend engine content_relative"),
-    Break("counts are interpolated from the wrong side", S + "_counting.py", "+ (place - below) * steps.gather(-1, index)", "- (place - below) * steps.gather(-1, index)", "cope"),
-    Break("the gradient of counts runs from the wrong end", S + "_counting.py", "(grad * slope).cumsum_(-1), gates", "(grad * slope).flip(-1).cumsum(-1).flip(-1), gates", "cope attend"),
+    Break("hidden keys get a finite weight", "hf_posenc/ops/masking.py", "torch.finfo(logits.dtype).min).softmax(dim=-1)", "-10.0).softmax(dim=-1)", "hiding attend"),
+    Break("the fast softmax leaves a gradient at hidden keys", "hf_posenc/ops/masking.py", "return fill_hidden_(of_logits, keep, 0.0), None", "return of_logits + 1e-3 * (~keep), None", "hiding"),
+    Break("sums by distance lose what is beyond the first vector", "hf_posenc/ops/skew.py", "sums[..., 0] += values[..., :begin].sum(-1)", "sums[..., 0] += 0 * values[..., :begin].sum(-1)", "attend engine content_relative"),
+    Break("counts are interpolated from the wrong side", "hf_posenc/ops/counting.py", "+ (place - below) * steps.gather(-1, index)", "- (place - below) * steps.gather(-1, index)", "cope"),
+    Break("the gradient of counts runs from the wrong end", "hf_posenc/ops/counting.py", "(grad * slope).cumsum_(-1), gates", "(grad * slope).flip(-1).cumsum(-1).flip(-1), gates", "cope attend"),
     # Executors.
-    Break("blocks forget the last keys of a block", A + "blocks.py", "yield start, stop, self.mask.keys_needed(stop, keys)", "yield start, stop, max(1, self.mask.keys_needed(stop, keys) - 1)", "attend"),
+    Break("blocks forget the last keys of a block", A + "blocks.py", "yield Rows(start, stop, self.call.mask.keys_needed(stop, self.call.keys))", "yield Rows(start, stop, max(1, self.call.mask.keys_needed(stop, self.call.keys) - 1))", "attend"),
     Break("blocks drop gradients that come from other blocks", A + "blocks.py", "total[places[index] if index < len(places) else ...] += part", "total[places[index] if index < len(places) else ...] = part.to(total)", "attend"),
     # Caches and generation.
     Break("a crop leaves the state of the tokens", P + "cache.py", "self.token_state = {name: tensor[:, :length] for", "self.token_state = {name: tensor for", "cache"),
