@@ -242,9 +242,9 @@ def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
 def _what_was_measured(training: Training, windows: int) -> str:
     return (
         f"Perplexity of the same {TARGETS} tokens in each of {windows} held-out windows (with 95 % interval), "
-        "after reading as many tokens as the column says. Both trained models (also the original, as a control) saw the same "
-        f"{training.steps} batches of {training.batch_size} windows of {training.length} tokens, never longer, at the "
-        "same learning rates, staying close to the original model by distillation. One seed."
+        "by number of tokens read. Both trained models (one is the original, as a control) saw the same "
+        f"{training.steps} batches of {training.batch_size} windows of {training.length} tokens, at the same learning "
+        "rates, with distillation from the original. One seed."
     )
 
 

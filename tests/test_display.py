@@ -43,7 +43,7 @@ FACTS = Facts(
     processes=2,
     device="CPU with 2 threads",
     precision="bfloat16",
-    teacher="the model as it was (50% of the loss)",
+    teacher="the original (loss weight 0.5)",
     trained="all weights",
     command="hf-posenc train llama-fire --out run",
     versions={"hf-posenc": "0.1.0", "python": "3.11.7"},
@@ -57,8 +57,8 @@ native   rotary encoding (RoPE): removed
 start    break, after a fit to the native encoding
 trained  all weights: 468,600 parameters, 792 of them new
 tokens   409,600 (200 steps x 16 windows x 128 tokens)
-data     builtin, 1,000,000 tokens to train on: 0.41 times through them
-teacher  the model as it was (50% of the loss)
+data     builtin, 1,000,000 training tokens, 0.41 epochs
+teacher  the original (loss weight 0.5)
 compute  2 x CPU with 2 threads, bfloat16
 time     unknown until the first steps are done
 caution  The patched model computes another function and must be adapted.
@@ -132,7 +132,7 @@ def test_facts_of_a_conversion() -> None:
         ({"native": "keep"}, "kept", "exact with native kept"),
         (
             {"native": "handover", "handover": 0.25},
-            "handed over from during the first 25% of the steps, then removed",
+            "faded out during the first 25% of the steps, then removed",
             "exact: the native encoding at full strength, the scheme at none",
         ),
         ({"fit": "native"}, "removed", "break, after a fit to the native encoding"),
@@ -161,9 +161,7 @@ def test_a_near_start_says_how_near() -> None:
 
 def test_teacher_and_adapter_in_words() -> None:
     found = facts_of(recipe(distillation=Distillation(share=0.5, hidden=2.0, until=0.3)))
-    assert found.teacher == (
-        "the model as it was (50% of the loss and its hidden states by 2, fading until 30% of the steps)"
-    )
+    assert found.teacher == ("the original (loss weight 0.5, hidden-state weight 2, fading to zero by 30% of training)")
     assert facts_of(recipe(adapter=Adapter(kind="lora", rank=4))).trained == "LoRA of rank 4 and the scheme's weights"
     assert facts_of(recipe(adapter=Adapter(kind="scheme"))).trained == "the scheme's weights alone"
 

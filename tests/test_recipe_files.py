@@ -394,9 +394,9 @@ def test_wrong_recipe_is_one_error(case: str, tmp_path: Path) -> None:
 
 def test_reading_a_recipe_takes_no_memory_for_its_scheme(tmp_path: Path) -> None:
     options = read(
-        tmp_path, PLAIN, "conversion.scheme=learned", "conversion.options={num_positions: 2000000000}"
+        tmp_path, PLAIN, "conversion.scheme=learned", "conversion.options={num_positions: 16777216}"
     ).conversion.options
-    assert options == {"num_positions": 2_000_000_000}  # four terabytes
+    assert options == {"num_positions": 2**24}  # 32 GiB
 
 
 def test_the_scheme_alone_is_trained_over_four_bits(tmp_path: Path) -> None:

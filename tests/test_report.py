@@ -108,7 +108,7 @@ def test_table_of_a_control(tmp_path: Path) -> None:
     control = dataclasses.replace(FACTS, scheme=None)
     report.write(tmp_path, recipe(conversion=Conversion(scheme=None)), measured(), control, log=LOG)
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
-    assert text.startswith("# tiny-llama trained on as it is: ")
+    assert text.startswith("# tiny-llama trained as it is: ")
     assert list(rows_under(text, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
 
 
@@ -200,12 +200,12 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert headings == [
         "# meta/some-llama with fire",
         "## Positional encoding",
-        "## What was measured",
+        "## Results",
         "## How it was made",
     ]
     assert "`fire` instead of its rotary encoding (RoPE)" in text
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
-    assert "Learned from the model as it was (50% of the loss)." in text
+    assert "Distilled from the original (loss weight 0.5)." in text
     assert text.count("from_pretrained(") == 1
     assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 [34, 435]"
     assert "0.25 s per step" in text

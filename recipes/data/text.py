@@ -17,7 +17,7 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-# Tests and demos hold no prose about the library; IDLE and lib2to3 are not always installed; packages do not belong.
+# Tests and demos hold no library prose, IDLE and lib2to3 are not always installed, packages are not the library's.
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )

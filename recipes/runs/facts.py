@@ -167,11 +167,11 @@ class Facts:
 
 def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
     if came_with:
-        return "as the converted model has it"
+        return "unchanged since the earlier conversion"
     if conversion.scheme is None or conversion.native == "keep":
         return "kept"
     if conversion.native == "handover":
-        return f"handed over from during the first {conversion.handover:.0%} of the steps, then removed"
+        return f"faded out during the first {conversion.handover:.0%} of the steps, then removed"
     return "removed"
 
 
@@ -184,7 +184,7 @@ def _start(conversion: Conversion, plan: Plan | None) -> str:
     if plan.start_tolerance:
         start += f" (logits of attention within {plan.start_tolerance:g})"
     if conversion.fit is not None:
-        known = {"native": "the native encoding", "attention": "what attention wrote"}
+        known = {"native": "the native encoding", "attention": "the original attention outputs"}
         start += f", after a fit to {known.get(conversion.fit, conversion.fit)}"
     return start
 
@@ -197,12 +197,12 @@ def _device(device: torch.device) -> str:
 
 
 def _teacher(wanted: Distillation) -> str | None:
-    parts = [f"{wanted.share:.0%} of the loss"] * bool(wanted.share)
-    parts += [f"its hidden states by {wanted.hidden:g}"] * bool(wanted.hidden)
+    parts = [f"loss weight {wanted.share:g}"] * bool(wanted.share)
+    parts += [f"hidden-state weight {wanted.hidden:g}"] * bool(wanted.hidden)
     if not parts:
         return None
-    fading = f", fading until {wanted.until:.0%} of the steps" if wanted.until else ""
-    return f"{wanted.teacher or 'the model as it was'} ({' and '.join(parts)}{fading})"
+    parts += [f"fading to zero by {wanted.until:.0%} of training"] * bool(wanted.until)
+    return f"{wanted.teacher or 'the original'} ({', '.join(parts)})"
 
 
 def _trained(adapter: Adapter) -> str:
@@ -239,9 +239,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         options = {"": next(iter(options.values()))}
     epochs = ""
     if facts.data_tokens:
-        epochs = (
-            f", {facts.data_tokens:,} tokens to train on: {facts.tokens / facts.data_tokens:.2g} times through them"
-        )
+        epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"
     return [
         (
             "model",

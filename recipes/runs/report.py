@@ -66,7 +66,7 @@ def write(
 
 
 def _title(facts: Facts) -> str:
-    return f"{_name(facts.model)} {f'with {facts.scheme}' if facts.scheme else 'trained on as it is'}"
+    return f"{_name(facts.model)} {f'with {facts.scheme}' if facts.scheme else 'trained as it is'}"
 
 
 def _name(source: str) -> str:
@@ -105,11 +105,11 @@ def _results(measurements: Measurements, facts: Facts) -> list[str]:
         for name, curve in subjects.items()
         if len(curve.contexts) < len(contexts)
     ]
-    notes = f" Of them, {'; '.join(unread)}." if unread else ""
+    notes = f" Note: {'; '.join(unread)}." if unread else ""
     lines = [
-        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (with 95 % interval), after "
-        f"reading as many tokens as the column says. Trained on {facts.tokens:,} tokens in windows of {facts.length:,}; the model's "
-        f"own training had {facts.trained_length:,}.{notes}",
+        f"Perplexity per token of the same {TARGETS} tokens in each of {windows} held-out windows (with 95 % "
+        f"interval), by number of tokens read. Trained on {facts.tokens:,} tokens in windows of {facts.length:,}; the "
+        f"model's trained length is {facts.trained_length:,}.{notes}",
         "",
         *_by_context(contexts, subjects, _perplexity),
     ]
@@ -187,7 +187,7 @@ def _training(facts: Facts, log: Log, pace: Pace | None) -> list[str]:
     return [
         *lines,
         f"Speed on the machine of this run ({where}), over {pace.steps:,} steps: {pace.seconds:.3g} s per step, "
-        f"{pace.tokens:,.0f} tokens/s{memory}. Another machine, or a busier one, has other figures.",
+        f"{pace.tokens:,.0f} tokens/s{memory}.",
         "",
     ]
 
@@ -283,7 +283,7 @@ def model_card(
         f"# {_title(facts)}",
         _introduction(recipe, facts),
         encoding_section(card.text) or _loading(recipe, facts),
-        "\n".join(["## What was measured", "", *_results(measurements, facts), *_training(facts, log, pace)]),
+        "\n".join(["## Results", "", *_results(measurements, facts), *_training(facts, log, pace)]),
         "\n".join(_origin(recipe, facts)),
     ]
     card.text = "\n" + "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -306,9 +306,11 @@ def _introduction(recipe: Recipe, facts: Facts) -> str:
     what = f"{facts.trained} ({facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new)"
     how = f"Trained for {facts.steps:,} steps, {facts.tokens:,} tokens of {_text(recipe, facts)}: {what}."
     if facts.teacher:
-        how += f" Learned from {facts.teacher}."
+        how += f" Distilled from {facts.teacher}."
     if facts.scheme is None:
-        return f"{_name(facts.model)} with its own positional encoding, the {facts.native}, trained on. {how}"
+        return (
+            f"{_name(facts.model)} with its own positional encoding, the {facts.native}, after further training. {how}"
+        )
     way = "over" if recipe.conversion.native == "keep" else "instead of"
     return f"{_name(facts.model)} with `{facts.scheme}` {way} its {facts.native}. {how}"
 
