@@ -213,7 +213,8 @@ def test_failed_convert_leaves_nothing_behind(
     monkeypatch.setattr("hf_posenc.patches.checkpoint.write_companions", full)
     result = run("convert", checkpoints["llama"], "fire", tmp_path / "out")
     assert result.exit_code == 1
-    assert result.stderr == "hf-posenc: [Errno 28] No space left on device\n"
+    assert "the disk is full" in result.stderr
+    assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -676,7 +677,7 @@ def test_a_mistyped_directory_is_refused_at_once_without_a_network(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("command", "sentence"), [("recipes", "FIRE in place"), ("schemes", "A small network of the")])
+@pytest.mark.parametrize(("command", "sentence"), [("recipes", "FIRE instead"), ("schemes", "A small network of the")])
 def test_tables_keep_their_sentences_in_a_narrow_terminal(command: str, sentence: str) -> None:
     narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"})
     assert sentence in narrow.stdout

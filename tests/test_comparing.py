@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
 from hf_posenc.patches.directories import OutputError
-from hf_posenc.recipes.comparison import cost, pictures, verdict
+from hf_posenc.recipes.comparison import cost, page, pictures, verdict
 from hf_posenc.recipes.comparison import examiner as examining
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants
 from hf_posenc.recipes.comparison.decay import decay
@@ -237,8 +237,8 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
 def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
     found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
     assert found.reasons[-1] == (
-        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; a is equally fast within "
-        "noise."
+        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; "
+        "a is equally fast within noise."
     )
 
 
@@ -448,6 +448,16 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
         cli.app, ["compare", "tiny-llama", "--schemes", "alibi", "--budget", "3", "--out", str(out)]
     )
     assert "another comparison: budget is 2 there and 3 here" in more.output
+
+
+def test_a_report_escapes_its_texts(tmp_path: Path) -> None:
+    table = page.Table(("", "a|b"), ((page.Cell("<fire>"), page.Cell("1.02 [1, 2]", "good")),), ("<fire>",))
+    shown = page.html("<title>", [page.Text("x < y"), table])
+    assert "<title>&lt;title&gt;</title>" in shown
+    assert "<p>x &lt; y</p>" in shown
+    assert '<tr class=marked><td>&lt;fire&gt;</td><td class=good title="good">1.02 <span' in shown
+    written = page.markdown("<title>", [page.Text("lead", leading=True), table], tmp_path)
+    assert written == ("# <title>\n\n**lead**\n\n|  | a\\|b |\n| --- | ---: |\n| <fire> | 1.02 [1, 2] (good) |\n")
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
