@@ -117,7 +117,8 @@ def _load_builtin() -> None:
     # A scheme exists by its file existing: there is no second list to keep.
     package = importlib.import_module("hf_posenc.schemes")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"hf_posenc.schemes.{module.name}")
+        if not module.ispkg:
+            importlib.import_module(f"hf_posenc.schemes.{module.name}")
 
 
 def schemes() -> dict[str, SchemeInfo]:
@@ -213,6 +214,12 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
             raise OptionError(f"{info.name}: option {name}={value!r}: expected {_expected(value, hints[name])}.")
+
+
+def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
+    """Raise `OptionError` unless the condition on an option holds."""
+    if not condition:
+        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.schemes.alibi import ALiBi
+from hf_posenc.schemes.families.additive import AdditiveBias
+from hf_posenc.schemes.families.network import PairNetwork
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
 from hf_posenc.schemes.nope import NoPE

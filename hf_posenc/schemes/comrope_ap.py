@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._comrope import ComRoPE
+from hf_posenc.schemes.families.comrope import ComRoPE
 
 
 @register_scheme("comrope_ap", paper="2506.03737", family="rotary")

@@ -7,10 +7,9 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
 
 # The name under which the keys of `separate_keys` are cached.

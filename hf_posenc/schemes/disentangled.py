@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._buckets import LONGEST
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes.families.buckets import LONGEST
+from hf_posenc.schemes.families.linear import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.

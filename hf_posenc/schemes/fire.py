@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._network import PairNetwork
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import AdditiveBias
+from hf_posenc.schemes.families.network import PairNetwork
 from hf_posenc.structures import Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import turn_pairs
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import Annealed, RotaryScheme, geometric_frequencies
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent
 
 # The context that is assumed of a model that names none.

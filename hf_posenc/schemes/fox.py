@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.structures import Bias, KeyBias
 
 # The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.schemes.fox import FoX
 
 # Those of the official code, which differ.

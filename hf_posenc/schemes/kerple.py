@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
+from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
 from hf_posenc.structures import Bias, Equivalent
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._block_rotary import BlockRotary, Turn
-from hf_posenc.schemes._generators import rotate_blocks, upper_skew
+from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
+from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
 
 # A product of coordinate and generator above this size loses too much in float32: the error of an exponential grows with it.
 _LARGE = 16.0

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Rotation
 
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import frozen_cautions, geometric_frequencies
+from hf_posenc.schemes.families.rotary import frozen_cautions, geometric_frequencies
 from hf_posenc.structures import Rotation
 
 # Ratio of the wavelengths in the official code.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import DistanceBias, require
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import DistanceBias
 
 # Every distance has half as many waves.
 _WIDEST = 2**16

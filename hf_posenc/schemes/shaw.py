@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.skew import by_distance, sums_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Equivalent, Locality, Nothing
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import DistanceBias, learned_table_start, require
-from hf_posenc.schemes._buckets import Buckets
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import DistanceBias, learned_table_start
+from hf_posenc.schemes.families.buckets import Buckets
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")

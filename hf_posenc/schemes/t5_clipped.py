@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._buckets import Buckets
-from hf_posenc.schemes._grid import GridBias
+from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.grid import GridBias
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")

@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import rotate_halves
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per head

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes.families.linear import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.

@@ -9,9 +9,8 @@ from torch import Tensor
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import Layout
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import Annealed, RotaryScheme
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
 # The first pair fades most: to (0 + 0.4) / 1.4 within `scale_base` tokens.

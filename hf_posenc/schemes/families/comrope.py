@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
-from hf_posenc.schemes._block_rotary import BlockRotary, Init
-from hf_posenc.schemes._generators import skew
+from hf_posenc.schemes.families.block_rotary import BlockRotary, Init
+from hf_posenc.schemes.families.generators import skew
 
 
 class ComRoPE(BlockRotary):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.schemes._additive import DistanceBias
+from hf_posenc.schemes.families.additive import DistanceBias
 
 
 class GridBias(DistanceBias):

@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
+from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._generators import Planes, find_planes, plane_generators, rotate
-from hf_posenc.schemes._rotary import frozen_cautions
+from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate
+from hf_posenc.schemes.families.rotary import frozen_cautions
 from hf_posenc.structures import Equivalent, Rotation
 
 # The size of blocks that LieRE's authors found best.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Positions
 from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Rotation
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
@@ -120,12 +119,6 @@ class DistanceBias(AdditiveBias):
         far = distance.abs().max()
         block = Block(Positions(far.view(1, 1), far - distance[None]), reach=int(far))
         return self.gated_bias(block, torch.empty(0, dtype=dtype, device=distance.device))[0, :, 0]
-
-
-def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
-    """Raise `OptionError` unless the condition on an option holds."""
-    if not condition:
-        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
 
 
 def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:
