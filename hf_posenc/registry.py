@@ -1,4 +1,4 @@
-"""The one table of schemes: a name, its class, and what is known of it."""
+"""The registry of schemes: names, classes and facts; checks of options; descriptions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """What the registry knows of a scheme.
+    """The record of a scheme in the registry.
 
     Attributes:
         name: The name that `patch` takes.
-        cls: The class.
+        cls: The class of the scheme.
         paper: arXiv id, or another short reference.
         family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"` or `"rotary"`.
-        directions: Where the scheme is defined: `"causal"` (decoders), `"bidirectional"` (encoders).
+        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
     """
 
     name: str
@@ -54,7 +54,7 @@ class SchemeInfo:
 
     @property
     def start(self) -> str:
-        """How a model patched with the default options starts."""
+        """The start of a model patched with the default options, in words."""
         reproduced = {
             "rotary": "exact on models with rotary encoding",
             "learned": "exact on models with a learned table",
@@ -90,8 +90,8 @@ def register_scheme(
     Args:
         name: The name that `patch` and `build` take; must be new.
         paper: arXiv id of the source, or another short reference.
-        family: The family the scheme is listed under.
-        directions: The directions it is defined for.
+        family: Family under which the scheme is listed.
+        directions: Directions the scheme is defined for.
 
     Raises:
         ValueError: The name is taken, or the class is not a `Scheme`.
@@ -114,7 +114,7 @@ def register_scheme(
 
 @functools.cache
 def _load_builtin() -> None:
-    # A scheme exists by its file existing: there is no second list to keep.
+    # Every module here is a scheme, so no second list has to be kept; packages hold shared code.
     package = importlib.import_module("hf_posenc.schemes")
     for module in pkgutil.iter_modules(package.__path__):
         if not module.ispkg:
@@ -131,7 +131,7 @@ def get(name: str) -> SchemeInfo:
     """Return the record of a scheme.
 
     Raises:
-        UnknownSchemeError: There is none of that name; the message suggests the nearest.
+        UnknownSchemeError: No scheme has that name; the message suggests the nearest one.
     """
     known = schemes()
     if not isinstance(name, str):
@@ -150,7 +150,7 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
         **options: The scheme's options, see `describe(name)`.
 
     Returns:
-        The module, its parameters in float32 and at their start.
+        The module, with float32 parameters at their start.
 
     Raises:
         UnknownSchemeError: No scheme has that name.
@@ -166,7 +166,7 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
         raise DirectionError(
             f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
         )
-    # Parameters that are made in inference mode can never be trained.
+    # Parameters made in inference mode can never be trained.
     with torch.inference_mode(False), _Making(name, options):
         scheme = info.cls(geometry, **options)
         scheme.common = scheme.make_common()
@@ -217,7 +217,7 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
 
 
 def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
-    """Raise `OptionError` unless the condition on an option holds."""
+    """Raise `OptionError` unless a condition on an option holds."""
     if not condition:
         raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
 
@@ -231,7 +231,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        # Neither nan nor infinity can be written into a config, or is a sensible option.
+        # nan and infinity cannot be written into a config, and no option has a use for them.
         return is_number(value)
     if hint is int:
         return is_count(value)
@@ -264,7 +264,7 @@ def _readable(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a scheme: its name, type, default and what it does."""
+    """An option of a scheme: name, type, default, and its line of documentation."""
 
     name: str
     type: str
@@ -274,7 +274,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Description:
-    """All that is known of a scheme.
+    """The description of a scheme.
 
     Attributes:
         info: Its record in the registry.
@@ -308,12 +308,12 @@ def describe(scheme: str) -> Description:
         scheme: A registered name.
 
     Raises:
-        UnknownSchemeError: There is none of that name.
+        UnknownSchemeError: No scheme has that name.
     """
     info = get(scheme)
     text, arguments = _documentation(info.cls)
     for base in info.cls.__mro__[1:]:
-        # A variant documents only what differs.
+        # A variant documents only the options that differ from its base.
         for name, meaning in _documentation(base)[1].items():
             arguments.setdefault(name, meaning)
     hints = inspect.get_annotations(info.cls.__init__)

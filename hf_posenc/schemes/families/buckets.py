@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes._additive import require
+from hf_posenc.registry import require
 
 # A table of all distances is made, so a number in a file must not be able to ask for any amount of memory.
 LONGEST = 2**20
