@@ -88,7 +88,7 @@ class Scheme(nn.Module):
         return inputs
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        """Transform fresh queries, keys and values before they are cached; may also return per-token state and tables."""
+        """Transform fresh queries, keys and values before they are cached; may add per-token state and tables."""
         return Projection(q, k, v)
 
     def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -111,7 +111,7 @@ class Scheme(nn.Module):
         return softmax_of_seen(logits, block.keep)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
-        """Combine values `[B, G, K, D]` by weights `[B, H, q, K]`: `[B, H, q, D]`, or wider for `carry` and `finish`."""
+        """Sum values `[B, G, K, D]` by weights `[B, H, q, K]`: `[B, H, q, D]`, or wider for `carry` and `finish`."""
         return grouped_matmul(weights, v)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
@@ -123,7 +123,7 @@ class Scheme(nn.Module):
         return output
 
     def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
-        """Update the result of `carry`, given the output `[B, S, E]` of the layer's feed-forward before its residual."""
+        """Update the result of `carry`, given the output `[B, S, E]` of the feed-forward before its residual."""
         return carried
 
     # -- what a scheme says of itself ------------------------------------------------------------------------------

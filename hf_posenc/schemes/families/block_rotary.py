@@ -136,7 +136,7 @@ class BlockRotary(Scheme):
         return lambda x: rotate(x, generators, times, planes, cos, sin)
 
     def turning(self, angles: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation of channel pairs, given the angles of pairs in blocks, float64 `[B|1, G, S, m * b / 2]`."""
+        """Return the rotation of channel pairs, given angles of pairs in blocks, float64 `[B|1, G, S, m * b / 2]`."""
         turn = rotate_halves if self._layout == "half" else rotate_neighbours
         cos, sin = (part[:, :, None] for part in self.cos_sin(angles, first, like))
         return lambda x: turn(x, cos, sin)

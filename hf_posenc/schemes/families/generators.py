@@ -149,7 +149,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int = 1) -> Tensor:
 
 
 def _to_times(planes: Planes, times: Tensor, turned: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the times: the gradient of each angle times its frequency, summed over a block's planes."""
+    """Return the gradient of the times: that of each angle times its frequency, summed over a block's planes."""
     count, half = planes.frequencies.shape[1:]
     (u, w), (grad_u, grad_w) = turned.chunk(2, dim=-1), grad.chunk(2, dim=-1)
     angles = (grad_w * u - grad_u * w).sum(2)  # [B, G, S, P]; with times per block there are no other channels
