@@ -56,7 +56,7 @@ class ALiBi(GridBias):
 
 
 def slopes(heads: int) -> list[float]:
-    """Return the slope of each head: powers of two, then odd powers of the next finer series (section 3).
+    """Return the slope of each head: a geometric series, then odd terms of that for twice as many heads (section 3).
 
     Imported weights of ALiBi models depend on this order: slopes are sorted only if the number of heads is a power of
     two.
