@@ -139,8 +139,8 @@ def table(
     pairs = offsets.tolist() if isinstance(offsets, Tensor) else [tuple(pair) for pair in offsets]
     if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text) for pair in pairs):
         raise PositionError(
-            f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. Ask the "
-            "tokenizer for return_offsets_mapping=True, on this text alone."
+            f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. "
+            "Ask the tokenizer for return_offsets_mapping=True, on this text alone."
         )
     placed: list[list[float]] = []
     largest, origin = -1, 0

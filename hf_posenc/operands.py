@@ -216,8 +216,8 @@ class Tokens:
         """
         if self.hidden is None:
             raise ShapeError(
-                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape [batch, keys, "
-                "hidden_size]."
+                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape "
+                "[batch, keys, hidden_size]."
             )
         return self.hidden
 

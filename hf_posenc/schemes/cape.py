@@ -77,9 +77,7 @@ class CAPE(Scheme):
     ) -> None:
         super().__init__(geometry)
         require(mlp_width >= 1, "cape", "mlp_width", mlp_width, "at least 1")
-        require(
-            base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' beside base='nope'"
-        )
+        require(base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' with base='nope'")
         self.base, self.form, self.mlp_width, self.init = base, form, mlp_width, init
         self.base_bias = self._make_base()
         heads = geometry.heads

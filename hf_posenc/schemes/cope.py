@@ -62,14 +62,14 @@ class CoPE(Scheme):
         super().__init__(geometry)
         require(npos >= 2, "cope", "npos", npos, "at least 2 (with one embedding all positions are the same)")
         require(
-            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False beside separate_keys=True"
+            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False with separate_keys=True"
         )
         require(
             not (separate_keys and shared),
             "cope",
             "shared",
             shared,
-            "False beside separate_keys=True (the projections of these keys belong to their layers)",
+            "False with separate_keys=True (the projections of these keys belong to their layers)",
         )
         self.npos, self.scale_position_logits = npos, scale_position_logits
         self.separate_keys, self.value_gates, self.shared = separate_keys, value_gates, shared
@@ -137,7 +137,7 @@ class CoPE(Scheme):
         return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
 
     def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:
-        """Return the logits of integer positions, `[B, H, q, npos]`; in encoders for both sides, `[B, H, q, 2, npos]`."""
+        """Return logits of integer positions, `[B, H, q, npos]`; in encoders for both sides, `[B, H, q, 2, npos]`."""
         bias = q.to(like) @ self.pos_emb[0].to(like)
         if self.pos_emb_right is not None:
             bias = torch.stack((bias, q.to(like) @ self.pos_emb_right[0].to(like)), dim=-2)

@@ -132,7 +132,7 @@ class Disentangled(Scheme):
             max_distance,
             f"more than buckets / 2 + 1 = {(buckets or 0) // 2 + 1} (half of the buckets hold one distance each)",
         )
-        require(c2p or p2c, name, "p2c", p2c, "True beside c2p=False: at least one of both terms")
+        require(c2p or p2c, name, "p2c", p2c, "True with c2p=False: at least one of both terms")
         require(share_att_key or not share_bias, name, "share_bias", share_bias, "False unless share_att_key=True")
         self.max_distance, self.buckets, self.c2p, self.p2c = max_distance, buckets, c2p, p2c
         self.share_att_key, self.share_bias, self.normalize = share_att_key, share_bias, normalize
@@ -192,8 +192,8 @@ class Disentangled(Scheme):
         """Return P projected by the layer itself: queries `[H, N, D]`, keys `[G, N, D]`."""
         if tokens.host is None:
             raise ShapeError(
-                "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a function "
-                "from [batch, length, hidden_size] to queries and keys."
+                "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a "
+                "function from [batch, length, hidden_size] to queries and keys."
             )
         # The projection of a row of zeros is the bias.
         table = nn.functional.pad(table, (0, 0, 0, 1))
@@ -221,7 +221,7 @@ class Disentangled(Scheme):
         return Vectors(of_queries, of_keys)
 
     def _rows_of(self, first: int, last: int) -> Tensor:
-        """Return the rows, in the tables from `project`, of distances from `first` on, up to where they are constant."""
+        """Return the rows of distances from `first` on, in the tables from `project`, up to the first constant one."""
         rows = self.rows(torch.arange(first, last + 1)) - self._first_row()
         return rows[: int((rows < rows[-1]).sum()) + 1]
 

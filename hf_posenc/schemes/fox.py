@@ -146,7 +146,7 @@ class FoX(Scheme):
         return Projection(q, k, v, {_SUMS: self.sums(tokens, k)})
 
     def sums(self, tokens: Tokens, k: Tensor) -> Tensor:
-        """Return the summed logarithms of the gates up to each fresh token, float32 or wider `[B, S, H]`, for keys `k`."""
+        """Return the sum of log gates up to each fresh token, float32 or wider `[B, S, H]`, given keys `k`."""
         precise = torch.promote_types(k.dtype, torch.float32)
         with torch.autocast(k.device.type, enabled=False):
             if self.fgate_proj is not None:

@@ -176,8 +176,9 @@ class FoXPro(FoX):
         if self.start_tolerance(native_kept=True) is not None:
             return []
         return [
-            "fox_pro changes what the layer computes beside positions (norms, gates, mixing of neighbours), so the model must be "
-            "trained for longer than with a change of positions alone. fox with native='keep' starts near the original."
+            "fox_pro also changes what the layer computes apart from positions (norms, gates, mixing of neighbours), "
+            "so the model must be trained for longer than with a change of positions alone. fox with native='keep' "
+            "starts near the original."
         ]
 
     def state_bytes(self, element: int) -> tuple[int, int]:

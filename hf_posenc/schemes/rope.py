@@ -29,8 +29,7 @@ class RoPE(RotaryScheme):
         layout: Pairing of channels: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"` (2i, 2i + 1),
             as in GPT-J and Meta's Llama.
         rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
-        gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept
-            or absent.
+        gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
         freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
             for short inputs change, so the start counts as a break.
     """

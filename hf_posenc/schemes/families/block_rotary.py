@@ -210,10 +210,11 @@ class BlockRotary(Scheme):
             if native_kept:
                 found.append(
                     f"{self._name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
-                    "init='zero' beside a kept native encoding."
+                    "init='zero' with a kept native encoding."
                 )
         elif native_kept and self.geometry.inv_freq is not None:
             found.append(
-                f"Beside the kept rotation, {self._name} sees more than distances once it is trained: the two do not commute."
+                f"With a kept rotation, {self._name} sees more than distances once it is trained: the two do not "
+                "commute."
             )
         return found

@@ -57,7 +57,8 @@ class RotaryScheme(Scheme):
             name,
             "rotary_dim",
             rotary_dim,
-            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is given too",
+            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is "
+            "given too",
         )
         if freeze == "long":
             require(
@@ -65,7 +66,8 @@ class RotaryScheme(Scheme):
                 name,
                 "freeze",
                 freeze,
-                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not given",
+                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not "
+                "given",
             )
             own = geometry.inv_freq_long
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
@@ -173,8 +175,8 @@ def frozen_cautions(geometry: Geometry, name: str, freeze: Literal["short", "lon
         ("up to there", f"up to {limit} tokens") if freeze == "short" else ("beyond", f"beyond {limit} tokens")
     )
     return [
-        f"The model changes its rotary frequencies beyond {limit} tokens; {name} keeps those used {used}, so that keys in a "
-        f"cache stay right. The two are equal {equal} only."
+        f"The model changes its rotary frequencies beyond {limit} tokens; {name} keeps those used {used}, so that keys "
+        f"in a cache stay right. The two are equal {equal} only."
     ]
 
 
