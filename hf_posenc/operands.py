@@ -18,19 +18,19 @@ from hf_posenc.errors import OptionError, PositionError, ShapeError
 if TYPE_CHECKING:
     from hf_posenc.scheme import Scheme
 
-# The largest whole number of a geometry or an option: float32, in which distances are counted, skips some beyond.
+# The largest integer of a geometry or an option. Distances are counted in float32, which skips integers beyond.
 LARGEST_COUNT = 2**24
-# Sizes of other numbers. Products of three of them are float32 numbers.
+# Bounds on the size of other numbers: products of three of them fit float32.
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-12, 1e12
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number that float32 can count to."""
+    """Whether a value is an integer that float32 can count to."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_COUNT
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number with which float32 can compute: 0, or of a size that is neither tiny nor huge."""
+    """Whether float32 can compute with a value: 0, or a number that is neither tiny nor huge."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
@@ -64,7 +64,8 @@ class Geometry:
         layer: Index of the layer in its stack.
         causal: True if queries see only earlier keys (decoders), False if they see all keys (encoders).
         axes: Coordinates of a token: 1 in a text; 2 in an image, where the class token has position 0.
-        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer turn only the first channels.
+        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer than D / 2 turn
+            only the first channels.
         max_positions: The trained length of the model, if its config states one.
         rotary_scaling: Factor on rotated queries and keys that belongs to `inv_freq` (YaRN, longrope).
         rotary_limit: The length up to which the model uses `inv_freq`, if it changes frequencies beyond (dynamic,
@@ -76,7 +77,7 @@ class Geometry:
         last: True if no later layer has the same scheme, so nothing reads what this one carries on.
 
     Raises:
-        OptionError: A field is out of range: sizes that are no positive integers, or numbers that are not finite.
+        OptionError: A field is out of range: a size is not a positive integer, or a number is not finite.
     """
 
     heads: int
@@ -126,7 +127,7 @@ class Geometry:
             return
         most = self.head_dim // 2
         fits = isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 1 and 1 <= len(given) <= most
-        # Those of a model that is being loaded have no values yet.
+        # Frequencies of a model that is still loading have no values yet.
         finite = fits and (given.is_meta or bool(given.isfinite().all()))
         self._require(finite, name, f"None or 1 to {most} finite frequencies, a float tensor of one dimension")
 

@@ -24,7 +24,7 @@ from hf_posenc.scheme import Scheme, option_names
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 Direction = Literal["causal", "bidirectional"]
 
-# The most elements of one tensor of a scheme: 4 GiB in float32.
+# The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
@@ -154,7 +154,7 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
 
     Raises:
         UnknownSchemeError: No scheme has that name.
-        OptionError: An option is unknown, its value has a wrong type or range, or the scheme would take more memory than any does.
+        OptionError: An option is unknown, its value has a wrong type or range, or a tensor would be too large.
         DirectionError: The scheme is not defined for the geometry's direction.
     """
     info = get(name)
@@ -170,20 +170,20 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
     with torch.inference_mode(False), _Making(name, options):
         scheme = info.cls(geometry, **options)
         scheme.common = scheme.make_common()
-    # What is taken from the model can be wrong too, and could not be read back from a config.
+    # Values taken from the model can be wrong too, and could then not be read back from a config.
     check_options(info, scheme.options())
     return scheme
 
 
 class _Making(TorchFunctionMode):
-    """Keeps what a scheme is made of in float32, whatever the default is, and within memory.
+    """A mode that makes all tensors of a scheme in float32, for any default dtype, and limits their size.
 
     Args:
-        name: The scheme.
-        options: Its options, for the message.
+        name: Name of the scheme.
+        options: Options of the scheme, for the message.
 
     Raises:
-        OptionError: A tensor is too large. It is never made.
+        OptionError: A tensor is too large; it is not allocated.
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
@@ -197,8 +197,8 @@ class _Making(TorchFunctionMode):
             if math.prod(size) > _LARGEST_TENSOR:
                 given = ", ".join(f"{key}={value!r}" for key, value in self.options.items()) or "the default options"
                 raise OptionError(
-                    f"{self.name} with {given} needs a tensor of {list(size)}, {math.prod(size) / 2**28:,.0f} GiB; expected at most "
-                    f"{_LARGEST_TENSOR / 2**28:,.0f} GiB. Choose smaller sizes."
+                    f"{self.name} with {given} needs a tensor of {list(size)}, {math.prod(size) / 2**28:,.0f} GiB; "
+                    f"expected at most {_LARGEST_TENSOR / 2**28:,.0f} GiB. Choose smaller sizes."
                 )
             if kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
@@ -239,7 +239,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _expected(value: Any, hint: Any) -> str:
-    """Return what was expected, with the bound that a number of the right kind has missed."""
+    """Return the expected type in words, with the bound that a number of the right type violates."""
     bound = ""
     if type(value) in (int, float) and not is_number(value) and -math.inf < value < math.inf and _matches(0.5, hint):
         bound = f", 0 or of a size from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"

@@ -9,7 +9,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme, require
 from hf_posenc.schemes.families.additive import DistanceBias
 
-# Every distance has half as many waves.
+# Bound on memory: each distance needs half as many cosines.
 _WIDEST = 2**16
 
 

@@ -56,7 +56,7 @@ class Sinusoidal(Scheme):
                 "sinusoidal",
                 "scale",
                 scale,
-                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights anew",
+                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights again",
             )
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate

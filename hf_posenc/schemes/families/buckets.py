@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_posenc.registry import require
 
-# A table of all distances is made, so a number in a file must not be able to ask for any amount of memory.
+# Bound on the table of all distances: a number in a file must not be able to claim any amount of memory.
 LONGEST = 2**20
 
 
