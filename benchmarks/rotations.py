@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc.operands import Positions, Tokens
-from hf_posenc.schemes._block_rotary import BlockRotary
+from hf_posenc.schemes.families.block_rotary import BlockRotary
 
 CONFIG = {
     "hidden_size": 512,

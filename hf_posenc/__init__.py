@@ -2,8 +2,8 @@
 
     model = hf_posenc.patch(model, "fire")
 
-Importing this package is cheap: it loads torch and transformers only when something is used. It also makes converted
-checkpoints known to the `Auto` classes of transformers.
+Importing this package is cheap: torch and transformers load on first use. It also makes converted checkpoints known to
+the `Auto` classes of transformers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ __all__ = [
     "verify",
 ]
 
-# Where each public name lives that needs torch; loaded on first use.
+# Module of each public name that needs torch, loaded on first use.
 _HOMES = {
     "Geometry": "hf_posenc.operands",
     "PosencLoraConfig": "hf_posenc.patches.adapters",
@@ -111,7 +111,7 @@ _HOMES = {
     "verify": "hf_posenc.patches.plan",
 }
 
-# Modules that are reached by one import of the package.
+# Modules that are attributes of the package, loaded on first use.
 _MODULES = {
     "coordinates": "hf_posenc.coordinates",
     "plots": "hf_posenc.recipes.plots",

@@ -1,7 +1,7 @@
 """Make converted checkpoints known to transformers' `Auto` classes and adapters to PEFT, without importing any of them.
 
-Both bring in torch, which takes seconds, and the models import the `Auto` modules in turn. So registration waits until the
-first import that needs one of them has run to its end.
+Both import torch, which takes seconds, and the patched models import the `Auto` modules themselves. So registration
+waits until the first import of one of them is complete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 
 class _Watch(NamedTuple):
-    """What to wait for, and what to do then.
+    """Modules to wait for, and the module that registers once they are loaded.
 
     Attributes:
-        packages: Whose imports are watched: registering imports from them, so it must not happen while a module of one is
-            half done.
-        modules: Any of these must be there.
-        module: Holds the function `register_all`, which is then called.
+        packages: Packages whose imports are watched. Registration imports from them, so it must not run while one of
+            their modules is half loaded.
+        modules: Modules of which the first loaded one starts the registration.
+        module: Module with the function `register_all`.
     """
 
     packages: tuple[str, ...]
@@ -47,7 +47,7 @@ class _Depth(threading.local):
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module as its own loader would, and notices when the outermost import ends."""
+    """A wrapper of a module's own loader that notices when the outermost import ends."""
 
     def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
@@ -61,7 +61,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module is as if this package were not there.
+        # The module must not keep the wrapper: inspect and importlib ask it for its own loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -76,7 +76,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of the watched packages through the other finders, and watches them load."""
+    """A finder that asks the other finders for modules of the watched packages, and wraps their loaders."""
 
     def __init__(self, watch: _Watch) -> None:
         self.watch = watch
@@ -98,16 +98,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
     def settle(self) -> None:
-        """Register and stop watching, once one of the modules is there."""
+        """Register and stop watching once one of the modules is loaded."""
         if self in sys.meta_path and any(module in sys.modules for module in self.watch.modules):
             sys.meta_path.remove(self)
             module = importlib.import_module(self.watch.module)
-            # Without the function it is being imported right now, for its own sake, and registers at its end.
+            # A module without the function is still being imported, and registers at its own end.
             getattr(module, "register_all", lambda: None)()
 
 
 def register_on_import() -> None:
-    """Register now what is loaded, the rest as soon as it is."""
+    """Register with packages that are loaded now, and with the others as soon as they load."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for watch in _WATCHES:

@@ -1,8 +1,8 @@
-"""Coordinates of tokens that stand somewhere else than in a line: in an image, or in a table within a text.
+"""Coordinates of tokens in more than one dimension: patches of an image, or cells of a table within a text.
 
-They go into `position_coords` of a patched model's forward and `generate`, where schemes with several axes read them. The rule
-for texts is that of M-RoPE (Qwen2-VL): a token of a text has the same number on every axis, one more than the largest
-coordinate before it; an image or a table begins where a token of the text would be, on every axis.
+Pass them as `position_coords` to a patched model's forward or `generate`; schemes with several axes read them. Text
+follows the rule of M-RoPE (Qwen2-VL): a text token has the same number on every axis, one more than the largest
+coordinate before it. An image or a table begins, on every axis, where the next text token would be.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hf_posenc.errors import PositionError
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """The tokens that were generated so far, to which a rule gives coordinates.
+    """The tokens generated so far, input of a rule for their coordinates.
 
     Attributes:
-        ids: All token ids so far, `[B, P + N]`; those of the prompt are missing where it came as embeddings.
-        count: How many were generated, N, which are the last of them.
+        ids: All token ids so far, `[B, P + N]`; ids of the prompt are missing if it was given as embeddings.
+        count: Number of generated tokens N, the last ones of `ids`.
         prompt: Coordinates of the prompt, `[B, P, n]`.
-        real: Which tokens of the prompt are no padding, bool `[B, P]`.
+        real: Mask of the prompt, bool `[B, P]`; False at padding.
     """
 
     ids: Tensor
@@ -34,8 +34,8 @@ class Generated:
     real: Tensor
 
 
-# Returns the coordinates `[B|1, N, n]` of all generated tokens. It is called anew in each step, so those of a token may depend
-# on ids up to its own only.
+# A function that returns coordinates `[B|1, N, n]` of all generated tokens. It runs again at each step, so the
+# coordinates of a token may depend only on ids up to its own.
 Rule: TypeAlias = Callable[[Generated], Tensor]
 
 
@@ -45,14 +45,14 @@ def grid(rows: int, columns: int, *, step: float = 1.0) -> Tensor:
     Args:
         rows: Patches from top to bottom.
         columns: Patches from left to right.
-        step: From one patch to the next. To keep the coordinates of an image of R rows at a resolution of `rows` rows, give
-            `R / rows`.
+        step: Distance between neighbouring patches. `R / rows` keeps the coordinates of an image of R rows at a
+            resolution of `rows` rows.
 
     Returns:
         float32 `[1, rows * columns, 2]`.
 
     Raises:
-        PositionError: A size is not positive.
+        PositionError: A size or the step is not positive.
     """
     for name, value in (("rows", rows), ("columns", columns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -67,8 +67,9 @@ def join(*parts: int | Tensor, axes: int | None = None) -> Tensor:
     """Return the coordinates of a prompt made of texts, images and tables: `join(5, grid(4, 6), 7)`.
 
     Args:
-        *parts: In order: the number of tokens of a text, or coordinates `[1, S, n]` or `[S, n]` that count from 0.
-        axes: How many coordinates a token has; only needed where all parts are texts.
+        *parts: Parts in order: the number of tokens of a text, or coordinates `[1, S, n]` or `[S, n]` that count from
+            0.
+        axes: Number of coordinates n of a token; needed only if all parts are texts.
 
     Returns:
         float32 `[1, S, n]`.
@@ -107,20 +108,20 @@ def table(
     delimiter: str = "|",
     order: bool = False,
 ) -> Tensor:
-    """Return the coordinates of the tokens of a text with a table in it: each token in the table has its cell's.
+    """Return the coordinates of the tokens of a text that contains a table; a token in the table has those of its cell.
 
-    Rows end with a line break, cells with the delimiter; one at the beginning of a row (Markdown) begins its first cell. What
-    ends a row or a cell belongs to it, and a token belongs where its last character does. Before and after the table the rule
-    for texts holds.
+    Rows end with a line break, cells with the delimiter; a delimiter at the beginning of a row (Markdown) opens its
+    first cell. A line break or delimiter belongs to the row or cell that it ends, and a token belongs to the cell of
+    its last character. Before and after the table the rule for texts holds.
 
     Args:
         text: The prompt.
-        offsets: Where each token's characters are, `[S, 2]`, as fast tokenizers give with `return_offsets_mapping=True`.
-            Tokens without characters (special tokens, padding) count as text.
-        span: Begin and end of the table in the text, in characters; `None` is all of it.
-        delimiter: What ends a cell: `"|"`, `","`, a tab.
-        order: Put an axis first on which tokens are counted as in a text. Otherwise the tokens within one cell have the same
-            coordinates, and their order is not seen.
+        offsets: Begin and end of each token's characters, `[S, 2]`, as fast tokenizers return with
+            `return_offsets_mapping=True`. Tokens without characters (special tokens, padding) count as text.
+        span: Begin and end of the table in the text, in characters; `None` is the whole text.
+        delimiter: End of a cell: `"|"`, `","`, a tab.
+        order: Add a first axis that counts tokens as in a text. Without it all tokens of one cell have the same
+            coordinates, and the model cannot see their order.
 
     Returns:
         float32 `[1, S, 2]` of (row, column), or `[1, S, 3]` of (order, row, column).
@@ -138,8 +139,8 @@ def table(
     pairs = offsets.tolist() if isinstance(offsets, Tensor) else [tuple(pair) for pair in offsets]
     if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(text) for pair in pairs):
         raise PositionError(
-            f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. Ask the "
-            "tokenizer for return_offsets_mapping=True, on this text alone."
+            f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. "
+            "Ask the tokenizer for return_offsets_mapping=True, on this text alone."
         )
     placed: list[list[float]] = []
     largest, origin = -1, 0
@@ -163,14 +164,14 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
     """Return the coordinates of several prompts as one batch, as a tokenizer pads their tokens.
 
     Args:
-        parts: Each `[1, S, n]` or `[S, n]`.
-        padding_side: `"left"`, as generation needs it, or `"right"`.
+        parts: Coordinates of the prompts, each `[1, S, n]` or `[S, n]`.
+        padding_side: `"left"` (needed for generation) or `"right"`.
 
     Returns:
         `[B, longest S, n]`, zero for padding.
 
     Raises:
-        PositionError: There are no parts, they differ in the number of axes, or there is no such side.
+        PositionError: There are no parts, they differ in the number of axes, or the side is unknown.
     """
     rows = [part[0] if part.ndim == 3 and part.shape[0] == 1 else part for part in parts]
     if not rows or any(row.ndim != 2 or row.shape[1] != rows[0].shape[1] for row in rows):
@@ -190,14 +191,14 @@ def after_the_largest(generated: Generated) -> Tensor:
     """Return coordinates by the rule for texts, `[B, N, n]`: one more than the largest so far, on every axis."""
     prompt = generated.prompt
     largest = prompt.masked_fill(~generated.real[..., None], float("-inf")).amax(dim=(1, 2))  # [B]
-    # A prompt of nothing but padding has none.
+    # A prompt of padding alone has no largest coordinate.
     largest = largest.where(largest.isfinite(), torch.full_like(largest, -1.0))
     count = torch.arange(1, generated.count + 1, device=prompt.device)
     return (largest[:, None] + count.to(prompt))[..., None].expand(-1, -1, prompt.shape[2])
 
 
 def _cell(table: str, character: int, delimiter: str) -> tuple[int, int]:
-    """Return row and column of a character, with those that end a row or a cell belonging to it."""
+    """Return row and column of a character; a line break or delimiter belongs to the row or cell that it ends."""
     row = table.count("\n", 0, character)
     line = table.rfind("\n", 0, character) + 1
     start = line + len(delimiter) if table.startswith(delimiter, line) else line

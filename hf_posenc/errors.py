@@ -17,8 +17,8 @@ PosencError
 ├── ExportError             a converted model that no stock model computes
 └── RecipeError             a recipe that is not as its schema says, or cannot be run
 
-All of them are `ValueError`s, and every message says what was got, what was expected and what to do. A `CheckpointError` is a
-`RuntimeError` too, since that is what callers of transformers catch where weights do not fit.
+All of them are `ValueError`s. Each message says what was got, what was expected and what to do. A `CheckpointError` is
+also a `RuntimeError`, which callers of transformers catch when weights do not fit.
 """
 
 from __future__ import annotations

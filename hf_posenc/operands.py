@@ -1,7 +1,7 @@
 """The operands of a scheme: a layer's geometry, positions, fresh tokens, blocks of rows, and projections.
 
-Letters in shape comments: B batch, H query heads, G kv heads, Q queries, K keys, D head_dim, E hidden size. A size
-that may also be 1, to be broadcast, is written `B|1`.
+Letters in shape comments: B batch, H query heads, G kv heads, Q queries, K keys, D head_dim, E hidden size. `B|1` is a
+size that may also be 1 and then broadcasts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hf_posenc.errors import OptionError, PositionError, ShapeError
 if TYPE_CHECKING:
     from hf_posenc.scheme import Scheme
 
-# The largest whole number of a geometry or an option: float32, in which distances are counted, skips some beyond.
+# The largest integer of a geometry or an option. Distances are counted in float32, which skips integers beyond.
 LARGEST_COUNT = 2**24
-# Sizes of other numbers. Products of three of them are float32 numbers.
+# Bounds on the size of other numbers: products of three of them fit float32.
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-12, 1e12
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number that float32 can count to."""
+    """Whether a value is an integer that float32 can count to."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_COUNT
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number with which float32 can compute: 0, or of a size that is neither tiny nor huge."""
+    """Whether float32 can compute with a value: 0, or a number that is neither tiny nor huge."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
@@ -38,7 +38,7 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NativeTable:
-    """The table of a model's own encoding, which a scheme of the same kind can start from.
+    """The table of a model's own encoding, from which a scheme of the same kind can start.
 
     Attributes:
         kind: `"learned"` (GPT-2, `[positions, E]`) or `"t5"` (log buckets, `[buckets, H]`).
@@ -53,7 +53,7 @@ class NativeTable:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Geometry:
-    """The shape of one attention layer, all that a scheme may know of the model around it.
+    """The shape of one attention layer: everything a scheme may know about the model around it.
 
     Attributes:
         heads: Query heads H.
@@ -62,21 +62,22 @@ class Geometry:
         hidden_size: Channels of the residual stream E.
         scale: Factor on `q @ k.T`; `None` means `head_dim ** -0.5` (T5 uses 1).
         layer: Index of the layer in its stack.
-        causal: Whether queries see earlier keys only (decoders) or all keys (encoders).
-        axes: Coordinates that say where a token stands: 1 in a text; 2 in an image, whose class token has position 0.
-        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer turn the first
-            channels only.
-        max_positions: The length the model was trained for, if it says so.
-        rotary_scaling: Factor on the rotated queries and keys that goes with `inv_freq` (YaRN, longrope).
-        rotary_limit: The length up to which the model uses `inv_freq`, if it changes them beyond (dynamic, longrope).
-        inv_freq_long: The frequencies beyond that length, if these are the same for all lengths (longrope).
+        causal: True if queries see only earlier keys (decoders), False if they see all keys (encoders).
+        axes: Coordinates of a token: 1 in a text; 2 in an image, where the class token has position 0.
+        inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer than D / 2 turn
+            only the first channels.
+        max_positions: The trained length of the model, if its config states one.
+        rotary_scaling: Factor on rotated queries and keys that belongs to `inv_freq` (YaRN, longrope).
+        rotary_limit: The length up to which the model uses `inv_freq`, if it changes frequencies beyond (dynamic,
+            longrope).
+        inv_freq_long: Frequencies beyond `rotary_limit`, if they are the same for all lengths (longrope).
         native: The model's own table of positions or distances, if it has one.
-        embedding_rms: Root mean square of the token embeddings, to bring absolute encodings to their size.
-        first: Whether no earlier layer has the same scheme, so that nothing is carried to this one.
-        last: Whether no later layer has the same scheme, so that nothing reads what this one would carry on.
+        embedding_rms: Root mean square of the token embeddings, the target size of absolute encodings.
+        first: True if no earlier layer has the same scheme, so this one receives no `Tokens.carried`.
+        last: True if no later layer has the same scheme, so nothing reads what this one carries on.
 
     Raises:
-        OptionError: A field is out of range: sizes that are no positive integers, or numbers that are not finite.
+        OptionError: A field is out of range: a size is not a positive integer, or a number is not finite.
     """
 
     heads: int
@@ -126,7 +127,7 @@ class Geometry:
             return
         most = self.head_dim // 2
         fits = isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 1 and 1 <= len(given) <= most
-        # Those of a model that is being loaded have no values yet.
+        # Frequencies of a model that is still loading have no values yet.
         finite = fits and (given.is_meta or bool(given.isfinite().all()))
         self._require(finite, name, f"None or 1 to {most} finite frequencies, a float tensor of one dimension")
 
@@ -141,14 +142,14 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where queries and keys stand, in tokens (never where they are stored).
+    """Positions of queries and keys in the sequence, in tokens; never their slots in the cache.
 
     Attributes:
-        query: int64 `[B|1, Q]`.
-        key: int64 `[B|1, K]`.
-        query_coords: Where the queries' tokens stand in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` for tokens of
-            a text, which have the same coordinate, their position, on every axis.
-        key_coords: The same of the keys' tokens, `[B|1, K, n]`.
+        query: Positions of the queries, int64 `[B|1, Q]`.
+        key: Positions of the keys, int64 `[B|1, K]`.
+        query_coords: Coordinates of the queries' tokens in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` in a
+            text, where every coordinate of a token is its position.
+        key_coords: Coordinates of the keys' tokens, `[B|1, K, n]`.
     """
 
     query: Tensor
@@ -165,7 +166,7 @@ class Positions:
         return _coordinates(self.key, self.key_coords, axes, dtype)
 
     def rows(self, start: int, stop: int, keys: int, first: int = 0) -> Positions:
-        """Return those of the queries `start:stop` and of the keys `first:keys`."""
+        """Return the positions of the queries `start:stop` and of the keys `first:keys`."""
         return Positions(
             self.query[:, start:stop],
             self.key[:, first:keys],
@@ -184,18 +185,18 @@ def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: tor
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
-    """The fresh tokens of one call, whose queries, keys and values a layer has just projected.
+    """The fresh tokens of one call: the layer has just projected their queries, keys and values.
 
-    S is the number of fresh keys. Inside a model every fresh token is a query too; in `attend` the queries may be the last
-    Q of them.
+    S is the number of fresh keys. Inside a model every fresh token is also a query; in `attend` the queries may be only
+    the last Q tokens.
 
     Attributes:
-        positions: Of the queries and of the fresh keys.
-        hidden: The hidden states that were projected, `[B, S, E]`, where the caller has them.
-        real: Which tokens are no padding, bool `[B|1, S]`; `None` means all.
-        past: What the cache holds of the token before the first fresh one: `positions` and the scheme's own state, each
-            `[B, 1, ...]`, all zero if there is none; empty without a cache.
-        carried: What the layer before handed on with `carry` and `feed`; `None` at the first.
+        positions: Positions of the queries and of the fresh keys.
+        hidden: The projected hidden states, `[B, S, E]`, if the caller has them.
+        real: Mask of tokens, bool `[B|1, S]`, False at padding; `None` means no padding.
+        past: Cached values of the token before the first fresh one: `positions` and the scheme's own state, each
+            `[B, 1, ...]`, zero if there is no such token; empty without a cache.
+        carried: Output of `carry` and `feed` of the layer before; `None` in the first layer.
         common: The part of the scheme that all layers share, see `Scheme.make_common`.
         host: The layer's own projection of `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`.
     """
@@ -216,27 +217,28 @@ class Tokens:
         """
         if self.hidden is None:
             raise ShapeError(
-                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape [batch, keys, "
-                "hidden_size]."
+                f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape "
+                "[batch, keys, hidden_size]."
             )
         return self.hidden
 
     def previous(self, x: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Shift per-token values by one token, within each sequence, over padding and over the end of the cache.
 
-        A sequence begins where positions do not grow. Padding inside of one is stepped over, so that it changes nothing.
+        A sequence begins where positions do not grow. Padding within a sequence is skipped, so it changes nothing.
 
         Args:
             x: Values of the fresh tokens, `[B, S, ...]`.
-            name: Of the values, among what the cache keeps.
+            name: Name of the values in the cache.
 
         Returns:
-            The value of the real token before each token, zero at the first of a sequence, `[B, S, ...]`; and what the
-            next call needs, to be handed out in `Projection.recent`: value and position of the last real token up to each.
+            The value of the real token before each token, zero at the first of a sequence, `[B, S, ...]`; and the value
+            and position of the last real token up to each token, which the next call needs: hand them out in
+            `Projection.recent`.
         """
         batch, length = x.shape[:2]
         position = self.positions.key.expand(batch, -1)
-        # Not the position of the last slot in the cache: padding there may have been given any.
+        # Not the position of the last slot in the cache: that slot may be padding with an arbitrary position.
         place = f"{name}_position"
         before, before_position = self.past.get(name), self.past.get(place)
         if before is None or before_position is None:
@@ -258,14 +260,15 @@ class Block:
     """Some rows of the attention matrix: the unit on which `score`, `weigh` and `mix` are defined.
 
     Attributes:
-        positions: Positions of these rows, and of all keys.
-        reach: A bound on the distance between any query and any key; lets tables be sized without reading tensors.
-        keep: Which keys each row may see, bool `[B|1, H|1, q|1, K]`; `None` means all.
+        positions: Positions of these rows and of all keys.
+        reach: Upper bound on the distance between any query and any key, so that tables get their size without reading
+            tensors.
+        keep: Mask of keys each row may see, bool `[B|1, H|1, q|1, K]`; `None` means all keys.
         values: Values of the keys, `[B, G, K, D]`.
-        native: Whether the logits that `score` gets hold the model's own encoding, beside the product of `q` and `k`.
-        state: Per-token state of the keys that `project` handed out, each `[B, K, ...]`.
-        own: The same of these rows' tokens, each `[B, q, ...]`.
-        tables: What `project` made once for the whole call.
+        native: True if the logits given to `score` include the model's own encoding besides the product of `q` and `k`.
+        state: Per-token state of the keys from `project`, each `[B, K, ...]`.
+        own: Per-token state of these rows' own tokens, each `[B, q, ...]`.
+        tables: Tensors that `project` made once for the whole call.
     """
 
     positions: Positions
@@ -282,9 +285,9 @@ class Block:
         return self.positions.query[:, :, None] - self.positions.key[:, None, :]
 
     def consecutive(self) -> bool:
-        """Whether queries and keys stand at consecutive positions, the same in all rows of the batch."""
+        """Whether positions of queries and of keys are consecutive, and the same in all rows of the batch."""
         query, key = self.positions.query, self.positions.key
-        # To read numbers makes a GPU wait, and a graph that is being compiled has none.
+        # Reading numbers makes a GPU wait, and torch.compile cannot trace it.
         if query.device.type != "cpu" or torch.compiler.is_compiling() or len(query) > 1 or len(key) > 1:
             return False
         return bool((query.diff() == 1).all()) and bool((key.diff() == 1).all())
@@ -292,16 +295,16 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What `Scheme.project` returns.
+    """The return value of `Scheme.project`.
 
     Attributes:
         q: Queries `[B, H, Q, D]`.
         k: Keys `[B, G, S, D]`, as they are cached.
         v: Values `[B, G, S, D]`, as they are cached.
-        state: Per-token state to be cached with them, each `[B, S, ...]`.
-        recent: Per-token state of which the cache keeps the last `Scheme.history` tokens only, each `[B, S, ...]`; the
-            next call finds it in `Tokens.past`.
-        tables: Tensors of any shape that the block seams read, made once per call: parameters brought into form, products
+        state: Per-token state to cache with keys and values, each `[B, S, ...]`.
+        recent: Per-token state, each `[B, S, ...]`; the cache keeps it only for the last `Scheme.history` tokens, and
+            the next call finds it in `Tokens.past`.
+        tables: Tensors of any shape, made once per call, that the seams on blocks read: reshaped parameters, products
             of tables with projections.
     """
 

@@ -1,4 +1,4 @@
-"""The one table of schemes: a name, its class, and what is known of it."""
+"""The registry of schemes: names, classes and facts; checks of options; descriptions."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hf_posenc.scheme import Scheme, option_names
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 Direction = Literal["causal", "bidirectional"]
 
-# The most elements of one tensor of a scheme: 4 GiB in float32.
+# The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """What the registry knows of a scheme.
+    """The record of a scheme in the registry.
 
     Attributes:
         name: The name that `patch` takes.
-        cls: The class.
+        cls: The class of the scheme.
         paper: arXiv id, or another short reference.
         family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"` or `"rotary"`.
-        directions: Where the scheme is defined: `"causal"` (decoders), `"bidirectional"` (encoders).
+        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
     """
 
     name: str
@@ -54,7 +54,7 @@ class SchemeInfo:
 
     @property
     def start(self) -> str:
-        """How a model patched with the default options starts."""
+        """The start of a model patched with the default options, in words."""
         reproduced = {
             "rotary": "exact on models with rotary encoding",
             "learned": "exact on models with a learned table",
@@ -90,8 +90,8 @@ def register_scheme(
     Args:
         name: The name that `patch` and `build` take; must be new.
         paper: arXiv id of the source, or another short reference.
-        family: The family the scheme is listed under.
-        directions: The directions it is defined for.
+        family: Family under which the scheme is listed.
+        directions: Directions the scheme is defined for.
 
     Raises:
         ValueError: The name is taken, or the class is not a `Scheme`.
@@ -114,10 +114,11 @@ def register_scheme(
 
 @functools.cache
 def _load_builtin() -> None:
-    # A scheme exists by its file existing: there is no second list to keep.
+    # Every module here is a scheme, so no second list has to be kept; packages hold shared code.
     package = importlib.import_module("hf_posenc.schemes")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"hf_posenc.schemes.{module.name}")
+        if not module.ispkg:
+            importlib.import_module(f"hf_posenc.schemes.{module.name}")
 
 
 def schemes() -> dict[str, SchemeInfo]:
@@ -130,7 +131,7 @@ def get(name: str) -> SchemeInfo:
     """Return the record of a scheme.
 
     Raises:
-        UnknownSchemeError: There is none of that name; the message suggests the nearest.
+        UnknownSchemeError: No scheme has that name; the message suggests the nearest one.
     """
     known = schemes()
     if not isinstance(name, str):
@@ -149,11 +150,11 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
         **options: The scheme's options, see `describe(name)`.
 
     Returns:
-        The module, its parameters in float32 and at their start.
+        The module, with float32 parameters at their start.
 
     Raises:
         UnknownSchemeError: No scheme has that name.
-        OptionError: An option is unknown, its value has a wrong type or range, or the scheme would take more memory than any does.
+        OptionError: An option is unknown, its value has a wrong type or range, or a tensor would be too large.
         DirectionError: The scheme is not defined for the geometry's direction.
     """
     info = get(name)
@@ -165,24 +166,24 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
         raise DirectionError(
             f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
         )
-    # Parameters that are made in inference mode can never be trained.
+    # Parameters made in inference mode can never be trained.
     with torch.inference_mode(False), _Making(name, options):
         scheme = info.cls(geometry, **options)
         scheme.common = scheme.make_common()
-    # What is taken from the model can be wrong too, and could not be read back from a config.
+    # Values taken from the model can be wrong too, and could then not be read back from a config.
     check_options(info, scheme.options())
     return scheme
 
 
 class _Making(TorchFunctionMode):
-    """Keeps what a scheme is made of in float32, whatever the default is, and within memory.
+    """A mode that makes all tensors of a scheme in float32, for any default dtype, and limits their size.
 
     Args:
-        name: The scheme.
-        options: Its options, for the message.
+        name: Name of the scheme.
+        options: Options of the scheme, for the message.
 
     Raises:
-        OptionError: A tensor is too large. It is never made.
+        OptionError: A tensor is too large; it is not allocated.
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
@@ -196,8 +197,8 @@ class _Making(TorchFunctionMode):
             if math.prod(size) > _LARGEST_TENSOR:
                 given = ", ".join(f"{key}={value!r}" for key, value in self.options.items()) or "the default options"
                 raise OptionError(
-                    f"{self.name} with {given} needs a tensor of {list(size)}, {math.prod(size) / 2**28:,.0f} GiB; expected at most "
-                    f"{_LARGEST_TENSOR / 2**28:,.0f} GiB. Choose smaller sizes."
+                    f"{self.name} with {given} needs a tensor of {list(size)}, {math.prod(size) / 2**28:,.0f} GiB; "
+                    f"expected at most {_LARGEST_TENSOR / 2**28:,.0f} GiB. Choose smaller sizes."
                 )
             if kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
@@ -215,6 +216,12 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
             raise OptionError(f"{info.name}: option {name}={value!r}: expected {_expected(value, hints[name])}.")
 
 
+def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
+    """Raise `OptionError` unless a condition on an option holds."""
+    if not condition:
+        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
+
+
 def _matches(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if origin is Literal:
@@ -224,7 +231,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        # Neither nan nor infinity can be written into a config, or is a sensible option.
+        # nan and infinity cannot be written into a config, and no option has a use for them.
         return is_number(value)
     if hint is int:
         return is_count(value)
@@ -232,7 +239,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _expected(value: Any, hint: Any) -> str:
-    """Return what was expected, with the bound that a number of the right kind has missed."""
+    """Return the expected type in words, with the bound that a number of the right type violates."""
     bound = ""
     if type(value) in (int, float) and not is_number(value) and -math.inf < value < math.inf and _matches(0.5, hint):
         bound = f", 0 or of a size from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
@@ -257,7 +264,7 @@ def _readable(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a scheme: its name, type, default and what it does."""
+    """An option of a scheme: name, type, default, and its line of documentation."""
 
     name: str
     type: str
@@ -267,7 +274,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Description:
-    """All that is known of a scheme.
+    """The description of a scheme.
 
     Attributes:
         info: Its record in the registry.
@@ -301,12 +308,12 @@ def describe(scheme: str) -> Description:
         scheme: A registered name.
 
     Raises:
-        UnknownSchemeError: There is none of that name.
+        UnknownSchemeError: No scheme has that name.
     """
     info = get(scheme)
     text, arguments = _documentation(info.cls)
     for base in info.cls.__mro__[1:]:
-        # A variant documents only what differs.
+        # A variant documents only the options that differ from its base.
         for name, meaning in _documentation(base)[1].items():
             arguments.setdefault(name, meaning)
     hints = inspect.get_annotations(info.cls.__init__)

@@ -1,6 +1,6 @@
-"""A positional scheme: a module with a few seams, each the identity unless overridden.
+"""A positional scheme: a module with nine seams, each the identity unless overridden.
 
-`hf_posenc.operands` explains the letters in shape comments.
+See `hf_posenc.operands` for the letters in shape comments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
 Result = TypeVar("Result")
 
 
-# What each seam changes, for messages.
+# The part of the model that each seam changes, for messages.
 _CHANGED = {
     "embed": "the input of the first layer",
     "project": "queries, keys or values",
@@ -36,43 +36,43 @@ _CHANGED = {
 class Scheme(nn.Module):
     """A positional scheme for one attention layer, or shared by all layers of a stack.
 
-    A subclass overrides one or more of the seams `embed`, `project`, `recall`, `score`, `weigh`, `mix`, `carry`, `finish`
-    and `feed`, which are called in this order. Options are the keyword-only arguments of its `__init__`; each is stored,
-    resolved, as an attribute of the same name.
+    A subclass overrides some of the seams `embed`, `project`, `recall`, `score`, `weigh`, `mix`, `carry`, `finish` and
+    `feed`, which run in this order. Its options are the keyword-only arguments of `__init__`; each is stored, resolved,
+    as an attribute of the same name.
 
-    Parameters are created in float32 and stay so when the model is cast to half precision: distances and tables lose
-    their meaning there (the first integer that bfloat16 cannot hold is 257).
+    Parameters are float32 and stay so when the model is cast to half precision, where distances and tables lose their
+    meaning: the first integer that bfloat16 cannot hold is 257.
     """
 
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
-    # Options with which the scheme starts as a no-op beside the kept native encoding, exactly or within `start_tolerance`;
-    # None if there are none.
+    # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if
+    # no options do.
     neutral_options: ClassVar[Mapping[str, Any] | None] = None
-    # Whether `score` reads the content of keys: the cache then keeps them without a native rotation too, if there is one.
+    # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
     reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.
     shared: bool = False
-    # How many coordinates of a token the scheme reads; 0 reads positions only.
+    # Number of coordinates of a token that the scheme reads; 0 reads positions only.
     axes: int = 0
-    # How many tokens of `Projection.recent` a cache keeps; no crop can take more away.
+    # Number of tokens of `Projection.recent` that a cache keeps; a crop can remove no more than these.
     history: int = 0
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
-        # The part that all layers share. `build` makes it; inside a model it lives on the body instead.
+        # The part that all layers share. `build` makes it; inside a model the body holds it.
         self.common: Scheme | None = None
 
     def reset_parameters(self) -> None:
         """Set the parameters to their start, with the functions of `torch.nn.init` only.
 
-        Loading a checkpoint calls this for parameters that the file lacks; transformers guards `torch.nn.init` then, so
-        that loaded values are left alone.
+        Loading a checkpoint calls this for parameters missing in the file; transformers then guards `torch.nn.init`, so
+        loaded values stay.
         """
 
     def make_common(self) -> Scheme | None:
-        """Make the part that all layers of a stack share, in a scheme that has parameters per layer too."""
+        """Make the part that all layers of a stack share, in a scheme that also has parameters per layer."""
         return None
 
     # -- seams ---------------------------------------------------------------------------------------------------------
@@ -81,54 +81,55 @@ class Scheme(nn.Module):
         """Return the input of the first layer, given the embeddings of the tokens.
 
         Args:
-            inputs: `[B, S, E]`.
-            positions: int64 `[B|1, S]`.
-            coords: Where the tokens stand in n dimensions, `[B|1, S, n]`; see `Positions`.
+            inputs: Embeddings of the tokens, `[B, S, E]`.
+            positions: Positions of the tokens, int64 `[B|1, S]`.
+            coords: Coordinates of the tokens in n dimensions, `[B|1, S, n]`; see `Positions`.
         """
         return inputs
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        """Transform fresh queries, keys and values before they are cached; may hand out per-token state and tables."""
+        """Transform fresh queries, keys and values before they are cached; may add per-token state and tables."""
         return Projection(q, k, v)
 
     def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return all keys as they enter the logits, `[B, G, K, D]` or `[B, H, K, D]`, given those that were cached."""
+        """Return all keys as they enter the logits, `[B, G, K, D]` or `[B, H, K, D]`, given the cached ones."""
         return k
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return the logits `[B, H, q, K]` with positions in them; the given ones are scaled, float32 or wider.
+        """Return the logits `[B, H, q, K]` with positions, given scaled logits in float32 or wider.
 
-        `q` and `k` are as `project` and `recall` left them: a native rotation that is kept is in the logits only.
+        `q` and `k` are the results of `project` and `recall`; a kept native rotation is in the logits only.
         """
         return logits
 
     def weigh(self, logits: Tensor, block: Block) -> Tensor:
-        """Turn logits into weights `[B, H, q, K]`. Masking replaces: `-inf + bias` could overflow or give NaN.
+        """Turn logits into weights `[B, H, q, K]`. Masking replaces logits, since `-inf + bias` could overflow or give
+        NaN.
 
-        Columns beyond K are weights of things that are no keys, for `mix` to use.
+        Columns beyond K are weights of vectors other than keys, for `mix`.
         """
         return softmax_of_seen(logits, block.keep)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
-        """Combine values `[B, G, K, D]` by weights `[B, H, q, K]` into `[B, H, q, D]`, or wider for `carry` and `finish`."""
+        """Sum values `[B, G, K, D]` by weights `[B, H, q, K]`: `[B, H, q, D]`, or wider for `carry` and `finish`."""
         return grouped_matmul(weights, v)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
-        """Return what the next layer gets as `Tokens.carried`, given all that `mix` made."""
+        """Return `Tokens.carried` of the next layer, given the whole output of `mix`."""
         return tokens.carried
 
     def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
-        """Return the output `[B, H, Q, D]` as the output projection gets it."""
+        """Return the input `[B, H, Q, D]` of the output projection."""
         return output
 
     def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
-        """Update what `carry` returned, given the output of the layer's feed-forward `[B, S, E]` before its residual."""
+        """Update the result of `carry`, given the output `[B, S, E]` of the feed-forward before its residual."""
         return carried
 
     # -- what a scheme says of itself ------------------------------------------------------------------------------
 
     def overrides(self, seam: str) -> bool:
-        """Whether this scheme does anything at `seam`."""
+        """Whether this scheme overrides `seam`."""
         return getattr(type(self), seam) is not getattr(Scheme, seam)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
@@ -136,43 +137,45 @@ class Scheme(nn.Module):
         return False
 
     def start_tolerance(self, *, native_kept: bool) -> float | None:
-        """Return how far logits of attention move at the start at most, over the model's whole context.
+        """Return a bound on how far attention logits move at the start, over the model's whole context.
 
-        0 is exact; `None` is a break, without any bound.
+        0 is exact; `None` is a break without a bound.
         """
         return 0.0 if self.starts_exact(native_kept=native_kept) else None
 
     def cautions(self, *, native_kept: bool) -> list[str]:
-        """Return what a user should know before giving a model this scheme."""
+        """Return warnings for a user who is about to give a model this scheme."""
         return []
 
     def added(self) -> Bias | None:
         """Return the bias that `score` adds, in a form that fused attention takes.
 
-        `None` where `score` does anything else, or the scheme overrides `weigh` or `mix`.
+        `None` if `score` does anything else, or the scheme overrides `weigh` or `mix`.
         """
         return None
 
     def folded(self) -> Folded | None:
-        """Return queries, keys and values of which plain attention makes what `score` and `mix` make of the given ones.
+        """Return queries, keys and values with which plain attention equals `score` and `mix` of the given ones.
 
-        `None` where they do anything else, or the scheme overrides `weigh`.
+        `None` if there are none, or the scheme overrides `weigh`.
         """
         return None
 
     def locality(self) -> Locality | None:
-        """Return beyond which keys position makes no difference, in causal layers; `None` if it always may.
+        """Return a rule for the keys beyond which position makes no difference, in causal layers; `None` if it always
+        may.
 
         A scheme with `Locality.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
         """
         return None
 
     def key_scan(self) -> KeyScan | None:
-        """Return how `score`, `weigh` and `mix` go through the keys, in causal layers, where kernels of a GPU know the way."""
+        """Return the form of `score`, `weigh` and `mix` as one pass over the keys that GPU kernels know, in causal
+        layers."""
         return None
 
     def state_bytes(self, element: int) -> tuple[int, int]:
-        """Return the bytes that the cache keeps per token, and once per sequence, for `Projection.state` and `recent`.
+        """Return the bytes cached per token, and once per sequence, for `Projection.state` and `recent`.
 
         Args:
             element: Bytes of one number in the model's dtype.
@@ -180,16 +183,17 @@ class Scheme(nn.Module):
         return 0, 0
 
     def stock_equivalent(self) -> Equivalent:
-        """Return what this scheme does in a text, with its parameters as they are, in terms that stock models have.
+        """Return what this scheme computes in a text, with its current parameters, in terms that stock models have.
 
         Raises:
-            ExportError: They have no terms for it. The message says why, as a sentence of which the scheme is the subject.
+            ExportError: Stock models have no such terms. The message is the predicate of a sentence with the scheme as
+                its subject.
         """
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 
     def end_of_positions(self) -> int | None:
-        """Return the first position that the scheme does not know; `None` if it knows all."""
+        """Return the first position that the scheme does not cover; `None` if it covers all."""
         return None
 
     def weights_sum_to_one(self) -> bool:
@@ -197,7 +201,7 @@ class Scheme(nn.Module):
         return True
 
     def options(self) -> dict[str, Any]:
-        """Return the resolved options: what `build` needs to make the same scheme again."""
+        """Return the resolved options, with which `build` makes the same scheme again."""
         return {name: getattr(self, name) for name in option_names(type(self))}
 
     # -- module behaviour --------------------------------------------------------------------------------------------
@@ -205,8 +209,8 @@ class Scheme(nn.Module):
     def forward(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Call `function(self, ...)` as this module's forward.
 
-        Wrappers that bring parameters in just in time (offloading, FSDP) or choose between copies (PEFT) act on a
-        module's `forward`; going through it makes every use of the scheme visible to them.
+        Wrappers that load parameters just in time (offloading, FSDP) or choose between copies (PEFT) act on a module's
+        `forward`, so every use of the scheme must go through it.
         """
         return function(self, *args, **kwargs)
 
@@ -231,9 +235,9 @@ def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
 
 
 def set_start(parameter: Tensor, value: Tensor) -> None:
-    """Set a parameter to a computed start, as `torch.nn.init` does to fixed ones.
+    """Set a parameter to a computed start, like the functions of `torch.nn.init`.
 
-    A parameter that transformers has just loaded, or one without storage (meta device), is left alone.
+    A parameter that transformers has just loaded, or one on the meta device, stays as it is.
     """
     if getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta or value.is_meta:
         return

@@ -18,7 +18,7 @@ import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, build
 from hf_posenc.errors import ExportError, OptionError, PositionError
 from hf_posenc.operands import Projection, Tokens
-from hf_posenc.schemes._generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
+from hf_posenc.schemes.families.generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
 from hf_posenc.structures import Rotation
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -424,7 +424,7 @@ def test_the_decomposition_is_made_once_without_gradients(name: str, monkeypatch
         calls.append(1)
         return find_planes(*args)
 
-    monkeypatch.setattr("hf_posenc.schemes._block_rotary.find_planes", counted)
+    monkeypatch.setattr("hf_posenc.schemes.families.block_rotary.find_planes", counted)
     scheme = scattered(build(name, geometry()))
     q = heads(1, 4, 9, 16)
     with torch.no_grad():

@@ -339,7 +339,7 @@ def test_a_bag_of_words_is_warned_of() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(OptionError, match="cape: option mlp_width=0: expected at least 1"):
         build("cape", geometry(), mlp_width=0)
-    with pytest.raises(OptionError, match="cape: option form='add': expected 'concat_residual' beside base='nope'"):
+    with pytest.raises(OptionError, match="cape: option form='add': expected 'concat_residual' with base='nope'"):
         build("cape", geometry(), base="nope", form="add")
     with pytest.raises(OptionError, match="cape: option base='shaw': expected 'alibi' or 'kerple' or 'fire' or 't5'"):
         build("cape", geometry(), base="shaw")

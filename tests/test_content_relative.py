@@ -635,7 +635,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("disentangled", {"buckets": 3}, "buckets=3: expected None or an even number"),
     ("disentangled", {"buckets": 0}, "buckets=0: expected None or an even number"),
     ("disentangled", {"buckets": 8, "max_distance": 5}, "max_distance=5: expected more than buckets / 2 \\+ 1 = 5"),
-    ("disentangled", {"c2p": False, "p2c": False}, "p2c=False: expected True beside c2p=False"),
+    ("disentangled", {"c2p": False, "p2c": False}, "p2c=False: expected True with c2p=False"),
     ("disentangled", {"share_bias": True}, "share_bias=True: expected False unless share_att_key=True"),
     ("transformer_xl", {"clamp_len": 0}, "clamp_len=0: expected None or at least 1"),
 ]

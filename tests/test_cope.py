@@ -503,9 +503,9 @@ def test_what_is_cached() -> None:
         ({"npos": 1}, "cope: option npos=1: expected at least 2"),
         (
             {"separate_keys": True, "value_gates": True},
-            "cope: option value_gates=True: expected False beside separate_keys",
+            "cope: option value_gates=True: expected False with separate_keys",
         ),
-        ({"separate_keys": True, "shared": True}, "cope: option shared=True: expected False beside separate_keys"),
+        ({"separate_keys": True, "shared": True}, "cope: option shared=True: expected False with separate_keys"),
     ],
     ids=str,
 )

@@ -111,6 +111,7 @@ ROOMS = [
     ("hf_posenc.structures", "hf_posenc.operands", "hf_posenc.ops"),
     ("hf_posenc.scheme", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.attention"),
+    ("hf_posenc.schemes.families",),
     ("hf_posenc.schemes",),
     ("hf_posenc.patches",),
     ("hf_posenc.recipes",),
@@ -181,7 +182,7 @@ def test_schemes_and_architectures_do_not_know_each_other() -> None:
     for path in (ROOT / "patches").glob("*.py"):
         imported = _imports(path, inside_functions=True)
         assert not {f"hf_posenc.schemes.{name}" for name in schemes} & imported, path
-    for path in (ROOT / "hf_posenc" / "schemes").glob("*.py"):
+    for path in (ROOT / "hf_posenc" / "schemes").rglob("*.py"):
         assert not any(name.startswith("hf_posenc.patches") for name in _imports(path, inside_functions=True)), path
 
 

@@ -1,7 +1,7 @@
-"""One file per scheme; the registry imports every module of this package.
+"""One file per scheme; the registry imports every module here. `families` holds what several schemes share.
 
-The package is also the public function `hf_posenc.schemes()`: importing a package binds its name on the parent, so the two
-have to be one object.
+The package is also the public function `hf_posenc.schemes()`: importing a package binds its name on the parent, so both
+must be one object.
 """
 
 from __future__ import annotations

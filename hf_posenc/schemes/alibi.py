@@ -8,24 +8,23 @@ from torch import Tensor
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes._grid import GridBias
+from hf_posenc.schemes.families.grid import GridBias
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive")
 class ALiBi(GridBias):
     """A penalty proportional to the distance, with a fixed slope per head (Press et al. 2022).
 
-    `bias = -m_h |i - j|`. The bias is built from the distance, not from the key's position as in the official code: the two
-    differ by a constant per row, but in bfloat16 the latter is wrong by up to 0.4 in total variation at position 4,000.
+    `bias = -m_h |i - j|`. The bias is built from the distance; the official code uses the key's position. Both differ
+    by a constant per row, but in bfloat16 the official form is wrong by up to 0.4 in total variation at position 4,000.
 
-    In images the distance is the Euclidean one between patches, in patches (CROMA, arXiv 2311.00566); the class token has no
-    bias.
+    In images the distance is Euclidean, in patches (CROMA, arXiv 2311.00566); the class token has no bias.
 
     Args:
         geometry: Shape of the layer.
         learned_slopes: Train the logarithms of the slopes.
-        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
-        shared: One set of learned parameters for the whole stack.
+        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
+        shared: Use one set of learned parameters for the whole stack.
     """
 
     neutral_options = {"gate": True}
@@ -36,7 +35,7 @@ class ALiBi(GridBias):
         super().__init__(geometry, gate=gate, shared=shared)
         self.learned_slopes = learned_slopes
         self.log_slopes = torch.nn.Parameter(torch.empty(geometry.heads)) if learned_slopes else None
-        # A model that is built on the meta device, without values, has its constants all the same.
+        # Constants stay on the CPU, so a model built on the meta device has their values.
         self._slopes = torch.tensor(slopes(geometry.heads), dtype=torch.float64, device="cpu")
         self.reset_parameters()
 
@@ -57,10 +56,10 @@ class ALiBi(GridBias):
 
 
 def slopes(heads: int) -> list[float]:
-    """Return the slope of each head: powers of two, the odd ones of the next power filling up (section 3).
+    """Return the slope of each head: a geometric series, then odd terms of that for twice as many heads (section 3).
 
-    Head order matters when weights of ALiBi models are imported: for other numbers of heads than powers of two the slopes
-    are not sorted.
+    Imported weights of ALiBi models depend on this order: slopes are sorted only if the number of heads is a power of
+    two.
     """
     power = 2 ** int(math.log2(heads))
     first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]

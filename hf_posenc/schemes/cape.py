@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._network import PairNetwork
 from hf_posenc.schemes.alibi import ALiBi
+from hf_posenc.schemes.families.additive import AdditiveBias
+from hf_posenc.schemes.families.network import PairNetwork
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
 from hf_posenc.schemes.nope import NoPE
@@ -23,7 +23,7 @@ _SLOPE = 0.01
 
 
 class LeakyFIRE(FIRE):
-    """FIRE as the official code has it inside of CAPE: with LeakyReLU in its network."""
+    """FIRE as in the official code of CAPE: its network has LeakyReLU."""
 
     _negative_slope = _SLOPE
 
@@ -46,21 +46,22 @@ class CAPE(Scheme):
 
         logit = A + B + f([A; B])        f = Linear(2H, width), LeakyReLU(0.01), Linear(width, H)
 
-    In decoders the base gives keys ahead of the query the bias of distance 0; all masking comes after f, since one hidden
-    logit would reach all heads. A kept native encoding is in A. Computed in float32 at least: distances are inputs of f.
+    In decoders the base gives keys ahead of the query the bias of distance 0. All masking comes after f, since one
+    masked logit would reach all heads. A includes a kept native encoding. The computation is in float32 or wider, since
+    distances are inputs of f.
 
-    Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), all of them of the layer.
+    Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), one set per layer.
 
     Args:
         geometry: Shape of the layer.
-        base: Where B comes from, with the options that the scheme of this name has by default: `"kerple"` (a logarithm of
-            the distance, of the size of the logits that f sees beside it), `"alibi"`, `"t5"`, `"t5_clipped"`, `"sandwich"`,
-            `"fire"` (with LeakyReLU, as in the official code), or `"nope"`: no B, `logit = A + f(A)`.
-        form: `"concat_residual"` is the formula above; the paper's ablations are `"add"`, `A + f(A + B)`, and
-            `"add_residual"`, `A + B + f(A + B)`.
+        base: Scheme that gives B, with its default options: `"kerple"` (a logarithm of the distance, about as large as
+            the logits), `"alibi"`, `"t5"`, `"t5_clipped"`, `"sandwich"`, `"fire"` (with LeakyReLU, as in the official
+            code), or `"nope"`: no B, `logit = A + f(A)`.
+        form: Combination of A, B and f: `"concat_residual"` is the formula above; the paper's ablations are `"add"`,
+            `A + f(A + B)`, and `"add_residual"`, `A + B + f(A + B)`.
         mlp_width: Hidden width of f.
-        init: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero and gives the base its own
-            neutral start where B is added to the logits, which makes the start a no-op beside a kept native encoding.
+        init: Start: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero and, where B
+            is added to the logits, gives the base its own neutral start: a no-op if the native encoding is kept.
     """
 
     neutral_options = {"init": "zero"}
@@ -76,9 +77,7 @@ class CAPE(Scheme):
     ) -> None:
         super().__init__(geometry)
         require(mlp_width >= 1, "cape", "mlp_width", mlp_width, "at least 1")
-        require(
-            base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' beside base='nope'"
-        )
+        require(base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' with base='nope'")
         self.base, self.form, self.mlp_width, self.init = base, form, mlp_width, init
         self.base_bias = self._make_base()
         heads = geometry.heads
@@ -95,7 +94,7 @@ class CAPE(Scheme):
         kind = _BASES.get(self.base)
         if kind is None:
             return None
-        # Where B reaches the logits through f only, a neutral f will do, and a neutral base would not learn beside it.
+        # If B reaches the logits only through f, a neutral f suffices, and a neutral base could not learn behind it.
         neutral = self.init == "zero" and self.form != "add"
         return kind(self.geometry, shared=False, **(kind.neutral_options or {} if neutral else {}))
 
@@ -110,7 +109,7 @@ class CAPE(Scheme):
             return logits + biased if self.form == "add" else biased
 
     def _network(self, *inputs: Tensor) -> Tensor:
-        """Return f of all inputs `[B|1, H, q, K]`, and their sum where it is added, `[B, H, q, K]`."""
+        """Return f of all inputs `[B|1, H, q, K]`, plus their sum in the residual forms, `[B, H, q, K]`."""
         mixed: Tensor = self.mlp2(*(x.flatten(2) for x in inputs))
         return mixed.view(inputs[0].shape)
 

@@ -6,38 +6,38 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._comrope import ComRoPE
+from hf_posenc.schemes.families.comrope import ComRoPE
 
 
 @register_scheme("comrope_ap", paper="2506.03737", family="rotary")
 class ComRoPEAP(ComRoPE):
-    """Rotate blocks of channels by `exp(coordinate * generator)`, where each block reads one axis (Yu et al. 2025, "AP").
+    """Rotate blocks of channels by `exp(coordinate * generator)`, one axis per block (Yu et al. 2025, "AP").
 
     Queries and keys of a head are cut into blocks of b channels. Block j has a learned antisymmetric b x b generator
-    `freqs[j] - freqs[j].T` and reads axis j mod n ("axial partition"). Only differences of coordinates count, exactly. The
-    tokens of a text have their position on every axis, unless `position_coords` says otherwise. Values are not touched.
+    `freqs[j] - freqs[j].T` and reads axis j mod n ("axial partition"). Only differences of coordinates count, exactly.
+    Text tokens have their position on every axis, unless `position_coords` is given. Values are unchanged.
 
-    Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, in the layout of the official code; in units of
-    `1 / unit`, and added to the base. Give them no weight decay.
+    Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, in the layout of the official code, in units
+    of `1 / unit` and added to the base. They should have no weight decay.
 
-    Starts. `"native"`: all zero, and the base is the model's own rotation, rebuilt from its config, which is exact for texts;
-    without one, nothing turns. `"zero"`: no base, and nothing turns: the exact no-op beside a kept native encoding.
-    `"official"`: no base, and N(0, 1).
+    Starts. `"native"`: parameters are zero and the base is the model's own rotation, rebuilt from its config: exact for
+    texts. A model without rotation starts unrotated. `"zero"`: no base and no rotation: an exact no-op if the native
+    encoding is kept. `"official"`: no base, parameters from N(0, 1).
 
-    Angles are computed in float64, rotations applied in float32 or wider. No exponential is made: in the planes of its
+    Angles are computed in float64 and applied in float32 or wider. No exponential is computed: in the planes of its
     generator a rotation is that of RoPE.
 
-    Deviations from the official code: grouped queries, where the query heads of a group share generators; a base; no jitter of
-    coordinates in training.
+    Deviations from the official code: grouped queries share generators within a group; there is a base; coordinates
+    have no jitter in training.
 
     Args:
         geometry: Shape of the layer.
-        axes: Coordinates of a token; `None` is that of the model, 1 for texts.
-        block_size: Channels in a block, an even number; the channels of a head, divided by axes, must be a multiple of it.
-            `None` is 8, or the largest below that will do.
-        init: The start, see above.
-        unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
-            how far those that the model was trained on go: the length of a text, or the side of a square of patches.
+        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
+        block_size: Channels in a block, an even number that divides the channels of a head divided by axes. `None` is
+            the largest such number up to 8.
+        init: Start, see above.
+        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
+            trained extent: the length of a text, or the side of a square of patches.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._comrope import ComRoPE
+from hf_posenc.schemes.families.comrope import ComRoPE
 
 
 @register_scheme("comrope_ld", paper="2506.03737", family="rotary")
@@ -15,33 +15,33 @@ class ComRoPELD(ComRoPE):
     """Rotate blocks of channels by `exp(sum over axes of coordinate * factor * generator)` (Yu et al. 2025, "LD").
 
     Queries and keys of a head are cut into blocks of b channels. Block j has one learned antisymmetric b x b generator
-    `freqs[j] - freqs[j].T`, and a learned factor per axis ("linearly dependent"). Only differences of coordinates count,
-    exactly. The tokens of a text have their position on every axis, unless `position_coords` says otherwise. Values are not
-    touched.
+    `freqs[j] - freqs[j].T`, and a learned factor per axis ("linearly dependent"). Only differences of coordinates
+    count, exactly. Text tokens have their position on every axis, unless `position_coords` is given. Values are
+    unchanged.
 
-    Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, and `multiplier` `[1, axes, m, 1, 1]`, the factors,
-    which all heads share; in the layouts of the official code. Both are in units of `1 / unit`, and added to where they start.
-    Give them no weight decay.
+    Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, and `multiplier` `[1, axes, m, 1, 1]`, the
+    factors, shared by all heads; in the layouts of the official code. Both are in units of `1 / unit` and are added to
+    the base. They should have no weight decay.
 
-    Starts. `"native"`: all zero, where the base is the model's own rotation, rebuilt from its config, and the factors 1 on the
-    first axis and 0 on the others, which is exact for texts; without a rotation to begin with, nothing turns. `"zero"`: the
-    same without base, so that nothing turns: the exact no-op beside a kept native encoding. `"official"`: no base, N(0, 1), and
-    `multiplier` is the factor itself, also N(0, 1).
+    Starts. `"native"`: parameters are zero; the base is the model's own rotation, rebuilt from its config, with factor
+    1 on the first axis and 0 on the others: exact for texts. A model without rotation starts unrotated. `"zero"`: the
+    same without the rotation: an exact no-op if the native encoding is kept. `"official"`: no base; `freqs` and
+    `multiplier`, here the factor itself, from N(0, 1).
 
-    Angles are computed in float64, rotations applied in float32 or wider. No exponential is made: in the planes of its
+    Angles are computed in float64 and applied in float32 or wider. No exponential is computed: in the planes of its
     generator a rotation is that of RoPE.
 
-    Deviations from the official code: grouped queries, where the query heads of a group share generators; a base; no jitter of
-    coordinates in training.
+    Deviations from the official code: grouped queries share generators within a group; there is a base; coordinates
+    have no jitter in training.
 
     Args:
         geometry: Shape of the layer.
-        axes: Coordinates of a token; `None` is that of the model, 1 for texts.
-        block_size: Channels in a block, an even number that divides the channels of a head; `None` is 8, or the largest below that
-            will do.
-        init: The start, see above.
-        unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
-            how far those that the model was trained on go: the length of a text, or the side of a square of patches.
+        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
+        block_size: Channels in a block, an even number that divides the channels of a head. `None` is the largest such
+            number up to 8.
+        init: Start, see above.
+        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
+            trained extent: the length of a text, or the side of a square of patches.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ComRoPELD(ComRoPE):
             nn.init.zeros_(self.multiplier)
 
     def factors(self) -> Tensor:
-        """Return how much of each coordinate goes into the time of a block, float64 `[axes, m]`."""
+        """Return the factor of each coordinate in the time of a block, float64 `[axes, m]`."""
         learned = self.multiplier.double().view(self.axes, -1)
         if self.init == "official":
             return learned

@@ -7,45 +7,44 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
 
-# The name under which the keys of `separate_keys` are cached.
+# Name of the keys of `separate_keys` in the cache.
 _GATE_KEYS = "gate_keys"
 
 
 @register_scheme("cope", paper="2405.18719", family="contextual")
 class CoPE(Scheme):
-    """Positions that count the tokens which a query picks, in place of all tokens (Golovneva et al. 2024).
+    """Positions that count only the tokens that a query selects (Golovneva et al. 2024).
 
-    With `z_ij = s q_i . k_j` (s the softmax scale), key j opens a gate for query i by `g_ij = sigmoid(z_ij)`. Its position is
-    what the gates from j up to i let through, both ends included: `p_ij = min(g_ij + ... + g_ii, npos - 1)`, no integer. The
-    logit is `z_ij + s q_i . e[p_ij]`, where `e[p]` lies between the embeddings of the two nearest integers. Hidden keys are
-    not counted: padding, other sequences, keys outside of a window. Keys count in the order in which they are stored.
+    With `z_ij = s q_i . k_j` (s the softmax scale), key j opens a gate for query i by `g_ij = sigmoid(z_ij)`. Its
+    position is the sum of the gates from j to i, both included, and need not be an integer:
+    `p_ij = min(g_ij + ... + g_ii, npos - 1)`. The logit is `z_ij + s q_i . e[p_ij]`, where `e[p]` interpolates linearly
+    between the embeddings of the two nearest integers. Masked keys are not counted: padding, other sequences, keys
+    outside of a window. Keys count in the order of the cache.
 
-    Gates, positions and their logits are computed in float32 at least, from queries and keys without the model's rotation:
-    where that is kept, rotated gates would bring the distance back in.
+    Gates, positions and their logits are computed in float32 or wider, from queries and keys without the model's
+    rotation: rotated gates would depend on the distance again.
 
-    Parameter: `pos_emb` [1, D, npos], shared by the heads, zero at the start, which makes the model one without positions
-    (NoPE), or with native='keep' the same as before.
+    Parameter: `pos_emb` `[1, D, npos]`, shared by the heads, zero at the start. The start equals NoPE, or with
+    native='keep' the original model.
 
-    In encoders the official code runs without a mask, so that positions count to the end of the sequence, not to the query.
-    Here they count to the query from both sides: keys ahead of it have the position `g_i,i+1 + ... + g_ij` in a table of
-    their own, `pos_emb_right`.
+    In encoders the official code has no mask, so its positions count to the end of the sequence. Here they count to the
+    query from both sides: keys ahead of it have position `g_i,i+1 + ... + g_ij` in a second table, `pos_emb_right`.
 
     Args:
         geometry: Shape of the layer.
-        npos: Number of embeddings; keys at position npos - 1 or further share the last. The official code has one more than
-            the training length; few suffice, as a query counts only what it picks.
-        scale_position_logits: Multiply `q . e[p]` by the softmax scale, as the official code does; the paper's listing does
-            not. The same but for the size of `pos_emb`.
-        separate_keys: Compute gates from keys of their own, one per kv head: `gate_proj`, a linear layer of the hidden states; they
-            are cached as well.
-        value_gates: Compute gates from the values in place of the keys.
-        shared: One table for the whole stack. Not with `separate_keys`, whose projections belong to their layers.
+        npos: Number of embeddings; keys at position npos - 1 or beyond share the last. The official code has one more
+            than the trained length; few suffice, since a query counts only the tokens it selects.
+        scale_position_logits: Multiply `q . e[p]` by the softmax scale, as in the official code; the paper's listing
+            does not. Only the size of `pos_emb` differs.
+        separate_keys: Compute gates from separate keys, one per kv head: `gate_proj`, a linear layer of the hidden
+            states. They are cached too.
+        value_gates: Compute gates from the values.
+        shared: Use one table for the whole stack; not with `separate_keys`, whose projections belong to layers.
     """
 
     neutral_options = {}
@@ -63,14 +62,14 @@ class CoPE(Scheme):
         super().__init__(geometry)
         require(npos >= 2, "cope", "npos", npos, "at least 2 (with one embedding all positions are the same)")
         require(
-            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False beside separate_keys=True"
+            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False with separate_keys=True"
         )
         require(
             not (separate_keys and shared),
             "cope",
             "shared",
             shared,
-            "False beside separate_keys=True (the projections of these keys belong to their layers)",
+            "False with separate_keys=True (the projections of these keys belong to their layers)",
         )
         self.npos, self.scale_position_logits = npos, scale_position_logits
         self.separate_keys, self.value_gates, self.shared = separate_keys, value_gates, shared
@@ -109,7 +108,7 @@ class CoPE(Scheme):
             )
 
     def count(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return the position of each key as each query counts it, `[B, H, q, K]`; of what `score` gets."""
+        """Return the position of each key as counted by each query, `[B, H, q, K]`, given the arguments of `score`."""
         gates = self._gate_logits(logits, q, k, block)
         if self.geometry.causal:
             return counts(gates, block.keep, self.npos - 1)
@@ -128,7 +127,7 @@ class CoPE(Scheme):
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         with torch.autocast(logits.device.type, enabled=False):
             gates = fill_hidden_(self._gate_logits(logits, q, k, block).sigmoid(), block.keep, 0.0)
-            return bool((gates.sum(-1) >= self.npos).all())  # one more than needed, for what rounding does to sums
+            return bool((gates.sum(-1) >= self.npos).all())  # one more than needed, against rounding of sums
 
     def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
         bias = (q.to(like) @ self.pos_emb[0, :, -1].to(like))[..., None]
@@ -138,7 +137,7 @@ class CoPE(Scheme):
         return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
 
     def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:
-        """Return the logits of whole positions, `[B, H, q, npos]`; in encoders of both sides, `[B, H, q, 2, npos]`."""
+        """Return logits of integer positions, `[B, H, q, npos]`; in encoders for both sides, `[B, H, q, 2, npos]`."""
         bias = q.to(like) @ self.pos_emb[0].to(like)
         if self.pos_emb_right is not None:
             bias = torch.stack((bias, q.to(like) @ self.pos_emb_right[0].to(like)), dim=-2)
@@ -147,11 +146,11 @@ class CoPE(Scheme):
     def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         keys = self._gate_keys(k, block)
         if keys is None:
-            return logits  # already the product
+            return logits  # the logits are the product already
         return grouped_matmul(q, keys.to(q).transpose(-1, -2)).to(logits) * self._scale()
 
     def _gate_keys(self, k: Tensor, block: Block) -> Tensor | None:
-        """Return what gates compare queries with, `[B, G, K, D]`; `None` where the logits are that already."""
+        """Return the keys of the gates, `[B, G, K, D]`; `None` if the logits are their products already."""
         if self.separate_keys:
             return block.state[_GATE_KEYS].transpose(1, 2)
         if self.value_gates:
@@ -174,5 +173,5 @@ class CoPE(Scheme):
 
 
 def _ahead(block: Block) -> Tensor:
-    """Return which keys are ahead of the query, bool `[B|1, 1, q, K]`."""
+    """Return the mask of keys ahead of the query, bool `[B|1, 1, q, K]`."""
     return (block.distance() < 0)[:, None]

@@ -10,33 +10,32 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._buckets import LONGEST
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes.families.buckets import LONGEST
+from hf_posenc.schemes.families.linear import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
 
-# Of DeBERTa.
+# Values of DeBERTa.
 _STD = 0.02
 _LAYER_NORM_EPSILON = 1e-7
 
-# From so many queries on, keys meet vectors by tiles of distances.
+# Minimum number of queries for products of keys by tiles of distances.
 _MANY_QUERIES = 16
 
 
 class RelativeEmbeddings(Scheme):
-    """The embeddings of relative positions that all layers of a stack project, `rel_embeddings` `[2 * span, E]`.
+    """Embeddings of relative positions that all layers of a stack project, `rel_embeddings` `[2 * span, E]`.
 
     Args:
         geometry: Shape of the first layer.
         span: Half the number of embeddings.
         normalize: Apply layer normalisation (`LayerNorm`).
-        zero: Start at zero: the table, or, where it is normalised, the factor behind the normalisation (which would blow
-            the first step of a zero table up to full size).
+        zero: Start at zero: the table or, if normalised, the factor after the normalisation (which would blow up the
+            first step of a zero table to full size).
     """
 
     def __init__(self, geometry: Geometry, *, span: int, normalize: bool, zero: bool) -> None:
@@ -64,43 +63,43 @@ class RelativeEmbeddings(Scheme):
 
 @register_scheme("disentangled", paper="2006.03654", family="content-relative")
 class Disentangled(Scheme):
-    """Content and relative position attend to each other by projections of their own, as in DeBERTa (He et al. 2021).
+    """Attention between content and relative positions, each with its own projections (DeBERTa, He et al. 2021).
 
     With embeddings P `[2 * span, E]` of relative positions that all layers share, the layer's projections of them
-    `Kr = pos_key_proj(P)` and `Qr = pos_query_proj(P)`, `d(i, j) = clamp(bucket(i - j) + span, 0, 2 * span - 1)` and the
-    softmax scale s:
+    `Kr = pos_key_proj(P)` and `Qr = pos_query_proj(P)`, `d(i, j) = clamp(bucket(i - j) + span, 0, 2 * span - 1)` and
+    the softmax scale s:
 
         logit = s (q_i . k_j + q_i . Kr[d(i, j)] + k_j . Qr[d(i, j)])
 
-    The second term is "content to position" (c2p), the third "position to content" (p2c). The paper prints `d(j, i)` in the
-    third (equation 4); both official codes, and so all trained weights, use `d(i, j)`, as here. Computed in float32 at
-    least, from queries and keys without the model's rotation.
+    The second term is "content to position" (c2p), the third "position to content" (p2c). The third has `d(j, i)` in
+    the paper (equation 4), but `d(i, j)` in both official codes, and so in all trained weights, and here. The
+    computation is in float32 or wider, from queries and keys without the model's rotation.
 
-    Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each layer,
-    from E to H * D with bias. In decoders the half of the embeddings for keys ahead of the query is there, so that the
-    table has the official shape, but nothing reads it.
+    Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each
+    layer, from E to H * D with bias. In decoders the table has the official shape too; nothing reads its half for keys
+    ahead of the query.
 
     Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
-    leave out their biases (`share_bias`), both of which an exact start needs; grouped queries, where each head has
-    projected positions of its own and `share_att_key` gives those of the layer's key projection to all query heads of a kv
-    head; queries that are not all keys (a cache).
+    leave out their biases (`share_bias`), since an exact start needs both; with grouped queries each head has its own
+    projected positions, and with `share_att_key` all query heads of a kv head share those of the layer's key
+    projection; a cache may hold more keys than there are queries.
 
     Args:
         geometry: Shape of the layer.
         max_distance: Distance from which all keys share one embedding.
-        buckets: Half the number of embeddings where far distances share them in logarithmic buckets (DeBERTa v2 and v3:
-            256 beside a distance of 512), even; `None` gives every distance its own.
+        buckets: Half the number of embeddings if far distances share them in logarithmic buckets, an even number
+            (DeBERTa v2 and v3: 256 with `max_distance` 512); `None` gives every distance its own embedding.
         c2p: Use the second term.
         p2c: Use the third term.
-        share_att_key: Project P with the layer's own query and key projections in place of `pos_key_proj` and
-            `pos_query_proj` (DeBERTa v2 and v3).
-        share_bias: With `share_att_key`, add the biases of these projections too, as DeBERTa does. They hold no position,
-            and on models that have such biases the start would not be exact.
+        share_att_key: Project P with the layer's own query and key projections; there is no `pos_key_proj` or
+            `pos_query_proj` then (DeBERTa v2 and v3).
+        share_bias: With `share_att_key`, also add the biases of these projections, as DeBERTa does. They hold no
+            position, and a model with such biases would not start exact.
         normalize: Apply layer normalisation to P (DeBERTa v2 and v3).
-        scale: `"host"` multiplies all terms by s; `"deberta"` divides their sum by sqrt(2), or by sqrt(3) if both terms are
-            used.
-        init: `"normal"` draws P and the projections from N(0, 0.02); `"zero"` sets P to zero (if normalised, the factor
-            behind), a no-op at the start beside a kept native encoding.
+        scale: Scale of the logits: `"host"` multiplies all terms by s; `"deberta"` divides their sum by sqrt(2), or by
+            sqrt(3) if both terms are used.
+        init: Start: `"normal"` draws P and the projections from N(0, 0.02); `"zero"` sets P (if normalised, the factor
+            after it) to zero, a no-op if the native encoding is kept.
     """
 
     neutral_options = {"init": "zero"}
@@ -133,14 +132,14 @@ class Disentangled(Scheme):
             max_distance,
             f"more than buckets / 2 + 1 = {(buckets or 0) // 2 + 1} (half of the buckets hold one distance each)",
         )
-        require(c2p or p2c, name, "p2c", p2c, "True beside c2p=False: at least one of both terms")
+        require(c2p or p2c, name, "p2c", p2c, "True with c2p=False: at least one of both terms")
         require(share_att_key or not share_bias, name, "share_bias", share_bias, "False unless share_att_key=True")
         self.max_distance, self.buckets, self.c2p, self.p2c = max_distance, buckets, c2p, p2c
         self.share_att_key, self.share_bias, self.normalize = share_att_key, share_bias, normalize
         self.scale, self.init = scale, init
         self.reads_keys = p2c
         self.span = max_distance if buckets is None else buckets
-        # Looked up, not computed anew: a GPU's logarithm may round a boundary to the other side.
+        # A table from the CPU: a GPU's logarithm may round a boundary to the other side.
         self._rows = self._row_of_distance()
         width = geometry.heads * geometry.head_dim
         self.pos_key_proj = Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
@@ -157,7 +156,7 @@ class Disentangled(Scheme):
         return RelativeEmbeddings(self.geometry, span=self.span, normalize=self.normalize, zero=self.init == "zero")
 
     def _row_of_distance(self) -> Tensor:
-        """Return d of each distance from `-max_distance` to `max_distance`, beyond which it does not change."""
+        """Return d of each distance from `-max_distance` to `max_distance`; it is constant beyond."""
         distance = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
         if self.buckets is not None:
             distance = log_buckets(distance, self.buckets, self.max_distance)
@@ -184,19 +183,19 @@ class Disentangled(Scheme):
         return Projection(q, k, v, tables={name: part.to(precise) for name, part in tables.items()})
 
     def _projected(self, table: Tensor) -> dict[str, Tensor]:
-        """Return P `[N, E]` as position keys and queries, each `[H, N, D]`, those of them that are used."""
+        """Return the projections of P `[N, E]` that are used: position keys and queries, each `[H, N, D]`."""
         shape = (len(table), self.geometry.heads, self.geometry.head_dim)
         parts = ((_KEYS, self.pos_key_proj), (_QUERIES, self.pos_query_proj))
         return {name: part(table).view(shape).transpose(0, 1) for name, part in parts if part is not None}
 
     def _shared(self, tokens: Tokens, table: Tensor) -> dict[str, Tensor]:
-        """Return the same as the layer itself projects P: queries `[H, N, D]`, keys `[G, N, D]`."""
+        """Return P projected by the layer itself: queries `[H, N, D]`, keys `[G, N, D]`."""
         if tokens.host is None:
             raise ShapeError(
-                "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a function "
-                "from [batch, length, hidden_size] to queries and keys."
+                "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a "
+                "function from [batch, length, hidden_size] to queries and keys."
             )
-        # A row of zeros more becomes the bias.
+        # The projection of a row of zeros is the bias.
         table = nn.functional.pad(table, (0, 0, 0, 1))
         tables = {}
         for name, part, used in zip((_QUERIES, _KEYS), tokens.host(table[None]), (self.p2c, self.c2p), strict=True):
@@ -222,14 +221,14 @@ class Disentangled(Scheme):
         return Vectors(of_queries, of_keys)
 
     def _rows_of(self, first: int, last: int) -> Tensor:
-        """Return which rows of the tables that `project` made distances have, from the first up to where they change no more."""
+        """Return the rows of distances from `first` on, in the tables from `project`, up to the first constant one."""
         rows = self.rows(torch.arange(first, last + 1)) - self._first_row()
         return rows[: int((rows < rows[-1]).sum()) + 1]
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return what is added to the scaled logits, `[B, H, q, K]`."""
+        """Return the sum of both terms, as added to the scaled logits, `[B, H, q, K]`."""
         distance, plain = block.distance().to(like.device), block.consecutive()
-        # The distances in reach, of which each has a row of the tables that `project` made.
+        # Distances in reach, each with a row in the tables from `project`.
         first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
         rows = self._rows_of(first, min(block.reach, self.max_distance))
         last, scale = first + len(rows) - 1, self.geometry.scale
@@ -250,7 +249,7 @@ class Disentangled(Scheme):
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        # A bias in the place of position queries changes logits, one in the place of position keys does not.
+        # A bias as a position query changes attention; as a position key it only shifts a row of logits.
         biased = self.share_bias and self.p2c
         return native_kept and self.init == "zero" and self.scale == "host" and not biased
 
@@ -258,8 +257,8 @@ class Disentangled(Scheme):
 def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the signed bucket of each distance: half of `buckets` per side hold one distance, the others grow.
 
-    float64 and a hair less than each value to be rounded up: at the last distance before `max_distance` the value is a whole
-    number, which a rounded logarithm may exceed.
+    Values are float64, and slightly reduced before they are rounded up: at the last distance before `max_distance` the
+    value is an integer, which a rounded logarithm may exceed.
     """
     half, size = buckets // 2, distance.abs()
     grown = torch.log(size.clamp_min(half).double() / half) / math.log((max_distance - 1) / half) * (half - 1)
@@ -268,7 +267,7 @@ def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
 
 
 def _rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows `[N]` (on the CPU) of `[H | G, rows, D]`, a view where they follow each other."""
+    """Return rows `[N]` (on the CPU) of `[H | G, rows, D]`, as a view if they are consecutive."""
     first, last = int(rows[0]), int(rows[-1])
     follow = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
     return table[:, first : last + 1] if follow else table[:, rows.to(table.device)]
@@ -283,9 +282,9 @@ def _times_positions(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def _meet_keys(k: Tensor, queries: Tensor, index: Tensor) -> Tensor:
-    """Return the products of keys `[B, G, K, D]` and the rows of position queries `[H, N, D]` at an index `[B|1, 1, q, K]`.
+    """Return products of keys `[B, G, K, D]` with rows of position queries `[H, N, D]` at an index `[B|1, 1, q, K]`.
 
-    For few queries (a step of decoding), these rows are fewer numbers than the products of every key with every row.
+    For few queries (a step of decoding) these rows are smaller than the products of every key with every row.
     """
     batch, groups, length, width = k.shape
     heads, count, _ = queries.shape

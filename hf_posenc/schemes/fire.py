@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import AdditiveBias, require
-from hf_posenc.schemes._network import PairNetwork
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import AdditiveBias
+from hf_posenc.schemes.families.network import PairNetwork
 from hf_posenc.structures import Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
@@ -20,23 +20,23 @@ class FIRE(AdditiveBias):
     """A small network of the distance, relative to the query's position on a log scale (Li et al. 2024, equation 3).
 
     `bias = f(psi(i - j) / (psi(max(L, i)) + 1e-6))` with `psi(x) = log(|c x| + 1)` and `f` = Linear(1, width), ReLU,
-    Linear(width, H). Needs true positions, since the normaliser holds the query's own. Computed in float32 at least: in
-    bfloat16 the ratio takes 278 values in all.
+    Linear(width, H). It needs true positions, since the normaliser contains the query's own. The computation is in
+    float32 or wider: in bfloat16 the ratio has only 278 values.
 
-    Parameters (named as in the paper's listing; scalars have shape [1], as sharding needs): `c`, `L_multiplier`, `mlp.0`,
-    `mlp.2`; `init_L` is stored but not trained.
+    Parameters (named as in the paper's listing; scalars have shape [1], as sharding needs): `c`, `L_multiplier`,
+    `mlp.0`, `mlp.2`; `init_L` is stored, not trained.
 
     Args:
         geometry: Shape of the layer.
         init_c: Start of c.
-        threshold: Start of L, up to which the normaliser does not depend on the query.
+        threshold: Start of L; up to L the normaliser does not depend on the query.
         width: Hidden width of the network.
-        init: `"paper"` is torch's default for linear layers, `"zero"` sets the last layer to zero, a no-op at the start.
-        normalizer: In encoders, the position in the normaliser: `"both"` takes the later of query and key, so that the
-            ratio stays below 1 (our extension); `"query"` is the paper's listing. The same in decoders.
-        directed: In encoders, give keys ahead of the query parameters of their own. With the published form, the same in both
-            directions, an encoder cannot tell left from right. (Our extension; the same in decoders.)
-        shared: One network for the whole stack (FIRE-S).
+        init: Start: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero, a no-op.
+        normalizer: Position in the normaliser of encoders: `"both"` is the later one of query and key, so the ratio
+            stays below 1 (our extension); `"query"` is the paper's listing. In decoders both are the same.
+        directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
+            encoder cannot tell left from right. (Our extension; no effect in decoders.)
+        shared: Use one network for the whole stack (FIRE-S).
     """
 
     neutral_options = {"init": "zero"}
@@ -90,7 +90,7 @@ class FIRE(AdditiveBias):
             self.mlp.silence()
 
     def begin_fit(self) -> None:
-        """Let units turn on one after the other, evenly over what the network sees: drawn ones do in few places, some nowhere."""
+        """Space the kinks of the network evenly over its inputs; random ones cluster, and some never turn on."""
         super().begin_fit()
         first, _ = self.mlp.layers
         steepness = self.width / 2
@@ -136,9 +136,9 @@ class FIRE(AdditiveBias):
         return float(self._limit().detach())
 
     def _pieces(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where units of the network turn on or off, and its slope and offset between these places.
+        """Return the kinks of the network, and its slope and offset between them.
 
-        The network sees numbers from 0 to 1 only.
+        Inputs of the network are from 0 to 1.
         """
         first, second = self.mlp.layers
         (weight, bias), (second_weight, second_bias) = first(), second()

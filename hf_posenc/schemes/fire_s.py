@@ -9,11 +9,11 @@ from hf_posenc.schemes.fire import FIRE
 
 @register_scheme("fire_s", paper="2310.04418", family="additive")
 class SharedFIRE(FIRE):
-    """FIRE with one network for all layers of a stack (FIRE-S), otherwise the same function.
+    """FIRE with one network for all layers of a stack (FIRE-S); the function is the same.
 
     Args:
         geometry: Shape of the layer.
-        **options: As for FIRE; `shared` is on by default.
+        **options: Options of FIRE; `shared` is on by default.
     """
 
     _name = "fire_s"

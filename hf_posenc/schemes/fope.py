@@ -9,54 +9,53 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import turn_pairs
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import Annealed, RotaryScheme, geometric_frequencies
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent
 
-# The context that is assumed of a model that names none.
+# Assumed context of a model whose config states none.
 _CONTEXT = 2048
 
 
 @register_scheme("fope", paper="2412.17739", family="rotary")
 class FoPE(Annealed, RotaryScheme):
-    """RoPE whose channel pairs turn by Fourier series of the position instead of one frequency each (Hua et al. 2024).
+    """RoPE in which each channel pair turns by a Fourier series, not by one frequency (Hua et al. 2024).
 
-    A pair of a head is multiplied, as a complex number, by `sum over w of cos(w p) C_w + i sin(w p) S_w`, where one term has
-    the weight 1 (the pair's dominant frequency) and the others are small. Queries and keys get the same series. With `clip`,
-    frequencies too low for one turn within the trained length, `w < 2 pi / max_length`, are set to zero, and their pairs
-    pass as they are. The result is neither a rotation nor relative: it changes lengths, and logits change when all
-    positions are shifted (by 1.5 % rms with sigma 0.03, by 14 % with 0.3). Positions must begin at 0 where a sequence does.
-    Defined for texts, of one coordinate, only.
+    A pair of a head is multiplied, as a complex number, by `sum over w of cos(w p) C_w + i sin(w p) S_w`, where one
+    term, the pair's dominant frequency, has weight 1 and the others are small. Queries and keys have the same series.
+    With `clip`, frequencies too low for one turn within the trained length, `w < 2 pi / max_length`, become zero, and
+    their pairs are unchanged. The result is neither a rotation nor relative: it changes lengths, and a shift of all
+    positions changes logits (by 1.5 % rms with sigma 0.03, by 14 % with 0.3). Positions of a sequence must begin at 0.
+    The scheme is defined for texts only (one coordinate).
 
-    Parameters: `sin_coef` and `cos_coef` `[G, D, M]` per key/value head, D the frequencies that are left and M the pairs
-    that get a series; added to the weight 1 of the dominant frequency. (Official checkpoints hold the sum.) They start at
-    zero, or at xavier's normal distribution with the gain `sigma`.
+    Parameters: `sin_coef` and `cos_coef` `[G, D, M]` per kv head, for D remaining frequencies and M pairs with a
+    series; they are added to the weight 1 of the dominant frequency. (Official checkpoints hold the sum.) They start at
+    zero, or at Xavier's normal distribution with gain `sigma`.
 
-    Starts. `"native"`: each pair has its own frequency, which is RoPE; exact on models with rotary encoding, without
-    clipping and noise. `"zero"`: a frequency of zero comes first among the D and is dominant for all pairs: no rotation, the
-    exact no-op beside a kept native encoding. Clipping changes much at once (logits by 1 to 55 % rms on published models),
-    and so does noise: with `anneal`, low frequencies are multiplied by `1 - progress` and coefficients by `progress`, which
-    is saved with the model and starts at 0. Raise it to 1 while training, with `anneal_to`.
+    Starts. `"native"`: each pair has its own frequency, which is RoPE; exact on models with rotary encoding if there is
+    no clipping or noise. `"zero"`: a frequency of zero is the first of the D and dominant for all pairs: no rotation,
+    an exact no-op if the native encoding is kept. Clipping changes much at once (logits by 1 to 55 % rms on published
+    models), and so does noise. With `anneal`, low frequencies are multiplied by `1 - progress` and coefficients by
+    `progress`, which is saved with the model and starts at 0. Raise it to 1 while training, with `anneal_to`.
 
-    Deviations from the official code: parameters per key/value head, coefficients trained by default, no loss of pairs (see
-    `official_layout`), pairs without frequency pass as equation 13 of the paper has it (see `official_sin_pad`), a cache
-    of rotated keys, positions that are not those of the cache.
+    Deviations from the official code: parameters per kv head; coefficients are trained by default; no pairs are lost
+    (see `official_layout`); pairs without frequency are unchanged, as in equation 13 of the paper (see
+    `official_sin_pad`); the cache holds rotated keys; positions are independent of slots in the cache.
 
     Args:
         geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
-        init: The start, see above.
-        sigma: Gain of the start of the coefficients; the paper takes 0.3 to 0.6.
-        learnable: Train the coefficients. Otherwise they are stored only, as in the official code.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        init: Start, see above.
+        sigma: Gain of the start of the coefficients; the paper has 0.3 to 0.6.
+        learnable: Train the coefficients; the official code only stores them.
         clip: Set frequencies below `2 pi / max_length` to zero.
         max_length: The trained length in tokens; `None` is the model's context (2,048 tokens if it names none).
-        anneal: Start without clipping and coefficients, and bring both in by `anneal_to`.
-        fourier_dim: Width of the table of frequencies of the official layout; `None` is that of a head.
-        official_layout: As the official code has it: `min(D, d / 4)` pairs get a series, of which pair i has the dominant
-            frequency i * ceil(D / M), or none where there are not so many; all others pass. Takes `clip`.
-        official_sin_pad: Turn pairs that would pass by 45 degrees, and make them longer by sqrt(2), as the official code
-            does, against the paper.
+        anneal: Start without clipping and coefficients; `anneal_to` phases both in.
+        fourier_dim: Width of the frequency table of the official layout; `None` is the width of a head.
+        official_layout: Use the layout of the official code: only `min(D, d / 4)` pairs have a series; the dominant
+            frequency of pair i is number i * ceil(D / M), if it exists; other pairs are unchanged. Needs `clip`.
+        official_sin_pad: Turn the unchanged pairs by 45 degrees and lengthen them by sqrt(2), as the official code
+            does, contrary to the paper.
     """
 
     neutral_options = {"init": "zero"}
@@ -142,8 +141,8 @@ class FoPE(Annealed, RotaryScheme):
         """Return the real and imaginary part of each pair's factor, each `[B|1, G, S, rotary_dim / 2]`.
 
         Args:
-            positions: Where the tokens stand, int64 `[B|1, S]`.
-            dtype: float32 or float64.
+            positions: Positions of the tokens, int64 `[B|1, S]`.
+            dtype: Dtype of the result, float32 or float64.
         """
         with torch.autocast(positions.device.type, enabled=False):
             place = positions.to(dtype)[:, None, :, None]
@@ -176,14 +175,14 @@ class FoPE(Annealed, RotaryScheme):
         if self.init == "zero":
             cos_inputs, sin_inputs = F.pad(cos_inputs, (1, 0), value=1.0), F.pad(sin_inputs, (1, 0))
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        # The dominant term apart from the others: a matrix product may be rounded more coarsely (TF32).
+        # The dominant term is added separately: a matrix product may be rounded more coarsely (TF32).
         return (
             self._with_others(cos, cos_inputs, self.cos_coef, kept),
             self._with_others(sin, sin_inputs, self.sin_coef, kept),
         )
 
     def _with_others(self, dominant: Tensor, inputs: Tensor, coefficients: Tensor, kept: Tensor | None) -> Tensor:
-        """Add what the coefficients make of the inputs `[B|1, 1, S, D]` to the pairs that keep their frequency."""
+        """Add the other terms, from inputs `[B|1, 1, S, D]`, to the pairs that keep their frequency."""
         others = inputs @ self.annealed(coefficients.to(inputs))  # [B|1, G, S, M]
         if kept is None:
             return dominant + others
@@ -205,7 +204,7 @@ class FoPE(Annealed, RotaryScheme):
         return found[0], found[1]
 
     def _table(self, like: Tensor) -> Tensor:
-        """Return all frequencies, before clipping; those of a table are rounded to float32, as a model's own are."""
+        """Return all frequencies before clipping, rounded to float32 as in a model."""
         if self._own is not None and self.fourier_dim is None:
             return self._own.to(like)
         theta = 10000.0 if self.theta is None else self.theta

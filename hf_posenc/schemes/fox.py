@@ -9,54 +9,52 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.structures import Bias, KeyBias
 
-# The logarithms of all gates up to each token, summed: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
+# The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
 
-# The context that is assumed of a model that names none.
+# Assumed context of a model whose config states none.
 _CONTEXT = 2048
 
 
 @register_scheme("fox", paper="2503.02130", family="contextual")
 class FoX(Scheme):
-    """A gate per head and token that says how much of everything before is kept (Lin et al. 2025, Forgetting Transformer).
+    """A gate per head and token for the share of the past that is kept (Forgetting Transformer, Lin et al. 2025).
 
-    With `log f_t = logsigmoid(w . x_t + b)` of the hidden state x that the projections read, and `c_t` the sum of `log f` up
-    to and with token t, the logit of query i and key j gets `c_i - c_j`: the gates after the key up to and with the query's
-    own. It is 0 for a token itself, never positive, and not multiplied by the softmax scale. Gates are of query heads, also
-    where these share keys. All of it is computed in float32 or wider, `c_i - c_j` before the logit is added; the cache
-    keeps c, in float32, one number per head and token.
+    Let `log f_t = logsigmoid(w . x_t + b)` for the hidden state x that the projections read, and `c_t` the sum of
+    `log f` up to and including token t. Then `c_i - c_j`, the sum over gates after key j up to query i, is added to
+    their logit. It is 0 for a token itself, never positive, and not multiplied by the softmax scale. Gates belong to
+    query heads, also if these share keys. The computation is in float32 or wider, with `c_i - c_j` before the sum with
+    the logit; the cache holds c in float32, one number per head and token.
 
-    In encoders there are two gates per head: keys behind a query get the difference above, keys ahead of it
-    `cr_j - cr_i` with the sums cr of the second gate (as in x-transformers' DataDependentAlibi).
+    Encoders have two gates per head: keys behind a query have the difference above, keys ahead of it `cr_j - cr_i` with
+    the sums cr of the second gate (as in x-transformers' DataDependentAlibi).
 
     Parameters: `fgate_proj.weight` `[H, E]` (rows of the second gate last, in encoders) and `fgate_proj.bias` `[H]`; or
-    `fgate_bias` `[H]`, which is stored but not trained if the gate is fixed.
+    `fgate_bias` `[H]`, which is stored, not trained, if the gate is fixed.
 
-    Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and `log f = -1/T`
-    whatever the content, T being the tokens after which 1/e is left: `"timescale"` spreads T over the heads, `"horizon"`
-    sets it beyond the context, which with the native encoding kept moves logits by at most context / T. That is chosen
-    there. Where the native encoding is removed the official start is the default: on a small trained Llama it left most of
-    the model before training and after it, time scales less, and the horizon, which is hardly a position, the least.
+    Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and
+    `log f = -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"`
+    sets T beyond the context, which moves logits by at most context / T and suits a kept native encoding. If the native
+    encoding is removed, prefer the official start, the default: on a small trained Llama it preserved most of the model
+    before and after training, time scales less, and the horizon, which is hardly a position, least.
 
-    Deviations from the official code: grouped queries, encoders; time scales also for gates that see content, where they
-    make the start a fixed decay that is learned from there; a token of padding has f = 1 wherever it is, and the sums go on
-    over it and from chunk to chunk.
+    Deviations from the official code: grouped queries and encoders; time scales also for gates of content, which then
+    start as a fixed decay; padding tokens have f = 1 anywhere, and sums continue over padding and from chunk to chunk.
 
     Args:
         geometry: Shape of the layer.
-        forget_gate: What gates depend on: `"full"` on the hidden state, `"bias_only"` on the head, learned; `"fixed"` on the
-            head, not trained.
-        init: The start, see above. `None` is `"official"` for full gates and `"timescale"` for the others, as in the official
-            code; fixed gates have no official start of their own.
-        horizon: T of `init="horizon"`; `None` is 10 times the model's context (2,048 tokens if it names none).
+        forget_gate: Input of the gates: `"full"` is the hidden state; `"bias_only"` a learned number per head;
+            `"fixed"` a number per head that is not trained.
+        init: Start, see above. `None` is `"official"` for full gates and `"timescale"` for the others, as in the
+            official code; fixed gates have no other official start.
+        horizon: T of `init="horizon"`; `None` is 10 times the model's context (2,048 tokens if it states none).
         decay_time_min: The shortest T of `init="timescale"`; `None` is 2 tokens.
-        decay_time_max: The longest T of `init="timescale"`; `None` is the model's context. Between, heads are spaced
+        decay_time_max: The longest T of `init="timescale"`; `None` is the model's context. Heads are spaced
             geometrically.
     """
 
@@ -115,7 +113,7 @@ class FoX(Scheme):
             self.fgate_bias = nn.Parameter(torch.empty(gates))
         else:
             self.register_buffer("fgate_bias", torch.empty(gates))
-        FoX.reset_parameters(self)  # a subclass has parameters that are not there yet
+        FoX.reset_parameters(self)  # a subclass has no parameters of its own yet
 
     def reset_parameters(self) -> None:
         if self.fgate_proj is not None:
@@ -148,7 +146,7 @@ class FoX(Scheme):
         return Projection(q, k, v, {_SUMS: self.sums(tokens, k)})
 
     def sums(self, tokens: Tokens, k: Tensor) -> Tensor:
-        """Return the summed logarithms of the gates up to each fresh token, float32 or wider `[B, S, H]`, for keys `k`."""
+        """Return the sum of log gates up to each fresh token, float32 or wider `[B, S, H]`, given keys `k`."""
         precise = torch.promote_types(k.dtype, torch.float32)
         with torch.autocast(k.device.type, enabled=False):
             if self.fgate_proj is not None:

@@ -7,17 +7,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
 from hf_posenc.schemes.fox import FoX
 
-# Those of the official code, which differ.
+# Epsilons of the official code, which differ.
 _QK_EPSILON, _OUTPUT_EPSILON = 1e-5, 1e-6
 
 
 class HeadNorm(nn.Module):
-    """Root-mean-square norm of each head `[B, H, S, D]`, with a factor per channel of all heads, or of one for all."""
+    """Root-mean-square norm of each head `[B, H, S, D]`, with a factor per channel of each head, or shared by heads."""
 
     def __init__(self, heads: int, head_dim: int, epsilon: float) -> None:
         super().__init__()
@@ -31,42 +30,43 @@ class HeadNorm(nn.Module):
 
 @register_scheme("fox_pro", paper="2503.02130", family="contextual", directions=("causal",))
 class FoXPro(FoX):
-    """FoX in a block with normed queries and keys, keys and values mixed with those before them, and a gated output.
+    """FoX with normalised queries and keys, token shift of keys and values, and a gated output (Lin et al. 2025).
 
-    In this order (Lin et al. 2025, the "Pro" block), each step with a switch:
+    The "Pro" block of the paper, in this order, each step with a switch:
 
-    1. `k_t <- a_t k_{t-1} + (1 - a_t) k_t` with `a_t = sigmoid(k_shift_proj x_t)` per kv head, of keys as they were
-       projected; zero comes before the first token of a sequence. Values likewise.
-    2. Queries and keys of each head are divided by their root mean square (epsilon 1e-5) and multiplied by a learned factor
-       per channel. A kept native rotation follows here.
+    1. `k_t <- a_t k_{t-1} + (1 - a_t) k_t` with `a_t = sigmoid(k_shift_proj x_t)` per kv head, on projected keys; the
+       key before the first token of a sequence is zero. Values are shifted likewise.
+    2. Queries and keys of each head are divided by their root mean square (epsilon 1e-5) and multiplied by a learned
+       factor per channel. A kept native rotation follows here.
     3. Attention with the forget gates of `fox`.
-    4. The output of each head is normed likewise (epsilon 1e-6), then multiplied by `sigmoid(ogate_proj x)`.
+    4. The output of each head is normalised likewise (epsilon 1e-6), then multiplied by `sigmoid(ogate_proj x)`.
 
-    All of it is computed in float32 or wider, but for the product with `ogate_proj`, which is as large as the layer's own
-    projections and computed in the model's dtype. The cache holds mixed values and mixed, normed keys, and beside them
-    those of the last tokens as they were projected, so that decoding can go on and take tokens back.
+    The computation is in float32 or wider, except for the product with `ogate_proj`, which is as large as the layer's
+    own projections and uses the model's dtype. The cache holds shifted values and shifted, normalised keys; for the
+    last tokens it also holds the projected ones, so that decoding can continue and take tokens back.
 
-    Parameters beside those of `fox`: `k_shift_proj.weight` and `v_shift_proj.weight` `[G, E]`, `q_norm.weight` `[H D]`,
-    `k_norm.weight` `[G D]`, `o_norm.weight` `[H D]`, `ogate_proj.weight` `[H D, E]`. In official checkpoints the first two
-    are `k_proj.shift_proj.weight` and `v_proj.shift_proj.weight`, and `o_norm` is `output_norm`. Norms start at one (that of
-    queries makes up for a softmax scale other than 1 / sqrt(D)), the rest at N(0, 0.02): a break also beside a kept native
-    encoding, since norms drop the length of queries, keys and outputs, and gates start at 1/2.
+    Parameters in addition to those of `fox`: `k_shift_proj.weight` and `v_shift_proj.weight` `[G, E]`, `q_norm.weight`
+    `[H D]`, `k_norm.weight` `[G D]`, `o_norm.weight` `[H D]`, `ogate_proj.weight` `[H D, E]`. In official checkpoints
+    the first two are `k_proj.shift_proj.weight` and `v_proj.shift_proj.weight`, and `o_norm` is `output_norm`. Norms
+    start at one (that of queries compensates a softmax scale other than 1 / sqrt(D)), the rest at N(0, 0.02): a break
+    even if the native encoding is kept, since norms drop the length of queries, keys and outputs, and gates start at
+    1/2.
 
-    Deviations from the official code: grouped queries, where keys and values are mixed and keys normed per kv head;
-    mixing goes on from the cache whatever the number of new tokens, steps over padding, begins anew in every packed
-    sequence, and follows the cache when that is cropped or reordered.
+    Deviations from the official code: with grouped queries, keys and values are shifted, and keys normalised, per kv
+    head; the shift continues from the cache for any number of new tokens, skips padding, restarts in every packed
+    sequence, and follows the cache when it is cropped or reordered.
 
     Args:
         geometry: Shape of the layer.
         output_gate: Gate the output.
-        output_norm: Norm the output.
-        qk_norm: Norm queries and keys.
-        share_qk_norm: One factor per channel for all heads, `[D]`, as in the checkpoints of the paper.
+        output_norm: Normalise the output.
+        qk_norm: Normalise queries and keys.
+        share_qk_norm: Use one factor per channel for all heads, `[D]`, as in the checkpoints of the paper.
         k_shift: Mix keys with those of the token before.
         v_shift: Mix values with those of the token before.
-        gate_activation: Of the output gate; `"silu"` takes `output_norm=False`.
-        shift_history: For how many tokens a cache keeps keys and values as they were projected; fewer than that can be
-            taken back from it (assisted decoding takes back those that were guessed wrong).
+        gate_activation: Activation of the output gate; `"silu"` needs `output_norm=False`.
+        shift_history: Number of tokens for which a cache keeps projected keys and values; fewer than that can be taken
+            back (assisted decoding takes back wrong guesses).
     """
 
     neutral_options = None
@@ -148,7 +148,7 @@ class FoXPro(FoX):
         return Projection(new_q.to(q.dtype), new_k.to(k.dtype), new_v.to(v.dtype), state, recent)
 
     def _shift(self, tokens: Tokens, x: Tensor, gate: nn.Module, name: str, recent: dict[str, Tensor]) -> Tensor:
-        """Mix `[B, G, S, D]` with the token before, and add to `recent` what the next call needs for that."""
+        """Mix `[B, G, S, D]` with the token before, and add the state that the next call needs to `recent`."""
         fresh = x.transpose(1, 2)
         before, needed = tokens.previous(fresh, name)
         recent.update(needed)
@@ -176,8 +176,9 @@ class FoXPro(FoX):
         if self.start_tolerance(native_kept=True) is not None:
             return []
         return [
-            "fox_pro changes what the layer computes beside positions (norms, gates, mixing of neighbours), so the model must be "
-            "trained for longer than with a change of positions alone. fox with native='keep' starts near the original."
+            "fox_pro also changes what the layer computes apart from positions (norms, gates, mixing of neighbours), "
+            "so the model must be trained for longer than with a change of positions alone. fox with native='keep' "
+            "starts near the original."
         ]
 
     def state_bytes(self, element: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import AdditiveBias, DistanceBias
+from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
 from hf_posenc.structures import Bias, Equivalent
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
@@ -19,19 +19,20 @@ _LARGEST_EXPONENT = 2.0
 class KERPLE(DistanceBias):
     """A learned kernel of the distance per head: logarithmic or power (Chi et al. 2022).
 
-    `"log"`: `bias = -p log(1 + a |i - j|)`. `"power"`: `bias = -a |i - j|^p` (the two parameters change roles, as in the
-    official code). Parameters below 0.01 (and exponents above 2) act as if they were at the bound, with the gradient
-    passed through; the official code overwrites them in the forward pass, which recomputation and sharding do not survive.
-    So one that was trained far beyond its bound takes as many steps to come back, where the official one is back at once.
+    `"log"`: `bias = -p log(1 + a |i - j|)`. `"power"`: `bias = -a |i - j|^p` (the two parameters swap roles, as in the
+    official code). Parameters below 0.01 (and exponents above 2) act as if they were at the bound, with a
+    straight-through gradient; the official code overwrites them in the forward pass, which breaks under recomputation
+    and sharding. So a parameter trained far beyond its bound takes as many steps to return; the official one returns at
+    once.
 
     Args:
         geometry: Shape of the layer.
-        kernel: `"log"` or `"power"`.
+        kernel: Kernel: `"log"` or `"power"`.
         weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
-        directed: In encoders, give keys ahead of the query parameters of their own. With the published form, the same in both
-            directions, an encoder cannot tell left from right. (Our extension; the same in decoders.)
-        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
-        shared: One set of parameters for the whole stack (the official form), or one per layer.
+        directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
+            encoder cannot tell left from right. (Our extension; no effect in decoders.)
+        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
+        shared: Use one set of parameters for the whole stack (the official form), not one per layer.
     """
 
     neutral_options = {"gate": True}
@@ -74,7 +75,7 @@ class KERPLE(DistanceBias):
         return None if self.weighted else super().added()
 
     def stock_equivalent(self) -> Equivalent:
-        # What multiplies logits is no bias.
+        # A factor on logits is not a bias.
         return AdditiveBias.stock_equivalent(self) if self.weighted else super().stock_equivalent()
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
@@ -84,7 +85,7 @@ class KERPLE(DistanceBias):
             a = _bounded(self.wei_a, None).to(logits)[:, None, None]
             decay = (-a * n ** _bounded(self.wei_p, _LARGEST_EXPONENT).to(logits)[:, None, None]).exp()
             if self.gate_weight is not None:
-                # Closed, the gate leaves the logits as they are.
+                # A closed gate leaves the logits unchanged.
                 decay = torch.lerp(torch.ones_like(decay), decay, self.gate_weight.to(logits)[:, None, None])
             logits = logits * decay
         return super().score(logits, q, k, block)

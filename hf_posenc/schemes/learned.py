@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import learned_table_start, require
+from hf_posenc.schemes.families.additive import learned_table_start
 from hf_posenc.structures import Nothing, PositionTable
 
 
@@ -18,9 +18,9 @@ class Learned(Scheme):
 
     Args:
         geometry: Shape of the layer.
-        num_positions: Rows of the table; `None` takes the model's own table, else its trained length.
-        init: `"native"` copies the model's own table, `"normal"` draws N(0, 0.02), `"zero"` is a no-op at the start;
-            `"auto"` is `"native"` where the model has a learned table of that size, else `"normal"`.
+        num_positions: Rows of the table; `None` is the size of the model's own table, else its trained length.
+        init: Start: `"native"` copies the model's own table, `"normal"` draws N(0, 0.02), `"zero"` is a no-op; `"auto"`
+            is `"native"` if the model has a learned table of that size, else `"normal"`.
     """
 
     reproduces = "learned"
@@ -71,7 +71,7 @@ class Learned(Scheme):
                 "shorter inputs, or patch with a larger num_positions."
             )
         weight = self.wpe.weight
-        # accelerate brings a table that it has put away, and the positions, to where it runs.
+        # For an offloaded table (meta device), accelerate moves table and positions.
         table: Tensor = self.wpe((positions if weight.is_meta else positions.to(weight.device)).long())
         return inputs + table.to(inputs)
 

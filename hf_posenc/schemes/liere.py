@@ -8,44 +8,46 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._block_rotary import BlockRotary, Turn
-from hf_posenc.schemes._generators import rotate_blocks, upper_skew
+from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
+from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
 
-# A product of coordinate and generator above this size loses too much in float32: the error of an exponential grows with it.
+# The largest product of coordinate and generator for float32: the error of an exponential grows with its size.
 _LARGE = 16.0
 
 
 @register_scheme("liere", paper="2406.10322", family="rotary")
 class LieRE(BlockRotary):
-    """Rotate blocks of channels by `exp(sum over axes of coordinate * generator)` with learned generators (Ostmeier et al. 2024).
+    """Rotate blocks of channels by `exp(sum over axes of coordinate * generator)` (Ostmeier et al. 2024).
 
-    Queries and keys of a head are cut into blocks of b channels; those left over pass (with the model's own rotation, where
-    that is the base). Each block has an antisymmetric b x b generator per axis, made of the part of `generator_raw_params`
-    above the diagonal: `A = triu(raw, 1) - triu(raw, 1).T`. Values are not touched.
+    Queries and keys of a head are cut into blocks of b channels; remaining channels keep the model's own rotation if
+    that is the base, and are unchanged otherwise. Each block has a learned antisymmetric b x b generator per axis, from
+    the part of `generator_raw_params` above the diagonal: `A = triu(raw, 1) - triu(raw, 1).T`. Values are unchanged.
 
-    With one axis, and in a text, where a token has its position on every axis, only distances count. Generators of two axes do
-    not commute: with coordinates given by the caller and b > 2, distances alone count at the start only.
+    With one axis, and in texts, where a token has its position on every axis, only distances count. Generators of two
+    axes do not commute: with `position_coords` and b > 2, only distances count at the start, but no longer after
+    training.
 
-    Parameters: `generator_raw_params` `[axes, 1, G m, b, b]` in the layout of the official code, for each kv head G (head by
-    head) and block m. They are in units of `1 / unit`, and are added to the base. Give them no weight decay.
+    Parameters: `generator_raw_params` `[axes, 1, G m, b, b]` in the layout of the official code, for each kv head G
+    (head by head) and block m, in units of `1 / unit` and added to the base. They should have no weight decay.
 
-    Starts. `"native"`: all zero, and the base is the model's own rotation on the first axis, rebuilt from its config, which is
-    exact for texts; without one, nothing turns. `"zero"`: no base, and nothing turns: the exact no-op beside a kept native
-    encoding. `"official"`: no base, and U(0, 2 pi).
+    Starts. `"native"`: parameters are zero and the base is the model's own rotation on the first axis, rebuilt from its
+    config: exact for texts. A model without rotation starts unrotated. `"zero"`: no base and no rotation: an exact
+    no-op if the native encoding is kept. `"official"`: no base, parameters from U(0, 2 pi).
 
-    Angles are computed in float64, rotations applied in float32 or wider. In a text, or with one axis, no exponential is
-    made: in the planes of its generator a rotation is that of RoPE. With more axes there is one per different token place.
+    Angles are computed in float64 and applied in float32 or wider. In texts and with one axis no exponential is
+    computed: in the planes of its generator a rotation is that of RoPE. With more axes there is one exponential per
+    distinct place of a token.
 
-    Deviations from the official code: grouped queries, where the query heads of a group share generators; a base; the start
-    for pretrained models.
+    Deviations from the official code: grouped queries share generators within a group; there is a base, and a start for
+    pretrained models.
 
     Args:
         geometry: Shape of the layer.
-        axes: Coordinates of a token; `None` is that of the model, 1 for texts.
+        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
         block_size: Channels in a block, an even number; `None` is 8, or less in smaller heads.
-        init: The start, see above.
-        unit: Coordinates are divided by this where they meet the parameters, so that learning rates suit any length; `None` is
-            how far those that the model was trained on go: the length of a text, or the side of a square of patches.
+        init: Start, see above.
+        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
+            trained extent: the length of a text, or the side of a square of patches.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class LieRE(BlockRotary):
         found = super().cautions(native_kept=native_kept)
         if self.axes > 1 and self.block_size > 2:
             found.append(
-                f"Generators of {self.axes} axes do not commute: with position_coords, liere sees where tokens are, not only how "
-                "far apart. Texts are not concerned; block_size=2, comrope_ap and comrope_ld are not either."
+                f"Generators of {self.axes} axes do not commute: with position_coords, liere sees where tokens are, "
+                "not only how far apart. Texts are not concerned; block_size=2, comrope_ap and comrope_ld are not "
+                "either."
             )
         return found
 
@@ -105,7 +108,7 @@ class LieRE(BlockRotary):
         rotations = torch.matrix_exp(exponents).to(precise)[index.view(coords.shape[:2])]
         if self._native is None:
             return lambda x: rotate_blocks(x, rotations, self._layout)
-        # Channels of no block turn as they did, and the model's own factor is on all.
+        # Channels outside of blocks keep the model's own rotation, and all channels its factor.
         still = coords.new_zeros(len(coords), 1, coords.shape[1], self._count * self.block_size // 2)
         rest = self.turning(still, coords[..., 0], like)
         return lambda x: rest(rotate_blocks(x, rotations, self._layout))

@@ -9,7 +9,8 @@ from hf_posenc.structures import Nothing
 class NoPE(Scheme):
     """No positional encoding: a causal mask alone lets a decoder learn positions (Kazemnejad et al. 2023).
 
-    An encoder without any encoding is a bag of words; `plan` warns there. The softmax scale stays the model's own.
+    An encoder without any encoding sees a bag of words; `plan` warns about that. The softmax scale stays the model's
+    own.
     """
 
     neutral_options = {}

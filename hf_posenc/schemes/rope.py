@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Rotation
 
 
@@ -14,25 +14,24 @@ from hf_posenc.structures import Rotation
 class RoPE(RotaryScheme):
     """Rotate channel pairs of queries and keys by angles proportional to their positions (Su et al. 2021).
 
-    Pair (u, w) at position p becomes `(u cos - w sin, w cos + u sin)` with the angle `p * frequency`. Values are not
-    touched. Angles are computed in float32 (float64 for float64 inputs), applied there, and the result is cast; applied in
+    Pair (u, w) at position p becomes `(u cos - w sin, w cos + u sin)` with the angle `p * frequency`. Values are
+    unchanged. Angles are computed and applied in float32 (float64 for float64 inputs), and the result is cast; in
     bfloat16, logits would be off by 0.2.
 
-    On a model with rotary encoding the frequencies are the model's own, rebuilt from its config, and the start is exact for
-    all rope types of transformers. The types "dynamic" and "longrope" change theirs as a sequence grows, which keys in a
-    cache cannot follow: here they are frozen at what they are up to the original length, or, for "longrope", at what they
-    are beyond. On GPT-2 and T5 they are `theta^(-2i / rotary_dim)`.
+    On a model with rotary encoding the frequencies are the model's own, rebuilt from its config, and the start is exact
+    for all rope types of transformers. The types "dynamic" and "longrope" change frequencies as a sequence grows, which
+    cached keys cannot follow: here they are frozen at those up to the original length, or, for "longrope" with
+    `freeze="long"`, at those beyond. On models without rotary encoding they are `theta^(-2i / rotary_dim)`.
 
     Args:
         geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
-        layout: Which channels form a pair: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"`
-            (2i, 2i + 1), as in GPT-J and Meta's Llama.
-        rotary_dim: Rotate only the first channels of each head; `None` is all that the frequencies cover.
-        gate: Multiply all angles by one learned factor, started at 0, which makes the start an exact no-op where the
-            model has no rotary encoding.
-        freeze: Which frequencies of "longrope" to keep: those of the `"short"` inputs or of the `"long"` ones. With the
-            latter, short inputs are computed in another way than before, so the start counts as a break.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        layout: Pairing of channels: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"` (2i, 2i + 1),
+            as in GPT-J and Meta's Llama.
+        rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
+        gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
+        freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
+            for short inputs change, so the start counts as a break.
     """
 
     def __init__(

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import frozen_cautions, geometric_frequencies
+from hf_posenc.schemes.families.rotary import frozen_cautions, geometric_frequencies
 from hf_posenc.structures import Rotation
 
 # Ratio of the wavelengths in the official code.
@@ -22,35 +21,35 @@ _THETA = {"axial": 100.0, "mixed": 10.0}
 class RoPE2D(Scheme):
     """Rotate channel pairs by angles that depend on n coordinates of a token (Heo et al. 2024).
 
-    `"mixed"`: the angle of a pair is `sum over axes of coordinate * frequency`, with a learned frequency per axis, head and
-    pair. `"axial"`: each pair reads one axis, with a fixed frequency that all heads share. Both depend on differences of
-    coordinates only, exactly. The tokens of a text have their position as coordinate on every axis, unless `position_coords`
-    says otherwise. Angles are computed in float32 (float64 for float64 inputs), applied there, and the result is cast.
+    `"mixed"`: the angle of a pair is `sum over axes of coordinate * frequency`, with a learned frequency per axis, head
+    and pair. `"axial"`: each pair reads one axis, with a fixed frequency that all heads share. Both depend on
+    differences of coordinates only, exactly. Text tokens have their position on every axis, unless `position_coords` is
+    given. Angles are computed and applied in float32 (float64 for float64 inputs), and the result is cast.
 
-    Parameters: none for `"axial"`, but for its gate; for `"mixed"` `freqs` `[axes, G, M]`, per key/value head G and pair M,
-    in angles per `unit`, added to the base. Give them no weight decay.
+    Parameters: none for `"axial"`, apart from its gate; for `"mixed"` `freqs` `[axes, G, M]`, per kv head G and pair M,
+    in angles per `unit`, added to the base. They should have no weight decay.
 
-    Starts. `"native"`: the frequencies of the model are the base. A mixed pair begins with its own on the first axis and 0
-    on the others; axial pairs keep theirs and take the axes in turn. Either is exact for texts. A model without rotary
-    encoding gets the official start. `"official"`: no base; axial pairs are split among the axes in equal parts, with
-    `theta^(-2 axes k / d)` in each; mixed ones have these lengths and, per head, random directions at right angles to each
-    other. `"zero"`: no rotation, the exact no-op beside a kept native encoding: mixed frequencies are 0 without base, axial
-    angles are multiplied by one learned factor `gate_weight`, which is 0.
+    Starts. `"native"`: the frequencies of the model are the base. A mixed pair starts with its frequency on the first
+    axis and 0 on the others; axial pairs keep their frequencies and cycle through the axes. Both are exact for texts. A
+    model without rotary encoding has the official start. `"official"`: no base; axial pairs are split among the axes in
+    equal parts, with `theta^(-2 axes k / d)` in each; mixed ones have these lengths and, per head, random orthogonal
+    directions. `"zero"`: no rotation, an exact no-op if the native encoding is kept: mixed frequencies are 0 without
+    base, axial angles are multiplied by one learned factor `gate_weight`, which is 0.
 
-    Deviations from the official code: any number of axes; grouped queries, where the query heads of a group share their
-    frequencies; no table of a fixed grid; the axes of an image are (row, column), where the official ones are (column,
-    row), so that `freqs[0]` and `freqs[1]` of its weights change places.
+    Deviations from the official code: any number of axes; grouped queries share frequencies within a group; no table
+    for a fixed grid; the axes of an image are (row, column), but (column, row) in the official code, so `freqs[0]` and
+    `freqs[1]` of its weights swap places.
 
     Args:
         geometry: Shape of the layer.
-        kind: `"mixed"` or `"axial"`.
-        axes: How many coordinates a token has; `None` is 2, or that of the model, if it has more.
-        init: The start, see above.
+        kind: Kind: `"mixed"` or `"axial"`.
+        axes: Number of coordinates of a token; `None` is 2, or that of the model if it has more.
+        init: Start, see above.
         theta: Ratio of the wavelengths of the official start; `None` is 100 (axial) or 10 (mixed).
-        layout: Which channels form a pair: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of the
-            model's own rotation, `"half"`, if it has one, else the official one, `"interleaved"`.
-        unit: Coordinates are divided by this where they meet a parameter, so that a training step moves the angles of far
-            tokens by no more than it moves the parameter; `None` is the length the model was trained for, of a text, else 1.
+        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is `"half"`, that of
+            the model's own rotation, if it has one, else `"interleaved"`, the official one.
+        unit: Divisor of coordinates where they meet a parameter, so that a training step moves the angles of far tokens
+            by no more than the parameter; `None` is the trained length for texts, else 1.
     """
 
     reproduces = "rotary"
@@ -78,7 +77,7 @@ class RoPE2D(Scheme):
         require(self.unit > 0, "rope2d", "unit", unit, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if own is None else "half")
         self._native = init == "native" and own is not None
-        # Axial pairs need frequencies also where the start is zero.
+        # Axial pairs need frequencies even if the start is zero.
         self._own = own if init == "native" or (init == "zero" and kind == "axial" and theta is None) else None
         self._pairs = geometry.head_dim // 2 if own is None or init == "official" else own.numel()
         require(self.axes >= 1, "rope2d", "axes", axes, "at least 1")
@@ -125,7 +124,7 @@ class RoPE2D(Scheme):
     def cos_sin(self, coords: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the angles at coordinates `[B|1, S, axes]`, each `[B|1, G|1, S, M]`.
 
-        They carry the model's own factor on rotated queries and keys, if it has one (YaRN, longrope).
+        They include the model's own factor on rotated queries and keys (YaRN, longrope).
         """
         with torch.autocast(coords.device.type, enabled=False):
             angles = self._angles(coords)
@@ -149,7 +148,8 @@ class RoPE2D(Scheme):
     def _angles(self, coords: Tensor) -> Tensor:
         if self.freqs is None:
             read = torch.arange(self._pairs, device=coords.device)
-            # The model's own frequencies fall from pair to pair, so the axes take turns; the official table starts anew.
+            # The model's own frequencies fall from pair to pair, so pairs cycle through the axes; the official table
+            # restarts per axis.
             axis = read % self.axes if self._own is not None else read // self._pairs_per_axis
             frequencies = self._own.to(coords) if self._own is not None else self._lengths(coords)
             if self.gate_weight is not None:
@@ -162,7 +162,7 @@ class RoPE2D(Scheme):
         return learned if self._own is None else learned + coords[:, None, :, :1] * self._own.to(coords)
 
     def _lengths(self, like: Tensor) -> Tensor:
-        """Return the official length of each pair's frequencies, `[M]`: the same fall for each axis, one after the other."""
+        """Return the official length of each pair's frequencies, `[M]`: the same series for each axis in turn."""
         theta = _THETA[self.kind] if self.theta is None else self.theta
         return geometric_frequencies(2 * self._pairs_per_axis, theta, like).repeat(self.axes)[: self._pairs]
 

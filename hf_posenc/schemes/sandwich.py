@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import DistanceBias, require
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import DistanceBias
 
-# Every distance has half as many waves.
+# Bound on memory: each distance needs half as many cosines.
 _WIDEST = 2**16
 
 
@@ -17,17 +17,16 @@ _WIDEST = 2**16
 class Sandwich(DistanceBias):
     """The inner product of two sinusoidal encodings as a fixed bias, divided by a number per head (Chi et al. 2023).
 
-    `bias = (sum_t cos(n / base^(2t / dim)) - dim / 2) / (8 (h + 1) / H)`. The shift by `dim / 2` puts the largest value at
-    0 and does not change the softmax. Symmetric, so encoders use the same formula.
+    `bias = (sum_t cos(n / base^(2t / dim)) - dim / 2) / (8 (h + 1) / H)`. The shift by `dim / 2` makes the largest
+    value 0 and does not change the softmax. The bias is symmetric, so encoders use the same formula.
 
     Args:
         geometry: Shape of the layer.
-        dim: Channels of the sinusoidal encodings; even. The paper uses 128.
+        dim: Channels of the sinusoidal encodings, an even number; the paper uses 128.
         base: Ratio of the wavelengths.
-        freq_start: First t: 0 makes it literally the sinusoidal inner product (the paper's listing), 1 is the formula of
-            its text.
-        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
-        shared: One set of gates for the whole stack.
+        freq_start: First t: 0 is exactly the sinusoidal inner product (the paper's listing), 1 the formula of its text.
+        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
+        shared: Use one set of gates for the whole stack.
     """
 
     neutral_options = {"gate": True}

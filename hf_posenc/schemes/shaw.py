@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.skew import by_distance, sums_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Equivalent, Locality, Nothing
 
 
@@ -22,18 +21,18 @@ class Shaw(Scheme):
         logit = s q_i . (k_j + rel_k[r(i, j)])
         output = sum_j p_ij (v_j + rel_v[r(i, j)])
 
-    Parameters `rel_k` and `rel_v`, each `[2K + 1, D]`, shared by the heads, one pair per layer. In decoders the rows for keys
-    ahead of the query are there, so that tables have the official shape, but nothing reads them.
+    Parameters `rel_k` and `rel_v`, each `[2K + 1, D]`, shared by the heads, one pair per layer. In decoders the tables
+    have the official shape too; nothing reads their rows for keys ahead of the query.
 
-    Computed as `q @ rel_k.T`, gathered, and as weights summed per distance times `rel_v`, in float32 at least: no tensor
-    has a row per query, key and channel. A query that a native rotation has turned enters `rel_k` without it.
+    The computation is in float32 or wider: `q @ rel_k.T`, gathered, and weights summed per distance, times `rel_v`. No
+    tensor has a row per query, key and channel. Queries meet `rel_k` without a kept native rotation.
 
     Args:
         geometry: Shape of the layer.
         max_distance: K; the paper uses 16.
-        values: Also add to values. Without, `rel_v` is not there.
-        init: `"zero"`, which beside a kept native encoding is a no-op at the start, and from which both tables learn at
-            once; or `"normal"`, N(0, 0.02). (The official start is left to the defaults of its framework.)
+        values: Also add vectors to values; without it there is no `rel_v`.
+        init: Start: `"zero"` is a no-op if the native encoding is kept, and both tables learn from the first step;
+            `"normal"` is N(0, 0.02). (The official code has the defaults of its framework.)
     """
 
     neutral_options = {}

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Positions
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Nothing, PositionTable
 
 
@@ -18,20 +17,21 @@ from hf_posenc.structures import Nothing, PositionTable
 class Sinusoidal(Scheme):
     """Sines and cosines of the position, added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
-    `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64: in float32 they are
-    off by 2e-4 at position 16,000.
+    `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64; in float32 they
+    would be off by 2e-4 at position 16,000.
 
-    In images the first half of the channels encodes the column of a patch and the second its row, each in this way (MAE,
-    arXiv 2111.06377); the class token gets nothing.
+    In images the first half of the channels encodes the column of a patch in this way and the second half its row (MAE,
+    arXiv 2111.06377); the class token has no encoding.
 
     Args:
         geometry: Shape of the layer.
-        layout: `"interleaved"` (the paper) or `"concat"`, all sines first (tensor2tensor, Marian).
-        freq: `"paper"`, exponent `2t / E`, or `"t2t"`, exponent `t / (E / 2 - 1)` (tensor2tensor, fairseq).
+        layout: Order of channels: `"interleaved"` (the paper) or `"concat"`, all sines first (tensor2tensor, Marian).
+        freq: Frequencies: `"paper"`, exponent `2t / E`, or `"t2t"`, exponent `t / (E / 2 - 1)` (tensor2tensor,
+            fairseq).
         base: Ratio between the longest and the shortest wavelength.
-        scale: Factor on the encoding; `None` brings its root mean square (0.707) to that of the model's token
-            embeddings, where these are known, and is 1 otherwise. Unscaled, it swamps the embeddings of a Llama.
-        gate: Multiply by one learned factor, started at 0, which makes the start an exact no-op.
+        scale: Factor on the encoding; `None` scales its root mean square (0.707) to that of the model's token
+            embeddings, if these are known, and is 1 otherwise. Unscaled, it swamps the embeddings of a Llama.
+        gate: Multiply by one learned factor that starts at 0, an exact no-op.
     """
 
     neutral_options = {"gate": True}
@@ -56,7 +56,7 @@ class Sinusoidal(Scheme):
                 "sinusoidal",
                 "scale",
                 scale,
-                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights anew",
+                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights again",
             )
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
@@ -98,7 +98,7 @@ class Sinusoidal(Scheme):
         return PositionTable(self._rows, None)
 
     def _rows(self, count: int) -> Tensor:
-        """Return what is added at the first positions, float64 `[count, E]`."""
+        """Return the encodings of the first positions, float64 `[count, E]`."""
         with torch.no_grad():
             none = torch.zeros(1, count, self.geometry.hidden_size, dtype=torch.float64)
             return self.embed(none, torch.arange(count)[None])[0]

@@ -15,9 +15,9 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import KeyScan, Locality, Stick
 
-# Of lm-engine, and torch's default.
+# Epsilon of lm-engine, and torch's default.
 _NORM_EPSILON = 1e-5
-# The longest reach at the start, where the model states no length of its own.
+# The longest reach at the start, for models that state no length.
 _REACH = 1024
 
 
@@ -30,26 +30,26 @@ class _GroupNorm(nn.GroupNorm):
 
 @register_scheme("stick_breaking", paper="2410.17980", family="contextual", directions=("causal",))
 class StickBreaking(Scheme):
-    """Each key, the nearest first, takes a share of what nearer keys left; no softmax (Tan et al. 2024).
+    """Keys, the nearest first, each take a share of the rest left by nearer keys; no softmax (Tan et al. 2024).
 
-    With `beta_ij = sigmoid(s q_i . k_j)` the weight is `A_ij = beta_ij * prod_{j<t<i} (1 - beta_it)`, by default without the
-    query's own key. The weights of a row do not sum to 1: the remainder `prod_t (1 - beta_it)` is what is left of the stick
-    behind the first key. The order of keys is all that is known of positions; hidden keys take nothing.
+    With `beta_ij = sigmoid(s q_i . k_j)` the weight is `A_ij = beta_ij * prod_{j<t<i} (1 - beta_it)`, by default
+    without the query's own key. The weights of a row do not sum to 1: the remainder `prod_t (1 - beta_it)` is the rest
+    of the stick after the first key of the sequence. Only the order of keys matters; masked keys take nothing.
 
-    Computed in float32 at least as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`, the remainder as the exponential of the whole
-    sum: one minus the sum of weights would cancel.
+    Weights are computed in float32 or wider as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`, and the remainder as the
+    exponential of the whole sum, since one minus the sum of weights would cancel.
 
-    Causal by construction. No start computes what the model did: it must be adapted.
+    The scheme is causal by construction. No start preserves the outputs of the model: train before use.
 
     Args:
         geometry: Shape of the layer.
-        attend_current: Break the first piece off at the query's own key rather than at the one before.
-        remainder: What becomes of the rest of the stick: `"drop"` leaves it (the published checkpoints; a first token then
-            attends to nothing), `"self"` gives it to the query's own key, so that rows sum to 1, `"head_bias"` gives it to a
-            learned vector per head and normalises the output of each head (GroupNorm with mean and variance), as lm-engine
-            does: parameters `head_bias` [H, D], zero at the start, and `norm`.
-        start_bias: Add a learned bias per head to the logits, not in the paper. Without it a head whose logits are zero
-            gives half of its stick to the nearest key. It starts at `-ln(T_h)`, a reach of about T_h tokens, from
+        attend_current: Break the first piece off at the query's own key, not at the one before.
+        remainder: Use of the rest of the stick: `"drop"` leaves it (as in the published checkpoints; a first token then
+            attends to nothing); `"self"` gives it to the query's own key, so rows sum to 1; `"head_bias"` gives it to a
+            learned vector per head and normalises the output of each head (GroupNorm with mean and variance), as
+            lm-engine does: parameters `head_bias` `[H, D]`, zero at the start, and `norm`.
+        start_bias: Add a learned bias per head to the logits (not in the paper). Without it a head with zero logits
+            gives half of its stick to the nearest key. The bias starts at `-ln(T_h)`, a reach of about T_h tokens, from
             `T_1 = L^(1 / H)` to `T_H = L`, the trained length (1,024 if the model states none).
     """
 
@@ -90,7 +90,7 @@ class StickBreaking(Scheme):
 
     def _enough(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> bool:
         logits = self.score(logits, q, k, block)
-        # Farther keys share what is left, which is less than any weight that is kept. A margin for rounding.
+        # Farther keys share a rest smaller than the smallest normal weight; the 1 is a margin for rounding.
         left = fill_hidden_(F.softplus(logits), self._taking(block), 0.0).sum(-1)
         return bool((left > 1 - math.log(torch.finfo(logits.dtype).tiny)).all())
 
@@ -104,11 +104,11 @@ class StickBreaking(Scheme):
         return torch.cat([weights, rest], dim=-1) if self.remainder == "head_bias" else weights
 
     def break_stick(self, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return the keys' weights `[B, H, q, K]` and what they leave of 1, `[B, H, q, 1]`."""
+        """Return the keys' weights `[B, H, q, K]` and the remainder, `[B, H, q, 1]`."""
         return broken(logits, self._taking(block))
 
     def _taking(self, block: Block) -> Tensor:
-        """Return which keys break a piece off, bool `[B|1, H|1, q, K]`."""
+        """Return the mask of keys that break a piece off, bool `[B|1, H|1, q, K]`."""
         distance = block.distance()
         taking = (distance >= 0 if self.attend_current else distance > 0)[:, None]
         return taking if block.keep is None else taking & block.keep

@@ -6,26 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import DistanceBias, learned_table_start, require
-from hf_posenc.schemes._buckets import Buckets
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.additive import DistanceBias, learned_table_start
+from hf_posenc.schemes.families.buckets import Buckets
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")
 class T5Bias(DistanceBias):
     """A learned bias per head for logarithmic buckets of the distance (Raffel et al. 2020, section 2.1).
 
-    Parameter `weight` `[num_buckets, H]`. Half of the buckets are single distances, the other half grow up to
-    `max_distance`, beyond which all share the last one. Encoders split the buckets between both sides.
+    Parameter `weight` `[num_buckets, H]`. Half of the buckets hold single distances; the others grow up to
+    `max_distance`, and distances beyond share the last one. Encoders split the buckets between both sides.
 
     Args:
         geometry: Shape of the layer.
-        num_buckets: Rows of the table; `None` takes the model's own table, else 32.
-        max_distance: Where the last bucket begins, roughly; `None` takes the model's own, else 128.
-        init: `"native"` copies the model's own table, `"normal"` draws N(0, 1 / sqrt(E)), `"zero"` is a no-op at the
-            start; `"auto"` is `"native"` where the model has such a table, else `"normal"`.
-        gate: Multiply the bias by a learned factor per head, started at 0.
-        shared: One table for the whole stack, as in T5, or one per layer.
+        num_buckets: Rows of the table; `None` is the size of the model's own table, else 32.
+        max_distance: Approximate begin of the last bucket; `None` is the model's own, else 128.
+        init: Start: `"native"` copies the model's own table, `"normal"` draws N(0, 1 / sqrt(E)), `"zero"` is a no-op;
+            `"auto"` is `"native"` if the model has such a table, else `"normal"`.
+        gate: Multiply the bias by a learned factor per head that starts at 0.
+        shared: Use one table for the whole stack, as in T5, not one per layer.
     """
 
     reproduces = "t5"

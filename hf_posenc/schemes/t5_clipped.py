@@ -7,29 +7,28 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._buckets import Buckets
-from hf_posenc.schemes._grid import GridBias
+from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.grid import GridBias
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
 class T5Clipped(GridBias):
-    """A learned bias per head and distance, all distances from `max_distance` on sharing one (FIRE paper, section 2).
+    """A learned bias per head and distance; distances from `max_distance` on share one (FIRE paper, section 2).
 
-    Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K` (our
-    extension). In images `[H, (2K + 1)^2]`, a bias for each offset in rows and columns, each clamped to K (Swin, arXiv
-    2103.14030, with the clipping of iRPE, arXiv 2107.14222); the class token has no bias.
+    Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K`
+    (our extension). In images `[H, (2K + 1)^2]`, a bias for each offset in rows and columns, each clamped to K (Swin,
+    arXiv 2103.14030, with the clipping of iRPE, arXiv 2107.14222); the class token has no bias.
 
     Args:
         geometry: Shape of the layer.
-        max_distance: K; `None` is the shortest that holds the model's own T5 table exactly, else 128; in images the longest
-            offset within the trained size.
-        init: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02), `"zero"` is a
-            no-op at the start; `"auto"` is `"native"` where the model has such a table, else `"zero"`.
-        gate: Multiply the bias by a learned factor per head, started at 0.
-        shared: One table for the whole stack, or one per layer.
+        max_distance: Distance K from which all keys share a bias; `None` is the shortest that represents the model's
+            own T5 table exactly, else 128; in images, the longest offset within the trained size.
+        init: Start: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02),
+            `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
+        gate: Multiply the bias by a learned factor per head that starts at 0.
+        shared: Use one table for the whole stack, not one per layer.
     """
 
     reproduces = "t5"

@@ -9,47 +9,47 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import rotate_halves
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import AnyDtypeLinear
-from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
-# The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per head
-# and frequency.
+# The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
+# head and frequency.
 _STATES = "position_states"
 
 
 @register_scheme("tape", paper="2501.00712", family="contextual")
 class TaPE(RotaryScheme):
-    """Rotations whose angles and lengths every layer updates from the content of the tokens (Zhu et al. 2025).
+    """Rotations with angles and lengths that every layer updates from the content of tokens (Zhu et al. 2025).
 
-    A token has one complex number z per head and frequency, at first `exp(i * position * frequency)`, which is RoPE. In
-    each layer, queries and keys are multiplied by their token's z; then, with the layer's attention weights A and the output
-    y of its feed-forward,
+    A token has one complex number z per head and frequency, initially `exp(i * position * frequency)`, which is RoPE.
+    In each layer, queries and keys are multiplied by their token's z; then, with the layer's attention weights A and
+    the output y of its feed-forward,
 
         z <- z + (A z) * sum over columns of post_attention_linear
         z <- z + pe.down_proj(silu(pe.x_proj(y)) * pe.up_proj(z))
 
-    where the last three act on the head axis only, with the same weights for real and imaginary part: a rotation common to
-    all tokens (a shift of positions) commutes with every step. z goes from layer to layer beside the hidden states, in
-    float32; the cache keeps each token's z as it entered the layer, in the model's dtype. The last layer updates nothing and
-    has no parameters (official checkpoints hold unused ones there).
+    where the linear maps of z act on the head axis only, with the same weights for real and imaginary part: a rotation
+    common to all tokens (a shift of positions) commutes with every step. z passes from layer to layer with the hidden
+    states, in float32; the cache holds each token's z at the input of the layer, in the model's dtype. The last layer
+    updates nothing and has no parameters (official checkpoints hold unused ones there).
 
-    Parameters: `post_attention_linear` `[H, H]` and `pe.up_proj` `[P, H]` start at zero, which makes the start RoPE exactly;
-    `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02), since a product of two zeros would never learn.
+    Parameters: `post_attention_linear` `[H, H]` and `pe.up_proj` `[P, H]` start at zero, which makes the start RoPE
+    exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02), since a product of two zeros would
+    never learn.
 
-    Deviations from the official code: no random offset of the positions in training (it changes nothing, by the
-    equivariance above); grouped queries, where a key is rotated once per query head; a cache; padding.
+    Deviations from the official code: no random offset of positions in training (by the equivariance above it has no
+    effect); grouped queries, with each key rotated once per query head; a cache; padding.
 
     Args:
         geometry: Shape of the layer.
         position_size: Hidden width P of the update; `None` is 4 H, as in the official training script.
-        head_mix: Let `post_attention_linear` mix heads as a matrix. The official code sums its columns, which leaves one
+        head_mix: Mix heads by `post_attention_linear` as a matrix. The official code sums its columns, which leaves one
             factor per head.
-        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
-        gate: Multiply the first angles by one learned factor, started at 0: no rotation at the start, which is an exact
-            no-op beside a kept native encoding.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        gate: Multiply the first angles by one learned factor that starts at 0: no rotation, an exact no-op if the
+            native encoding is kept.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TaPE(RotaryScheme):
         return Folded(self._with_states)
 
     def _with_states(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return values, one for each query head as keys are, with the position states behind them, and the others as wide."""
+        """Return values per query head with the position states appended, and queries and keys padded to that width."""
         v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
         if self.post_attention_linear is None:
             return q, k, v
@@ -145,7 +145,7 @@ class TaPE(RotaryScheme):
         return carried + update.transpose(-1, -2)  # from [B, S, R, H]
 
     def stock_equivalent(self) -> Equivalent:
-        # Where angles are gated, only the first layer knows them.
+        # Gated angles are known to the first layer only.
         if self.gate or (self.post_attention_linear is not None and bool(self.post_attention_linear.weight.any())):
             return super().stock_equivalent()
         if self.pe is not None and all(bool(weight.any()) for weight in self.pe.parameters()):

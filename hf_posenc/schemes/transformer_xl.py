@@ -9,23 +9,22 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import register_scheme, require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._linear import Linear
+from hf_posenc.schemes.families.linear import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
-# In decoders the table ends with so many rows for keys ahead of the query, which are hidden: what lies above the diagonal of a
-# block of as many queries then is a part of the table, too. Above that of a larger one the last row is repeated.
+# Number of rows for keys ahead of the query, which are masked, at the end of the table in decoders: for a block of up
+# to so many queries, entries above the diagonal are then part of the table. Larger blocks repeat the last row.
 _HIDDEN_ROWS = 128
 
 _BASE = 10000.0
 
 
 class GlobalBiases(Scheme):
-    """The biases `r_w_bias` (u) and `r_r_bias` (v) that all layers of a stack share, each `[H, D]`.
+    """Biases `r_w_bias` (u) and `r_r_bias` (v) that all layers of a stack share, each `[H, D]`.
 
     Args:
         geometry: Shape of the first layer.
@@ -45,7 +44,7 @@ class GlobalBiases(Scheme):
 
 
 class PositionProjection(Linear):
-    """W_r, applied to encodings `[..., E]` or, backwards, to the queries `[B, H, q, D]` that meet projected encodings."""
+    """W_r, applied to encodings `[..., E]`, or, transposed (`backwards`), to queries `[B, H, q, D]`."""
 
     def forward(self, input: Tensor, *, backwards: bool = False) -> Tensor:
         weight = self.weight.to(input)
@@ -56,26 +55,26 @@ class PositionProjection(Linear):
 
 @register_scheme("transformer_xl", paper="1901.02860", family="content-relative")
 class TransformerXL(Scheme):
-    """Queries meet projected sinusoids of the distance; one bias each for contents and distances (Dai et al. 2019).
+    """Products of queries with projected sinusoids of the distance, and biases u and v (Dai et al. 2019).
 
     With R_n the sinusoidal encoding of the distance n `[E]`, all sines first, and the softmax scale s (section 3.3):
 
         logit = s ((q_i + u) . k_j + (q_i + v) . (W_r R_{i - j}))
 
     Parameters: `r_net.weight` (W_r) `[H * D, E]` of each layer; `common.r_w_bias` (u) and `common.r_r_bias` (v), each
-    `[H, D]`, for all layers of the stack. In encoders n has a sign, as in XLNet. Computed in float32 at least (angles in
-    float64), from queries and keys without the model's rotation. An odd E gets a zero at the end of R.
+    `[H, D]`, for all layers of the stack. In encoders n has a sign, as in XLNet. The computation is in float32 or wider
+    (angles in float64), from queries and keys without the model's rotation. For odd E, R ends with a zero.
 
-    W_r is applied to all distances in reach once per call; or, where that would be more work (one query against a cache,
-    positions with large gaps), backwards to the queries, which then meet the sinusoids themselves: sine and cosine of
-    i - j are sums of products of those of i and j.
+    W_r is applied to all distances in reach once per call. If that is more work (one query against a cache, positions
+    with large gaps), its transpose is applied to the queries, followed by products with the sinusoids themselves: sine
+    and cosine of i - j are sums of products of those of i and j.
 
     Args:
         geometry: Shape of the layer.
-        untie: Give each layer biases u and v of its own (`r_w_bias`, `r_r_bias`), as XLNet does.
-        clamp_len: Distance from which R does not change; `None` is no limit.
-        init: `"normal"` draws all parameters from N(0, 0.02), as the official code does; `"zero"` is a no-op at the start
-            beside a kept native encoding.
+        untie: Give each layer its own biases u and v (`r_w_bias`, `r_r_bias`), as XLNet does.
+        clamp_len: Distance from which R is constant; `None` is no limit.
+        init: Start: `"normal"` draws all parameters from N(0, 0.02), as the official code does; `"zero"` is a no-op if
+            the native encoding is kept.
     """
 
     neutral_options = {"init": "zero"}
@@ -128,10 +127,10 @@ class TransformerXL(Scheme):
         return Projection(q, k, v, tables=tables)
 
     def _distances(self, positions: Positions, pairs: int) -> int | None:
-        """Return how many distances per side there are in reach, or `None` if W_r had better go to the queries."""
+        """Return the number of distances per side in reach, or `None` if applying W_r to the queries is cheaper."""
         if pairs < self.geometry.head_dim:
-            return None  # So that no step of decoding waits for a tensor to be read.
-        # Of cached keys nothing is known but that their positions are not negative. Encoders have none.
+            return None  # A step of decoding must not wait for a tensor to be read.
+        # Positions of cached keys are unknown but not negative. Encoders have no cache.
         farthest = int(positions.query.max())
         if not self.geometry.causal:
             farthest = max(farthest, int(positions.key.max()))
@@ -168,7 +167,7 @@ class TransformerXL(Scheme):
         return Vectors(tables[_FALLING], bias=bias, always=always, ahead=_HIDDEN_ROWS)
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return what is added to the scaled logits, `[B, H, q, K]`."""
+        """Return all terms added to the scaled logits, `[B, H, q, K]`."""
         assert self.geometry.scale is not None
         with torch.autocast(like.device.type, enabled=False):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
@@ -177,24 +176,22 @@ class TransformerXL(Scheme):
             return content + (self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block))
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
-        """Return `q . (W_r R_{i - j})` for `[B, H, q, D]`, `[B, H, q, K]`, by a product for each distance."""
+        """Return `q . (W_r R_{i - j})`, `[B, H, q, K]`, for queries `[B, H, q, D]`, by one product per distance."""
         falling = block.tables[_FALLING].to(q)
         last = falling.shape[1] - _HIDDEN_ROWS - 1 if self.geometry.causal else falling.shape[1] // 2
         return queries_by_distance(q, falling, block.distance().to(q.device), last, plain=block.consecutive())
 
     def _backwards(self, q: Tensor, block: Block) -> Tensor:
-        """Return the same by products of sinusoids of both positions."""
+        """Return `q . (W_r R_{i - j})` by products of sinusoids of both positions."""
         half = self.geometry.hidden_size // 2
-        a, b = self.r_net(q, backwards=True)[..., : 2 * half].split(
-            half, dim=-1
-        )  # what sine and cosine are multiplied by
+        a, b = self.r_net(q, backwards=True)[..., : 2 * half].split(half, dim=-1)  # factors of sine and cosine
         sin, cos = (part[:, None] for part in self._sin_cos(block.positions.query.to(q.device), q.dtype))
         own = torch.cat((a * sin + b * cos, b * sin - a * cos), dim=-1)  # [B, H, q, 2 * half]
         sin, cos = (part[:, None] for part in self._sin_cos(block.positions.key.to(q.device), q.dtype))
         products = own @ torch.cat((cos, sin), dim=-1).transpose(-1, -2)
         distance = block.distance().to(q.device)[:, None]
         if self.geometry.causal:
-            # A key ahead that is seen all the same, since positions began anew, is at distance 0, as in the table.
+            # A visible key ahead, possible where positions restart, counts as distance 0, as in the table.
             products = torch.where(distance < 0, b.sum(-1, keepdim=True), products)
         if self.clamp_len is None:
             return products

@@ -9,48 +9,48 @@ from torch import Tensor
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import Layout
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._rotary import Annealed, RotaryScheme
+from hf_posenc.registry import register_scheme, require
+from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
-# The first pair fades most: to (0 + 0.4) / 1.4 within `scale_base` tokens.
+# Fading of the first pair, the strongest, within `scale_base` tokens: (0 + 0.4) / 1.4.
 _SMALLEST = 0.4 / 1.4
 
-# Factors on queries stay below e^this, far from the end of float32 (e^88) on either side.
+# Bound on the exponent of factors on queries, far from the limits of float32 (e^88).
 _LARGEST_EXPONENT = 40.0
 
 
 @register_scheme("xpos", paper="2212.10554", family="rotary", directions=("causal",))
 class XPos(Annealed, RotaryScheme):
-    """RoPE whose channel pairs fade with the distance between query and key (Sun et al. 2022).
+    """RoPE in which channel pairs fade with the distance between query and key (Sun et al. 2022).
 
     The product of a query at m and a key at n in pair i of d / 2 is multiplied by `zeta_i^((m - n) / scale_base)` with
     `zeta_i = (2i + 0.4 d) / (1.4 d)`, which is at most 1: fast pairs fade soonest. Only the distance counts.
 
-    The official code multiplies queries and keys by powers of zeta about the middle of the input, which moves as a sequence
-    grows, so it caches keys without rotation; about a fixed place the factor of a key leaves float32 near position 36,000.
-    Here keys are cached rotated and not scaled, and the factors are taken about the last query of each block of rows: those
-    of keys are at most 1, those of queries bounded by the length of the block. Nothing overflows at any position, and the
-    cache holds nothing else than with RoPE. Up to 16,347 tokens, with the official `scale_base`, are one block, of which the
-    products are those of plain attention. Defined for causal attention only: ahead of a query the factor would grow without bound.
+    The official code multiplies queries and keys by powers of zeta relative to the middle of the input, which moves as
+    a sequence grows, so it caches keys without rotation; relative to a fixed position the factor of a key overflows
+    float32 near position 36,000. Here keys are cached rotated and not scaled, and the factors are relative to the last
+    query of each block of rows: those of keys are at most 1, those of queries bounded by the length of the block.
+    Nothing overflows at any position, and the cache is that of RoPE. With the official `scale_base`, up to 16,347
+    tokens are one block, with the products of plain attention. The scheme is defined for causal attention only: ahead
+    of a query the factor would grow without bound.
 
-    Starts: a break, since distant keys fade at once. With `anneal` the exponent is multiplied by `progress`, which is saved
-    with the model and starts at 0: RoPE, exact on models with rotary encoding. Raise it to 1 while training, with
-    `anneal_to`. With `gate` angles and exponents are multiplied by one learned factor (within 0 and 1 for the exponents),
-    started at 0: the exact no-op beside a kept native encoding.
+    Starts: a break, since distant keys fade at once. With `anneal` the exponent is multiplied by `progress`, which is
+    saved with the model and starts at 0: RoPE, exact on models with rotary encoding. Raise it to 1 while training, with
+    `anneal_to`. With `gate`, angles and exponents are multiplied by one learned factor (clamped to 0 to 1 for
+    exponents) that starts at 0: an exact no-op if the native encoding is kept.
 
     Args:
         geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
-        layout: Which channels form a pair: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of the
-            model's own rotation, `"half"`, if it has one, else the official one, `"interleaved"`.
-        scale_base: The distance, in tokens, at which pair i has faded to zeta_i.
-        anneal: Start without fading, and bring it in by `anneal_to`.
-        block_length: Blockwise causal attention, the paper's for texts beyond the trained length, half of which it takes: positions
-            are cut into blocks of so many, and a query sees keys of its own block and of the one before. Also of a native
-            encoding that is kept. `None` hides nothing.
-        gate: Multiply angles and exponents by one learned factor, started at 0.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is `"half"`, that of
+            the model's own rotation, if it has one, else `"interleaved"`, the official one.
+        scale_base: Distance, in tokens, at which pair i has faded to zeta_i.
+        anneal: Start without fading; `anneal_to` phases it in.
+        block_length: Length of blocks of blockwise causal attention, which the paper uses for texts beyond the trained
+            length, with half of that length: a query sees keys of its own block of positions and of the one before. It
+            applies to a kept native encoding too. `None` hides nothing.
+        gate: Multiply angles and exponents by one learned factor that starts at 0.
     """
 
     reads_keys = True
@@ -85,10 +85,10 @@ class XPos(Annealed, RotaryScheme):
         with torch.autocast(logits.device.type, enabled=False):
             query, key = (place.to(logits.device) for place in (block.positions.query, block.positions.key))
             products = self._faded(q, k, query, key, self._exponents(logits), block.reach)
-            # Ahead of a query nothing fades, it grows: a mask that is added would not hide it.
+            # Products ahead of a query grow instead of fading, and an additive mask would not hide them.
             products = products.masked_fill((key[:, None, :] > query[:, :, None])[:, None], 0.0)
             if block.native:
-                # What came holds the model's own encoding too: only the difference is added.
+                # The given logits include the model's own encoding, so only the difference is added.
                 logits = logits + self.geometry.scale * (products - grouped_matmul(q, k.transpose(-1, -2)))
             else:
                 logits = self.geometry.scale * products
@@ -96,7 +96,7 @@ class XPos(Annealed, RotaryScheme):
 
     @staticmethod
     def _blockwise(logits: Tensor, query: Tensor, key: Tensor, length: int) -> Tensor:
-        """Return logits `[B, H, q, K]` in which keys two blocks of positions before a query, or more, are hidden."""
+        """Return logits `[B, H, q, K]` with keys masked that are two or more blocks of positions before the query."""
         between = (
             query.div(length, rounding_mode="floor")[:, :, None] - key.div(length, rounding_mode="floor")[:, None, :]
         )
@@ -115,7 +115,7 @@ class XPos(Annealed, RotaryScheme):
         return super().stock_equivalent() if other else self.rotation(self.layout)
 
     def _exponents(self, like: Tensor) -> Tensor:
-        """Return the logarithm of each channel's factor per token of distance, none positive, `[rotary_dim]`."""
+        """Return the logarithm of each channel's factor per token of distance, never positive, `[rotary_dim]`."""
         pair = torch.arange(0, self.rotary_dim, 2, device=like.device).to(like)
         exponents = self.annealed((pair / self.rotary_dim + 0.4).div(1.4).log() / self.scale_base)
         if self.gate_weight is not None:
@@ -127,12 +127,12 @@ class XPos(Annealed, RotaryScheme):
 
     @property
     def _span(self) -> int:
-        """How far queries may be apart that share their factors' place."""
+        """The largest distance between queries of one block."""
         return int(_LARGEST_EXPONENT * self.scale_base / -math.log(_SMALLEST))
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys times factors about the last query, in a dtype that holds them, and values in the same."""
-        # The powers leave float16.
+        """Return queries and keys times factors relative to the last query, and values, in a dtype that holds them."""
+        # The factors overflow float16.
         dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         query, key = (place.to(q.device) for place in (block.positions.query, block.positions.key))
         with torch.autocast(q.device.type, enabled=False):
@@ -143,19 +143,19 @@ class XPos(Annealed, RotaryScheme):
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor
     ) -> tuple[Tensor, Tensor]:
         last = query.amax(dim=1, keepdim=True)
-        # Keys behind the last query are hidden from all: their factor must be finite only.
+        # Keys ahead of the last query are masked for all queries: their factor must only be finite.
         return self._scaled(q, query - last, exponents), self._scaled(k, (last - key).clamp_min(0), exponents)
 
     def _faded(self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor, reach: int) -> Tensor:
         """Return the products `[B, H, q, K]` of queries and keys, faded by distance.
 
         Args:
-            q: `[B, H, q, D]`.
-            k: `[B, G, K, D]`.
+            q: Queries, `[B, H, q, D]`.
+            k: Keys, `[B, G, K, D]`.
             query: Positions of the queries, `[B|1, q]`.
             key: Positions of the keys, `[B|1, K]`.
-            exponents: Of each channel, `[rotary_dim]`.
-            reach: A bound on every distance.
+            exponents: Exponents of the channels, `[rotary_dim]`.
+            reach: Upper bound on every distance.
         """
         last = query.amax(dim=1, keepdim=True)
         if query.shape[1] > 1 and reach > self._span and int((last - query).max()) > self._span:

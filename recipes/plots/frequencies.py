@@ -14,7 +14,7 @@ from hf_posenc.operands import Positions
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.kind import Kind
 from hf_posenc.recipes.plots.subject import Layer, Part, layer_names
-from hf_posenc.schemes._rotary import RotaryScheme
+from hf_posenc.schemes.families.rotary import RotaryScheme
 
 # Of a token or patch; angles stay below half a turn, so that they can be told from their cosine and sine.
 _STEP = 1 / 16

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.kind import Kind
 from hf_posenc.recipes.plots.subject import Layer, Part
-from hf_posenc.schemes._block_rotary import BlockRotary
+from hf_posenc.schemes.families.block_rotary import BlockRotary
 
 _COLUMNS = 5
 

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError
 from hf_posenc.recipes.training.handover import patched_inside, refuse_best_at_end
-from hf_posenc.schemes._rotary import Annealed
+from hf_posenc.schemes.families.rotary import Annealed
 
 
 class Annealing(TrainerCallback):

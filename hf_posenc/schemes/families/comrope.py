@@ -1,4 +1,4 @@
-"""Shared by the two forms of ComRoPE: generators of different axes that commute."""
+"""Base class of both forms of ComRoPE: generators of different axes commute."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
-from hf_posenc.schemes._block_rotary import BlockRotary, Init
-from hf_posenc.schemes._generators import skew
+from hf_posenc.schemes.families.block_rotary import BlockRotary, Init
+from hf_posenc.schemes.families.generators import skew
 
 
 class ComRoPE(BlockRotary):
-    """One learned generator per kv head and block, whatever the number of axes; the axes say for how long it acts.
+    """A rotation with one learned generator per kv head and block; the axes set the time for which it acts.
 
     Args:
         geometry: Shape of the layer.
-        name: Of the scheme, for messages.
-        axes: As of `BlockRotary`.
-        block_size: As of `BlockRotary`; the blocks must take all channels of a head.
-        init: As of `BlockRotary`.
-        unit: As of `BlockRotary`.
+        name: Name of the scheme, for messages.
+        axes: Number of coordinates of a token; see `BlockRotary`.
+        block_size: Channels in a block; blocks must cover all channels of a head. See `BlockRotary`.
+        init: Start; see `BlockRotary`.
+        unit: Divisor of coordinates; see `BlockRotary`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ComRoPE(BlockRotary):
         return sizes, f"an even divisor of the {width} channels of a head{cut}"
 
     def parts(self) -> int:
-        """Return into how many equal parts of whole blocks a head is cut."""
+        """Return the number of equal parts, each of whole blocks, into which a head is cut."""
         return 1
 
     def reset_parameters(self) -> None:

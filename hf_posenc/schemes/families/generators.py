@@ -1,7 +1,7 @@
-"""Rotations `exp(t A)` of blocks of channels by antisymmetric generators A, and what makes them cheap.
+"""Rotations `exp(t A)` of blocks of channels by antisymmetric generators A, computed in their planes.
 
-Letters beside those of `hf_posenc.scheme`: m blocks of b channels, P planes (pairs of channels), W = 2 P channels that are
-turned. Within a block, plane i is the pair (2i, 2i + 1).
+Letters in addition to those of `hf_posenc.operands`: m blocks of b channels, P planes (pairs of channels), W = 2 P
+turned channels. Within a block, plane i is the pair (2i, 2i + 1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_posenc.ops.rotations import Layout
 
 
 def upper_skew(raw: Tensor) -> Tensor:
-    """Return `[..., b, b]` antisymmetric matrices that have the upper triangle of `raw`."""
+    """Return the antisymmetric matrices `[..., b, b]` with the upper triangle of `raw`."""
     upper = raw.triu(1)
     return upper - upper.mT
 
@@ -28,7 +28,7 @@ def skew(raw: Tensor) -> Tensor:
 
 
 def plane_generators(frequencies: Tensor, size: int) -> Tensor:
-    """Return the generators `[m, b, b]` that turn plane i by `frequencies[i]`, given `[m * b / 2]`."""
+    """Return generators `[m, b, b]` that turn plane i by `frequencies[i]`, given frequencies `[m * b / 2]`."""
     one = frequencies.new_tensor([[0.0, -1.0], [1.0, 0.0]])
     planes = frequencies.view(-1, size // 2).diag_embed()  # [m, b / 2, b / 2]
     return torch.einsum("mst,uv->msutv", planes, one).reshape(-1, size, size)
@@ -39,11 +39,11 @@ class Planes:
     """The planes in which generators `[G, m, b, b]` turn; all float64.
 
     Attributes:
-        axes: Orthonormal columns, two for each plane, `[G, m, b, b]`: with J = [[0, -1], [1, 0]] and the frequencies w,
-            `A = axes @ blockdiag(w J) @ axes.T`.
-        frequencies: Of the planes, falling, none negative but for rounding, `[G, m, b / 2]`.
-        basis: The axes as one matrix for all W channels `[G, W, W]`: rows are channels, columns all first axes and then all
-            second axes. Channels of no block are planes of their own, at the end.
+        axes: Orthonormal columns, two per plane, `[G, m, b, b]`: `A = axes @ blockdiag(w J) @ axes.T` with frequencies
+            w and J = [[0, -1], [1, 0]].
+        frequencies: Frequencies of the planes, `[G, m, b / 2]`, falling and, up to rounding, not negative.
+        basis: The axes as one matrix for all W channels, `[G, W, W]`: rows are channels, columns all first axes, then
+            all second axes. Channels outside of blocks are planes of their own, at the end.
     """
 
     axes: Tensor
@@ -52,20 +52,20 @@ class Planes:
 
 
 def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
-    """Decompose generators `[G, m, b, b]`; no gradients.
+    """Decompose generators `[G, m, b, b]` into planes, without gradients.
 
     Args:
-        generators: Antisymmetric, b even.
-        width: W, at least m * b.
-        layout: How the channels of x form pairs; blocks hold b / 2 pairs that follow each other.
+        generators: Antisymmetric matrices, b even.
+        width: Number of turned channels W, at least m * b.
+        layout: Pairing of the channels of x; a block is b / 2 consecutive pairs.
     """
     generators = generators.detach().double()
     size = generators.shape[-1]
-    # Each plane gives the Hermitian matrix a pair of eigenvalues; of their vectors, the one of the positive value says all.
+    # Each plane gives the Hermitian matrix a pair of eigenvalues +w and -w; the eigenvector of +w suffices.
     vectors = torch.linalg.eigh(1j * generators).eigenvectors[..., size // 2 :].flip(-1)
     axes = torch.stack((vectors.real, vectors.imag), dim=-1).flatten(-2)
-    # Where planes stand still or nearly so, real and imaginary part are mixed, even dependent. Those come last, where any axes
-    # at right angles to the others will do.
+    # For frequencies near zero, real and imaginary parts are mixed or even dependent. These planes come last, where QR
+    # may pick any axes orthogonal to the others.
     axes, sizes = torch.linalg.qr(axes)
     axes = torch.where(sizes.diagonal(dim1=-2, dim2=-1)[..., None, :] < 0, -axes, axes)
     turned = axes.mT @ generators @ axes
@@ -84,7 +84,7 @@ def _basis(axes: Tensor, width: int, layout: Layout) -> Tensor:
 
 
 def _blocks(matrix: Tensor, count: int, size: int) -> Tensor:
-    """View the blocks on the diagonal of `[G, W, W]`, both sides all first axes and then all second: `[G, 2, b/2, 2, b/2, m]`."""
+    """View the diagonal blocks of `[G, W, W]`, with first axes before second axes, as `[G, 2, b/2, 2, b/2, m]`."""
     half, planes = size // 2, count * size // 2
     groups, width, _ = matrix.shape
     halves = matrix.view(groups, 2, width // 2, 2, width // 2)[:, :, :planes, :, :planes]
@@ -92,18 +92,19 @@ def _blocks(matrix: Tensor, count: int, size: int) -> Tensor:
 
 
 def rotate(x: Tensor, generators: Tensor, times: Tensor, planes: Planes, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `exp(t A) x`, block by block, without making `exp(t A)`: in its planes, a generator is a plain rotation.
+    """Return `exp(t A) x`, block by block, without the exponential: in its planes, a generator is a plain rotation.
 
-    Gradients reach x, the generators and the times. They are those of the exponential also where planes turn equally fast,
-    at a generator of zero for one; those of the decomposition would be infinite there.
+    Gradients reach x, the generators and the times. They are the gradients of the exponential, finite also where planes
+    have equal frequencies (such as a generator of zero); gradients of the decomposition would be infinite there.
 
     Args:
-        x: Channels that are turned, float32 or float64 `[B, G, R, S, W]`; R query heads share a generator.
-        generators: A, `[G, m, b, b]`.
-        times: t of each token and block, `[B|1, S, m|1]`.
-        planes: Of the generators.
-        cos: Of the angles `t w` of all planes, times any factor on the result, in the dtype of x, `[B|1, G, S, P]`.
-        sin: Likewise.
+        x: Channels to turn, float32 or float64 `[B, G, R, S, W]`; R query heads share a generator.
+        generators: Generators A, `[G, m, b, b]`.
+        times: Time t of each token and block, `[B|1, S, m|1]`.
+        planes: Planes of the generators.
+        cos: Cosine of the angles `t w` of all planes, times any factor on the result, in the dtype of x,
+            `[B|1, G, S, P]`.
+        sin: Sine of the same angles, times the same factor.
     """
     result: Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
         x, generators, times, planes, planes.basis.to(x.dtype)[:, None], cos[:, :, None], sin[:, :, None]
@@ -148,7 +149,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int = 1) -> Tensor:
 
 
 def _to_times(planes: Planes, times: Tensor, turned: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the times: that of each angle, times its frequency, over the planes of a block."""
+    """Return the gradient of the times: that of each angle times its frequency, summed over a block's planes."""
     count, half = planes.frequencies.shape[1:]
     (u, w), (grad_u, grad_w) = turned.chunk(2, dim=-1), grad.chunk(2, dim=-1)
     angles = (grad_w * u - grad_u * w).sum(2)  # [B, G, S, P]; with times per block there are no other channels
@@ -162,17 +163,17 @@ def _to_generators(planes: Planes, times: Tensor, inner: Tensor, turned: Tensor,
     """Return the gradient of the generators `[G, m, b, b]`.
 
     In the eigenbasis, with eigenvalues `i l`, a change E of the generator changes entry (j, k) of its exponential by
-    `E[j, k] (exp(i t l[j]) - exp(i t l[k])) / (i l[j] - i l[k])` (Daleckii and Krein). Summed over tokens, each of the two
-    terms is one matrix product, of vectors that are turned already. Where the two eigenvalues are so close that the
-    difference is lost in rounding, the quotient is `t` times the mean of the two exponentials, to the second order.
+    `E[j, k] (exp(i t l[j]) - exp(i t l[k])) / (i l[j] - i l[k])` (Daleckii and Krein). Summed over tokens, each of the
+    two terms is one matrix product of vectors that are already turned. If two eigenvalues are so close that rounding
+    dominates the difference, the quotient is `t` times the mean of both exponentials, up to second order.
 
     Args:
-        planes: Of the generators.
-        times: `[B|1, S, m|1]`.
-        inner: x in its planes, `[B, G, R, S, W]`.
-        turned: The same after the rotation.
-        back: The gradient of the result in its planes, turned back.
-        grad: The same before that.
+        planes: Planes of the generators.
+        times: Time of each token and block, `[B|1, S, m|1]`.
+        inner: Inputs in their planes, `[B, G, R, S, W]`.
+        turned: Inputs in their planes after the rotation.
+        back: Gradient of the result in its planes, turned back.
+        grad: Gradient of the result in its planes.
     """
     count, size = planes.axes.shape[1:3]
     weights = _per_channel(times, size // 2).to(inner.dtype)
@@ -180,10 +181,10 @@ def _to_generators(planes: Planes, times: Tensor, inner: Tensor, turned: Tensor,
     mean = (_products(back, inner * weights, count, size) + _products(grad, turned * weights, count, size)) / 2
     eigenvalues = torch.stack((planes.frequencies, -planes.frequencies), dim=-1).flatten(-2)
     gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]  # [G, m, b, b]
-    # Where the error of the mean, (t gap)^2 / 12, is that of the difference, epsilon / (t gap).
+    # Below this, the error of the mean, (t gap)^2 / 12, is smaller than that of the difference, epsilon / (t gap).
     near = (12 * torch.finfo(inner.dtype).eps) ** (1 / 3)
     close = gap.abs() * times.abs().amax((0, 1)).to(gap)[:, None, None] < near
-    # From the two axes of a plane to its two eigenvectors.
+    # The change from the two axes of a plane to its two eigenvectors.
     both = torch.tensor([[1, 1], [-1j, 1j]], dtype=torch.complex128, device=inner.device) / 2**0.5
     vectors = torch.kron(torch.eye(size // 2, device=both.device), both)
     quotient = vectors.mT @ difference.to(vectors) @ vectors.conj() / (1j * gap.where(~close, 1))
@@ -198,19 +199,19 @@ def _products(rows: Tensor, columns: Tensor, count: int, size: int) -> Tensor:
 
 
 def _per_channel(times: Tensor, half: int) -> Tensor:
-    """Return the time of each channel, all first axes and then all second: `[B|1, 1, 1, S, W|1]`."""
+    """Return the time of each channel, first axes before second axes, `[B|1, 1, 1, S, W|1]`."""
     if times.shape[-1] > 1:
         times = torch.cat((times, times), dim=-1).repeat_interleave(half, dim=-1)
     return times[:, None, None]
 
 
 def rotate_blocks(x: Tensor, rotations: Tensor, layout: Layout) -> Tensor:
-    """Multiply the first m * b channels, in blocks, by matrices; the others pass.
+    """Multiply the first m * b channels, in blocks, by matrices; leave the others as they are.
 
     Args:
-        x: `[B, G, R, S, W]`.
-        rotations: `[B|1, S, G, m, b, b]`.
-        layout: As of `find_planes`.
+        x: Queries or keys, `[B, G, R, S, W]`.
+        rotations: Matrices of each token and block, `[B|1, S, G, m, b, b]`.
+        layout: Pairing of the channels of x, see `find_planes`.
     """
     count, size = rotations.shape[3:5]
     shape = x.shape[:-1]

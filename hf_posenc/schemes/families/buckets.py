@@ -1,4 +1,4 @@
-"""The logarithmic distance buckets of T5, shared by the T5 schemes and by the T5 architecture."""
+"""The logarithmic distance buckets of T5."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes._additive import require
+from hf_posenc.registry import require
 
-# A table of all distances is made, so a number in a file must not be able to ask for any amount of memory.
+# Bound on the table of all distances: a number in a file must not be able to claim any amount of memory.
 LONGEST = 2**20
 
 
 class Buckets:
-    """Maps distances to T5's buckets.
+    """A map from distances to T5's buckets.
 
     Args:
-        num_buckets: How many there are.
-        max_distance: The distance from which all keys share the last one.
-        causal: Keys ahead of the query count as distance 0; otherwise the upper half of the buckets is for them.
+        num_buckets: Number of buckets.
+        max_distance: Distance from which all keys share the last bucket.
+        causal: Count keys ahead of the query as distance 0; otherwise they have the upper half of the buckets.
 
     Raises:
         OptionError: `max_distance` is beyond a million.
@@ -30,7 +30,7 @@ class Buckets:
         self.causal = causal
         self.max_distance = max_distance
         self.per_side = num_buckets if causal else num_buckets // 2
-        # Looked up, not computed anew: a GPU's logarithm may round a boundary to the other side. float32 as in T5.
+        # A table from the CPU: a GPU's logarithm may round a boundary to the other side. float32 as in T5.
         exact = self.per_side // 2
         distance = torch.arange(max_distance + 1, device="cpu")
         log = torch.log(distance.clamp_min(1).float() / exact)

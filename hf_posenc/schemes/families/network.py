@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hf_posenc.ops.network import pair_network
-from hf_posenc.schemes._linear import LentLinear
+from hf_posenc.schemes.families.linear import LentLinear
 
 
 class PairNetwork(nn.ModuleList):

@@ -1,24 +1,23 @@
-"""Shared by the schemes that add a bias to the logits."""
+"""Base classes of the schemes that add a bias to the logits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
 
 
 class AdditiveBias(Scheme):
-    """A bias `[B|1, H, q, K]` on the scaled logits; never multiplied by the softmax scale.
+    """A bias `[B|1, H, q, K]` on the scaled logits; the softmax scale does not apply to it.
 
     Args:
         geometry: Shape of the layer.
-        gate: Multiply the bias by a learned factor per head, started at 0, which makes the start an exact no-op.
-        shared: One module for the whole stack.
-        ahead: Gives the bias of keys ahead of the query, in encoders; `None` gives them that of keys behind it.
+        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
+        shared: Use one module for the whole stack.
+        ahead: Bias of keys ahead of the query, in encoders; `None` uses the bias of keys behind it.
     """
 
     gate_weight: nn.Parameter | None
@@ -37,7 +36,7 @@ class AdditiveBias(Scheme):
             nn.init.zeros_(self.gate_weight)
 
     def begin_fit(self) -> None:
-        """Put parameters where a regression of the bias begins well: the gate open."""
+        """Set parameters to a good start for a regression of the bias: an open gate."""
         if self.gate_weight is not None:
             nn.init.ones_(self.gate_weight)
         if self.ahead is not None:
@@ -48,7 +47,7 @@ class AdditiveBias(Scheme):
         raise NotImplementedError
 
     def gated_bias(self, block: Block, like: Tensor) -> Tensor:
-        """Return the bias as it is added, `[B|1, H, q, K]`, in dtype and on the device of the logits `like`."""
+        """Return the bias times its gate, `[B|1, H, q, K]`, in the dtype and on the device of the logits `like`."""
         bias = self.bias(block, like.dtype).to(like.device)
         if self.gate_weight is not None:
             bias = bias * self.gate_weight.to(like)[:, None, None]
@@ -66,11 +65,11 @@ class AdditiveBias(Scheme):
         return Nothing() if self.adds_nothing() else super().stock_equivalent()
 
     def adds_nothing(self) -> bool:
-        """Whether the bias is zero everywhere, with the parameters as they are."""
+        """Whether the bias is zero everywhere, with the current parameters."""
         return self.is_zero() and (self.ahead is None or self.ahead.is_zero())
 
     def is_zero(self) -> bool:
-        """Whether the bias is zero, with the parameters as they are; without that of `ahead`."""
+        """Whether the bias is zero with the current parameters, apart from `ahead`."""
         return self.gate_weight is not None and not bool(self.gate_weight.any())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
@@ -78,7 +77,7 @@ class AdditiveBias(Scheme):
 
 
 class DistanceBias(AdditiveBias):
-    """A bias that depends on the distance alone: one table `[H, distances]`, gathered; no matrix is ever stored."""
+    """A bias of the distance alone, gathered from a table `[H, distances]`; no matrix is stored."""
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias `[H, N]` at int64 distances `[N]` (query minus key; never negative in causal layers)."""
@@ -94,12 +93,12 @@ class DistanceBias(AdditiveBias):
             table = self.values(torch.arange(low, block.reach + 1, device=distance.device), dtype)
             flat = table.index_select(1, (distance - low).flatten())
         else:
-            # No more pairs than distances: one new token, or positions with large gaps (position skipping).
+            # There are no more pairs than distances: one new token, or positions with large gaps (position skipping).
             flat = self.values(distance.flatten(), dtype)
         return flat.view(-1, *distance.shape).transpose(0, 1)  # [B|1, H, q, K]
 
     def reach(self) -> int | None:
-        """Return the distance from which the bias no longer changes; `None` if it goes on changing."""
+        """Return the distance from which the bias is constant; `None` if there is none."""
         return None
 
     def stock_equivalent(self) -> Equivalent:
@@ -116,16 +115,10 @@ class DistanceBias(AdditiveBias):
         return Bias(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)
 
     def added_at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bias as it is added, `[H, N]`, at int64 distances `[N]`."""
+        """Return the bias times its gate, `[H, N]`, at int64 distances `[N]`."""
         far = distance.abs().max()
         block = Block(Positions(far.view(1, 1), far - distance[None]), reach=int(far))
         return self.gated_bias(block, torch.empty(0, dtype=dtype, device=distance.device))[0, :, 0]
-
-
-def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
-    """Raise `OptionError` unless the condition on an option holds."""
-    if not condition:
-        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
 
 
 def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:

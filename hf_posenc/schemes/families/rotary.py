@@ -1,4 +1,4 @@
-"""Shared by the schemes that rotate channel pairs: frequencies and angles."""
+"""Base classes of the schemes that rotate channel pairs: frequencies, angles and annealing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Positions
 from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
 from hf_posenc.structures import Rotation
 
 
 class RotaryScheme(Scheme):
-    """Rotations by angles proportional to positions, with the model's own frequencies where it has some.
+    """A rotation by angles proportional to positions, with the model's own frequencies if it has any.
 
     Args:
         geometry: Shape of the layer.
-        name: Of the scheme, for messages.
-        theta: Ratio of the wavelengths; `None` takes the model's own frequencies, else 10,000.
-        rotary_dim: Rotate only the first channels of each head; `None` is all that the frequencies cover.
-        gate: Multiply all angles by one learned factor, started at 0.
-        freeze: Which of the model's own frequencies, if it has two sets of them.
+        name: Name of the scheme, for messages.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
+        gate: Multiply all angles by one learned factor that starts at 0.
+        freeze: Choice of the model's own frequencies, if it has two sets of them.
     """
 
     reproduces = "rotary"
@@ -57,7 +57,8 @@ class RotaryScheme(Scheme):
             name,
             "rotary_dim",
             rotary_dim,
-            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is given too",
+            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is "
+            "given too",
         )
         if freeze == "long":
             require(
@@ -65,7 +66,8 @@ class RotaryScheme(Scheme):
                 name,
                 "freeze",
                 freeze,
-                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not given",
+                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not "
+                "given",
             )
             own = geometry.inv_freq_long
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
@@ -89,11 +91,11 @@ class RotaryScheme(Scheme):
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the angles at int64 positions `[B|1, S]`, each `[B|1, S, rotary_dim / 2]`.
 
-        They carry the model's own factor on rotated queries and keys, if it has one (YaRN, longrope).
+        They include the model's own factor on rotated queries and keys (YaRN, longrope).
 
         Args:
-            positions: Where the tokens stand.
-            dtype: float32 or float64.
+            positions: Positions of the tokens.
+            dtype: Dtype of the result, float32 or float64.
         """
         with torch.autocast(positions.device.type, enabled=False):
             place = positions.to(dtype)
@@ -102,12 +104,12 @@ class RotaryScheme(Scheme):
             return angles.cos() * length, angles.sin() * length
 
     def _length(self, like: Tensor) -> Tensor | float:
-        """Return the factor on rotated queries and keys: the model's own, as far as the gate is open."""
+        """Return the factor on rotated queries and keys: the model's own, to the degree that the gate is open."""
         whole = self.geometry.rotary_scaling if self._native else 1.0
         return whole if self.gate_weight is None else 1.0 + (whole - 1.0) * self.gate_weight.to(like)
 
     def rotated(self, positions: Positions, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, rotated by the angles at their positions."""
+        """Return queries and keys rotated by the angles at their positions."""
         precise = torch.promote_types(k.dtype, torch.float32)
         of_keys = self.cos_sin(positions.key.to(k.device), precise)
         same = positions.query is positions.key
@@ -119,7 +121,7 @@ class RotaryScheme(Scheme):
         )
 
     def rotation(self, layout: Layout) -> Rotation:
-        """Return what is done to queries and keys in a text, with the parameters as they are."""
+        """Return the rotation of queries and keys in a text, with the current parameters."""
         with torch.no_grad():
             like = torch.zeros(1, device="cpu")
             frequencies, factor = self.frequencies(like), float(self._length(like))
@@ -131,13 +133,13 @@ class RotaryScheme(Scheme):
 
 
 class Annealed(Scheme):
-    """A scheme of which a part is brought in little by little: by one number from 0 to 1, saved with the model."""
+    """A scheme that phases a part in, by one number from 0 to 1 that is saved with the model."""
 
     anneal: bool
     progress: Tensor | None
 
     def set_annealing(self, anneal: bool) -> None:
-        """Start the number at 0; or, without annealing, let it be 1 for good."""
+        """Start the number at 0, or, without annealing, fix it at 1."""
         self.anneal = anneal
         self.register_buffer("progress", torch.zeros(1) if anneal else None)
 
@@ -151,7 +153,7 @@ class Annealed(Scheme):
         return values if self.progress is None else values * self.progress.to(values)
 
     def anneal_to(self, progress: float) -> None:
-        """Set how much of the part is in, from 0 to 1.
+        """Set the share of the part that is in effect, from 0 to 1.
 
         Raises:
             OptionError: The number is out of range, or the scheme was built without `anneal=True`.
@@ -165,7 +167,7 @@ class Annealed(Scheme):
 
 
 def frozen_cautions(geometry: Geometry, name: str, freeze: Literal["short", "long"] = "short") -> list[str]:
-    """Return what to know of a scheme that takes over frequencies which the model would change as a sequence grows."""
+    """Return warnings about frozen frequencies that the model itself would change as a sequence grows."""
     limit = geometry.rotary_limit
     if limit is None:
         return []
@@ -173,8 +175,8 @@ def frozen_cautions(geometry: Geometry, name: str, freeze: Literal["short", "lon
         ("up to there", f"up to {limit} tokens") if freeze == "short" else ("beyond", f"beyond {limit} tokens")
     )
     return [
-        f"The model changes its rotary frequencies beyond {limit} tokens; {name} keeps those used {used}, so that keys in a "
-        f"cache stay right. The two are equal {equal} only."
+        f"The model changes its rotary frequencies beyond {limit} tokens; {name} keeps those used {used}, so that keys "
+        f"in a cache stay right. The two are equal {equal} only."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Shared by the additive schemes that have a form for images, see `GridBias`."""
+"""Base class of the additive schemes with a form for images."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.schemes._additive import DistanceBias
+from hf_posenc.schemes.families.additive import DistanceBias
 
 
 class GridBias(DistanceBias):
-    """A bias of the distance in a text, and of the offset on the grid of patches in an image (`Geometry(axes=2)`).
+    """A bias of the distance in texts, and of the offset between patches in images (`Geometry(axes=2)`).
 
-    In an image the token at position 0 is the class token, which stands nowhere: it has no bias as a query or as a key.
+    In an image the token at position 0 is the class token; it has no place and no bias, neither as a query nor as a
+    key.
     """
 
     def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the schemes that rotate blocks of channels by learned generators."""
+"""Base class of the schemes that rotate blocks of channels by learned generators."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
+from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes._additive import require
-from hf_posenc.schemes._generators import Planes, find_planes, plane_generators, rotate
-from hf_posenc.schemes._rotary import frozen_cautions
+from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate
+from hf_posenc.schemes.families.rotary import frozen_cautions
 from hf_posenc.structures import Equivalent, Rotation
 
-# The size of blocks that LieRE's authors found best.
+# The block size that LieRE's authors found best.
 _BLOCK = 8
 
 Init: TypeAlias = Literal["native", "zero", "official"]
-# Turns queries or keys `[B, G, R, S, W]`, float32 or wider, where R query heads share a kv head.
+# A rotation of queries or keys `[B, G, R, S, W]`, float32 or wider, where R query heads share a kv head.
 Turn: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class BlockRotary(Scheme):
-    """Queries and keys of a token are multiplied, block by block, by `exp(t A)` with a generator A per kv head and block.
+    """A rotation of queries and keys, block by block, by `exp(t A)` with a generator A per kv head and block.
 
-    A subclass has the parameters: it gives generators, and the time t of each token and block, by `flow`.
+    A subclass has the parameters; its `flow` returns the generators, and the time t of each token and block.
 
     Args:
         geometry: Shape of the layer.
-        name: Of the scheme, for messages.
-        axes: Coordinates of a token; `None` is that of the model.
-        block_size: Channels in a block; `None` is the largest size up to 8 that is allowed.
-        init: `"native"`, `"zero"` or `"official"`.
-        unit: Coordinates are divided by this where they meet the parameters; `None` is how far those that the model was trained on
-            go: the length of a text, or the side of a square of patches.
+        name: Name of the scheme, for messages.
+        axes: Number of coordinates of a token; `None` is that of the model.
+        block_size: Channels in a block; `None` is the largest allowed size up to 8.
+        init: Start: `"native"`, `"zero"` or `"official"`.
+        unit: Divisor of coordinates where they meet parameters; `None` is the trained extent: the length of a text, or
+            the side of a square of patches.
     """
 
     reproduces = "rotary"
@@ -57,7 +57,7 @@ class BlockRotary(Scheme):
         native = geometry.inv_freq if init == "native" else None
         width = geometry.head_dim if native is None else 2 * native.numel()
         self.axes = geometry.axes if axes is None else axes
-        # Of images there is a class token more, which rounding leaves out.
+        # Images have a class token too; rounding drops it.
         extent = round((geometry.max_positions or 1) ** (1 / geometry.axes))
         self.unit = float(extent if unit is None else unit)
         require(self.axes >= 1, name, "axes", axes, "at least 1")
@@ -70,22 +70,23 @@ class BlockRotary(Scheme):
         self._layout: Layout = "interleaved" if native is None else "half"
         self._count = width // self.block_size
         self._width = self._count * self.block_size if native is None else width
-        # Generators, and their planes; what is computed without gradients is computed once.
+        # Generators and their planes, kept from the last call without gradients.
         self._known: tuple[Tensor, Planes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": None}
 
     def block_sizes(self, width: int) -> tuple[list[int], str]:
-        """Return the block sizes that a head with so many channels allows, and the same in words."""
+        """Return the block sizes allowed for a head of `width` channels, and the same in words."""
         return [*range(2, width + 1, 2)], f"an even number from 2 to {width}, the channels of a head that can turn"
 
     def flow(self, coords: Tensor) -> tuple[Tensor, Tensor]:
-        """Return generators `[G, m, b, b]`, and times `[B|1, S, m|1]` at coordinates `[B|1, S, axes]`; all float64."""
+        """Return generators `[G, m, b, b]` and times `[B|1, S, m|1]` at coordinates `[B|1, S, axes]`; all float64."""
         raise NotImplementedError
 
     def native_generators(self, device: torch.device) -> Tensor:
-        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero if it has none, or if it is kept."""
+        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without `init="native"` or
+        rotation."""
         size = self._count * self.block_size // 2
         if self._native is None:
             return plane_generators(torch.zeros(size, dtype=torch.float64, device=device), self.block_size)
@@ -106,12 +107,12 @@ class BlockRotary(Scheme):
         return torch.cat((turned, x[..., self._width :]), dim=-1) if self._width < x.shape[-1] else turned
 
     def rotation(self, positions: Tensor, coords: Tensor | None, like: Tensor) -> Turn:
-        """Return the rotation of queries or keys `[B, G, R, S, W]` of tokens.
+        """Return the rotation of queries or keys `[B, G, R, S, W]`.
 
         Args:
-            positions: int64 `[B|1, S]`.
-            coords: `[B|1, S, axes]`; `None` in a text.
-            like: Has the dtype of queries and keys.
+            positions: Positions of the tokens, int64 `[B|1, S]`.
+            coords: Coordinates of the tokens, `[B|1, S, axes]`; `None` in a text.
+            like: Tensor with the dtype of queries and keys.
         """
         if coords is None:
             coords = positions[..., None].expand(*positions.shape, self.axes)
@@ -122,10 +123,10 @@ class BlockRotary(Scheme):
         """Return the rotation by `exp(t A)`.
 
         Args:
-            generators: A, float64 `[G, m, b, b]`.
-            times: t, float64 `[B|1, S, m|1]`.
-            first: Coordinates on the first axis, which turn the channels of no block, float64 `[B|1, S]`.
-            like: Has the dtype of queries and keys.
+            generators: Generators A, float64 `[G, m, b, b]`.
+            times: Times t, float64 `[B|1, S, m|1]`.
+            first: Coordinates on the first axis, float64 `[B|1, S]`; they turn the channels outside of blocks.
+            like: Tensor with the dtype of queries and keys.
         """
         if self.block_size == 2:
             return self.turning(times[:, None] * generators[:, None, :, 1, 0], first, like)
@@ -135,13 +136,13 @@ class BlockRotary(Scheme):
         return lambda x: rotate(x, generators, times, planes, cos, sin)
 
     def turning(self, angles: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation of channel pairs, given the angles of those in blocks, float64 `[B|1, G, S, m * b / 2]`."""
+        """Return the rotation of channel pairs, given angles of pairs in blocks, float64 `[B|1, G, S, m * b / 2]`."""
         turn = rotate_halves if self._layout == "half" else rotate_neighbours
         cos, sin = (part[:, :, None] for part in self.cos_sin(angles, first, like))
         return lambda x: turn(x, cos, sin)
 
     def cos_sin(self, angles: Tensor, first: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of angles, and of those of channels in no block, with the model's own factor."""
+        """Return cosine and sine of angles, then of channels outside of blocks, times the model's own factor."""
         scaling = 1.0
         if self._native is not None:
             scaling = self.geometry.rotary_scaling
@@ -151,7 +152,7 @@ class BlockRotary(Scheme):
         return (angles.cos() * scaling).to(precise), (angles.sin() * scaling).to(precise)
 
     def planes(self, generators: Tensor) -> Planes:
-        """Return the planes of generators; without gradients they are those of the last call, if the generators are."""
+        """Return the planes of generators; without gradients, equal generators reuse the planes of the last call."""
         if torch.is_grad_enabled():
             return find_planes(generators, self._width, self._layout)
         known = self._known
@@ -160,16 +161,16 @@ class BlockRotary(Scheme):
         return known[1]
 
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Return what queries and keys undergo in a text, as a plain rotation in another basis.
+        """Return the rotation of queries and keys in a text as a plain rotation in another basis.
 
-        The tokens of a text have their position on every axis, where all these schemes are `V turn(p) V.T`, with an
-        orthogonal V per kv head that does not depend on the position p. Since `V.T V` is the identity, `V.T` may as well be
-        multiplied into the projections of queries and keys. The factor `geometry.rotary_scaling` is not in it.
+        Tokens of a text have their position on every axis. There all these schemes are `V turn(p) V.T`, with an
+        orthogonal V per kv head that does not depend on the position p. Since `V.T V` is the identity, `V.T` can be
+        multiplied into the projections of queries and keys. The factor `geometry.rotary_scaling` is left out.
 
         Returns:
-            Angles per position, of D / 2 planes of each kv head, float64 `[G, D / 2]`, some of them zero or negative; and V,
-            float64 `[G, D, D]`: its rows are channels of the head, its columns the first axes of all planes, then the second
-            axes, as transformers' Llama pairs channels.
+            Angles per position of the D / 2 planes of each kv head, float64 `[G, D / 2]`, possibly zero or negative;
+            and V, float64 `[G, D, D]`: rows are channels of the head, columns are the first axes of all planes, then
+            the second axes, as transformers' Llama pairs channels.
 
         Raises:
             ExportError: The heads have an odd number of channels.
@@ -209,10 +210,11 @@ class BlockRotary(Scheme):
             if native_kept:
                 found.append(
                     f"{self._name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
-                    "init='zero' beside a kept native encoding."
+                    "init='zero' with a kept native encoding."
                 )
         elif native_kept and self.geometry.inv_freq is not None:
             found.append(
-                f"Beside the kept rotation, {self._name} sees more than distances once it is trained: the two do not commute."
+                f"With a kept rotation, {self._name} sees more than distances once it is trained: the two do not "
+                "commute."
             )
         return found

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 
 class _Weights(nn.Module):
-    """Weight and bias of a linear layer that adapters and quantizers, which look for `nn.Linear`, leave alone.
+    """Weight and bias of a linear layer that adapters and quantizers, which look for `nn.Linear`, do not replace.
 
-    They would put something else in its place, which a scheme that reads weight and bias cannot use. Same names, same start.
+    A scheme that reads weight and bias could not use the replacement. Names and start are those of `nn.Linear`.
 
     Args:
         in_features: Width of the input.
         out_features: Width of the output.
-        bias: Have one.
+        bias: Add a bias.
     """
 
     bias: Tensor
@@ -44,9 +44,9 @@ class Linear(_Weights):
 
 
 class LentLinear(_Weights):
-    """A linear layer that lends its weight `[out, in]` and bias `[out]` to who calls it.
+    """A linear layer whose call returns its weight `[out, in]` and bias `[out]`.
 
-    They are not read from outside, since what puts weights away (accelerate's offloading) brings them back for a call.
+    Callers must not read the attributes: offloading (accelerate) restores weights only for the time of a call.
     """
 
     def forward(self) -> tuple[Tensor, Tensor]:
