@@ -222,8 +222,8 @@ class Kind:
         patched = any(map(surgery.is_patched, given))
         if self.tuner is None and patched:
             raise OptionError(
-                f"{self.stock.__name__} puts layers of its own in place of attentions, which have the positional scheme. "
-                "Use another kind of adapter, LoRA for instance."
+                f"{self.stock.__name__} puts layers of its own in place of attentions, which have the positional "
+                "scheme. Use another kind of adapter, LoRA for instance."
             )
         ours = self.tuner is not None and (patched or any(map(_ours, given)))
         return (self.tuner if ours else self.stock)(*args, **kwargs)

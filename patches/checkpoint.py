@@ -1,9 +1,9 @@
 """Converted checkpoints on disk: what is written beside the weights so that they load right, or not at all.
 
 A converted model has a model type of its own, so that `AutoModel` without this package refuses it. A second lock is put
-into config.json for those who name a stock class: one field holds a value that the class rejects, its true value is kept
-under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package. The header of every file of
-weights holds the digest of the record, so that an edited record is noticed where all shapes still fit.
+into config.json for those who name a stock class: one field holds a value that the class rejects, its true value is
+kept under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package. The header of every
+file of weights holds the digest of the record, so that an edited record is noticed where all shapes still fit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PosencConfig:
             self.posenc_locked = self.posenc.pop("locked")
         elif getattr(self, field) == refused:
             raise CheckpointError(
-                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore config.json "
-                "from the original checkpoint, or convert the model again."
+                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore "
+                "config.json from the original checkpoint, or convert the model again."
             )
         if "posenc_locked" in vars(self):
             setattr(self, field, copy.deepcopy(self.posenc_locked))
@@ -155,7 +155,8 @@ def write_companions(
 
 
 def _order_metadata(path: Path) -> None:
-    """Sort the metadata of a file of ours: safetensors writes them in any order, and equal models should give equal files.
+    """Sort the metadata of a file of ours: safetensors writes them in any order, and equal models should give equal
+    files.
 
     The few bytes are replaced by as many, in one write near the beginning of the file, which is valid before and after.
     """
@@ -286,21 +287,23 @@ def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> di
         config: The config that came with them.
 
     Raises:
-        CheckpointError: A file is none of safetensors, is missing, truncated or outside of the checkpoint, or was saved with another
-            record than the config has.
+        CheckpointError: A file is none of safetensors, is missing, truncated or outside of the checkpoint, or was saved
+            with another record than the config has.
     """
     for name in shards:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
             raise CheckpointError(
-                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore model.safetensors.index.json."
+                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore "
+                "model.safetensors.index.json."
             )
     found: dict[str, Stored] = {}
     stamps: dict[str, str | None] = {}
     for path in files:
         if not str(path).endswith(".safetensors"):
             raise CheckpointError(
-                f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be neither checked "
-                "before they are read, nor told to belong to config.json. Save the model anew with save_pretrained."
+                f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be "
+                "neither checked before they are read, nor told to belong to config.json. Save the model anew with "
+                "save_pretrained."
             )
         try:
             with safe_open(path, framework="pt") as file:
@@ -317,9 +320,9 @@ def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> di
     for path, stamp in stamps.items():
         if stamp not in known:
             raise CheckpointError(
-                f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of both was "
-                "changed or replaced after saving. Restore config.json and the weights from the original checkpoint, or convert "
-                "the model again."
+                f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of "
+                "both was changed or replaced after saving. Restore config.json and the weights from the original "
+                "checkpoint, or convert the model again."
             )
     return found
 
@@ -358,7 +361,8 @@ def check_complete(
 _REMEDIES = (
     (
         "misses",
-        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, too, the file is "
+        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, "
+        "too, the file is "
         "incomplete, or the weights are those of an unconverted model: save it anew",
     ),
     ("has unknown", "config.json and the weights do not belong together: restore both"),

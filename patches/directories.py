@@ -33,8 +33,8 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
     """Raise one clear error where what is written to a place does not fit.
 
     Args:
-        place: What is written.
-        needed: How many bytes it takes, if that is known.
+        place: The file or directory that is written.
+        needed: Its size in bytes, if known.
 
     Raises:
         StorageError: The disk or the quota is full, or a file is larger than the limit on files.
@@ -50,8 +50,8 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
         near = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
         need = "" if needed is None else f", about {needed / 1e6:,.1f} MB needed"
         raise StorageError(
-            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make room, raise the "
-            "limit, or choose another disk, and try again."
+            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make "
+            "room, raise the limit, or choose another disk, and try again."
         ) from error
 
 
@@ -72,7 +72,7 @@ def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[P
 
     Args:
         out: A directory, which need not be there; what it holds of other names stays.
-        needed: How many bytes are written.
+        needed: Number of bytes that are written.
         stale: Names of files that are removed from `out` where there is no new one.
 
     Raises:

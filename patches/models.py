@@ -47,8 +47,8 @@ class PosencModel:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         attach_recorded(of_model(self), self)  # type: ignore[arg-type]
-        # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers ask the
-        # other list which modules to leave alone, and both lists may hold no name twice.
+        # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
+        # ask the other list which modules to leave alone, and both lists may hold no name twice.
         parts = {part for name in self.state_dict() for part in name.split(".")}  # type: ignore[attr-defined]
         own = parts & {surgery.OWN, surgery.SHARED}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
@@ -69,7 +69,8 @@ class PosencModel:
     def is_custom_code(cls) -> bool:
         """Return whether weights are drawn without looking whether they are loaded, as foreign code may; not here.
 
-        Otherwise transformers skips modules without parameters of their own, from which stock models draw those of others.
+        Otherwise transformers skips modules without parameters of their own, from which stock models draw those of
+        others.
         """
         return False
 
@@ -88,12 +89,12 @@ class PosencModel:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a converted checkpoint, as `PreTrainedModel.from_pretrained` does, or raise if it is not whole.
 
-        Names, shapes and the digest of the record are read from the headers of the files, and compared with the config, before any
-        weight is. Heads that the checkpoint was not saved with are made anew, as in transformers.
+        Names, shapes and the digest of the record are read from the headers of the files, and compared with the config,
+        before any weight is. Heads that the checkpoint was not saved with are made anew, as in transformers.
 
         Raises:
-            CheckpointError: The checkpoint is truncated, of a newer format, names an unknown scheme, does not hold exactly the
-                parameters that the model has, or was saved with another record than config.json has.
+            CheckpointError: The checkpoint is truncated, of a newer format, names an unknown scheme, does not hold
+                exactly the parameters that the model has, or was saved with another record than config.json has.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         try:
@@ -138,17 +139,20 @@ class PosencModel:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save the converted model, or its adapter, with stub and model card, as `PreTrainedModel.save_pretrained` does.
+        """Save the converted model, or its adapter, with stub and model card, as `PreTrainedModel.save_pretrained`
+        does.
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
-            StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be uploaded.
+            StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be
+                uploaded.
         """
         surgery.check_record(of_model(self), self)
-        # A stock checkpoint may have had other names for its weights; those of the patched class have always been these.
+        # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
-        folder, size = Path(save_directory), sum(parameter.nbytes for parameter in self.parameters())  # type: ignore[attr-defined]
-        # A folder that is uploaded under its name, or that other processes write too, is written as it is.
+        folder, parameters = Path(save_directory), self.parameters()  # type: ignore[attr-defined]
+        size = sum(parameter.nbytes for parameter in parameters)
+        # A folder that is uploaded under its name, or that other processes write too, is written in place.
         is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         in_place = bool(args or is_shared or folder.is_file() or kwargs.get("push_to_hub"))
         undo = surgery.Undo()
@@ -219,7 +223,8 @@ class Binding(HfQuantizer):
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
-    """Raise unless what is about to be loaded is what a model asks for; by the headers of the files, before they are read.
+    """Raise unless what is about to be loaded is what a model asks for; by the headers of the files, before they are
+    read.
 
     Args:
         model: Just built, without values.
@@ -355,8 +360,8 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
         strengths.native != 1 and not architecture.native_fades
     ):
         raise CheckpointError(
-            f"config.json has the {architecture.native} of {architecture.name} kept in some layers only, or at part of its strength, "
-            f"which it cannot be. {_RESTORE}"
+            f"config.json has the {architecture.native} of {architecture.name} kept in some layers only, or at part of "
+            f"its strength, which it cannot be. {_RESTORE}"
         )
     surgery.swap_classes(undo, architecture, model, layers)
     for group in groups:
@@ -366,13 +371,13 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
             raise CheckpointError(f"config.json has a scheme where it cannot be. {error} {_RESTORE}") from error
         except OptionError as error:
             raise CheckpointError(
-                f"config.json gives the scheme {group.scheme!r} an option that it does not take. {error} Upgrade hf-posenc, "
-                "or restore config.json."
+                f"config.json gives the scheme {group.scheme!r} an option that it does not take. {error} Upgrade "
+                "hf-posenc, or restore config.json."
             ) from error
         except UnknownSchemeError as error:
             raise CheckpointError(
-                f"The checkpoint uses the scheme {group.scheme!r}, which this installation does not know. {error} Upgrade "
-                "hf-posenc, or import the module that registers the scheme before loading."
+                f"The checkpoint uses the scheme {group.scheme!r}, which this installation does not know. {error} "
+                "Upgrade hf-posenc, or import the module that registers the scheme before loading."
             ) from error
         surgery.attach(undo, architecture, model, group, built)
     surgery.set_strengths(undo, architecture, model, strengths)

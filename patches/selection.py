@@ -97,8 +97,8 @@ def divide(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> tuple
         else:
             name, layer = sorted(theirs & ours)[0]
             raise LayerSelectionError(
-                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers layers "
-                "outside this selection. Select all of its layers or none of them, or unpatch first."
+                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers "
+                "layers outside this selection. Select all of its layers or none of them, or unpatch first."
             )
     return kept, replaced
 

@@ -1,7 +1,7 @@
-"""The operation itself: swap classes on the instance, attach schemes, and undo it.
+"""Changes to a model: swap the classes of its modules, attach schemes, and undo both.
 
-Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where replaced
-methods do not.
+Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where
+replaced methods do not.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
     if twin is None:
         raise ArchitectureError(
             f"Expected a {architecture.attention.__name__} or another stock module of {architecture.name}, found "
-            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a quantisation "
-            "with fused attention, or another patch). Load it plainly, patch it, then apply the other change."
+            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a "
+            "quantisation with fused attention, or another patch). Load it plainly, patch it, then apply the other "
+            "change."
         )
     if "forward" in vars(target) and "_old_forward" not in vars(target):
         raise ArchitectureError(
@@ -203,8 +204,8 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
         count = len(architecture.attentions(body))
         if len(built[name]) < count and built[name][part.layers[0]].overrides("embed"):
             raise LayerSelectionError(
-                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all {count} layers, "
-                f"got {len(built[name])}. Leave out layers=."
+                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all "
+                f"{count} layers, got {len(built[name])}. Leave out layers=."
             )
     return built
 
@@ -335,10 +336,10 @@ def check_record(architecture: Architecture, model: Any) -> None:
     }
     if named != patched:
         raise ArchitectureError(
-            f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and {len(patched)} have "
-            "one, or others do: layers were cut, added or moved after the patch, or another model, made from the same config object, "
-            "was patched or unpatched. Cut layers first and patch then; make each model from a config of its own, "
-            "copy.deepcopy(config)."
+            f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and "
+            f"{len(patched)} have one, or others do: layers were cut, added or moved after the patch, or another "
+            "model, made from the same config object, was patched or unpatched. Cut layers first and patch then; make "
+            "each model from a config of its own, copy.deepcopy(config)."
         )
 
 

@@ -101,8 +101,9 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
 class PosencViTModel(PosencBody, PosencModel, ViTModel):
     """The class token is at position 0, the patches follow row by row.
 
-    A patch has its row and column on the grid as coordinates, counted in patches from 0; the class token has (0, 0), at which
-    nothing is rotated. `position_coords` in the forward replaces them, `[B|1, 1 + patches, 2]`, the class token's first.
+    The coordinates of a patch are its row and column on the grid, counted from 0; the class token has (0, 0), where
+    nothing is rotated. The argument `position_coords` of the forward, `[B|1, 1 + patches, 2]`, replaces them; the class
+    token comes first.
     """
 
     posenc_stock = ViTModel
@@ -136,8 +137,8 @@ class PosencViTModel(PosencBody, PosencModel, ViTModel):
         free = vars(self.embeddings).get("posenc_removed") and (height, width) != tuple(self.embeddings.image_size)
         if free and (rows * patch[0], columns * patch[1]) != (height, width):
             raise ShapeError(
-                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x {patch[1]}. Resize "
-                "or pad them."
+                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x "
+                f"{patch[1]}. Resize or pad them."
             )
         return rows, columns
 
@@ -183,10 +184,10 @@ class PosencViTForMaskedImageModeling(PosencModel, ViTForMaskedImageModeling):
 
 
 class ViT(Architecture):
-    """ViT models with any head. The table enters once, before the first layer, so it is there for all or for none.
+    """ViT models with any head. The table enters once, before the first layer, so all layers have it or none.
 
-    Without it images have any size that is a multiple of the patch size; with it, `interpolate_pos_encoding` is needed for
-    other sizes than the trained one, as in transformers.
+    Without the table, images have any size that is a multiple of the patch size; with it, sizes other than the trained
+    one need `interpolate_pos_encoding`, as in transformers.
     """
 
     name = "vit"
