@@ -148,9 +148,8 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
     if geometry.rotary_limit is not None:
         raise unfit(
             layer,
-            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, beside layers that have others. The "
-            "scheme "
-            "'rope' freezes them; patch these layers with it",
+            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. The "
+            "scheme 'rope' freezes them; patch these layers with it",
         )
     native = _native_rotation(geometry, layer.native)
     return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)
@@ -170,8 +169,7 @@ def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
         raise unfit(
             layer,
             "turns queries and keys in other planes than the model's own rotation, which was kept and comes after: no "
-            "one "
-            "rotation does both. Patch with native='remove'",
+            "one rotation does both. Patch with native='remove'",
         )
     return Rotation(first.frequencies + second.frequencies, second.basis)
 
@@ -192,7 +190,7 @@ def _check_width(needed: int, own: int, allowed: int | None) -> None:
     raise ExportError(
         "Cannot export: a stock model turns all heads of all layers by the same frequencies, and here they differ: "
         f"{needed // 2} distinct ones in all, where a head has planes for {own // 2}{said}. Heads with {needed} "
-        f"channels in place of {own}, most of them zero, would hold all; the projections of attention and the "
+        f"channels instead of {own}, most of them zero, would hold all; the projections of attention and the "
         f"key/value cache would be {needed / own:g} times as large. Pass max_head_dim={needed} (--max-head-dim) if "
         "that is worth it."
     )
