@@ -1,4 +1,4 @@
-"""What hf_posenc needs to know of an architecture, and the table of those it knows."""
+"""The description of an architecture, and the table of known ones."""
 
 from __future__ import annotations
 

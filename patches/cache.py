@@ -26,8 +26,8 @@ class _TokenState(CacheLayerMixin):
 
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
-    # Of each layer of the cache that has recent state: how many tokens it holds, and of how many it has that state. One
-    # object for all layers, so that the first one to be cropped can refuse for all.
+    # For each layer with recent state: the number of its tokens, and of those with that state. All layers share one
+    # dict, so that the first layer to be cropped can refuse for all.
     memories: dict[int, tuple[int, int]]
     index: int
 

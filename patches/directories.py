@@ -27,7 +27,7 @@ _FULL = {
     errno.EDQUOT: "the quota is used up",
     errno.EFBIG: "a file would be larger than the limit on files (ulimit -f)",
 }
-# What safetensors raises has the number in its words, and torch.save says no more than that it could not write.
+# safetensors puts the number into its message; torch.save says only that it could not write.
 _WORDS = re.compile(r"os error (\d+)|PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")
 
 

@@ -60,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Strengths:
-    """How far a model is on the way from its own encoding to its schemes.
+    """The strengths of a model's own encoding and of its schemes.
 
     Attributes:
         native: Strength of the model's own encoding, where it is kept: 1 is full, 0 is none.

@@ -1,4 +1,4 @@
-"""The patched behaviour that all architectures share: of attention modules and of bodies."""
+"""The patched behaviour of attention modules and bodies that all architectures share."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def without_context(module: object) -> NotPatchedError:
 
 
 class PosencAttention:
-    """Mixin of patched attention modules: runs the seams around what the architecture projects."""
+    """Mixin of patched attention modules: calls the scheme's seams around the architecture's projections."""
 
     posenc_group: int
     posenc_keeps_native: bool
@@ -241,7 +241,7 @@ class LayerCall:
         if self.mask is None:
             return Mask("slots" if self.causal and queries > 1 else "all")
         if self.causal and self.context.real is not None and keys == queries:
-            # What the mask was made of says the same, and in which order keys lie.
+            # The padding and the order of slots say the same as the mask that was made from them.
             return Mask("slots", keep=self.context.real[:, None, None])
         return from_tensor(self.mask, rule="all", batch=batch, heads=heads, q=queries, k=keys)
 

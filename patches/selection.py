@@ -1,4 +1,4 @@
-"""Which stacks and layers a call of `patch` means, and how that fits with earlier calls."""
+"""The stacks and layers that a call of `patch` selects, and their division between calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_posenc.errors import LayerSelectionError
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import Group
 
-# Which layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
+# A selection of layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
 Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
 
 

@@ -242,7 +242,7 @@ class ViT(Architecture):
             axes=2,
             max_positions=table.shape[0],
             native=NativeTable("learned", table),
-            # How large patches are embedded depends on the images; the table is as large as what should take its place.
+            # The size of embedded patches depends on the images, so the size of the table stands for it.
             embedding_rms=embedding_rms(table),
         )
 

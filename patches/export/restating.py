@@ -253,7 +253,7 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
             "original_max_position_embeddings": 1,
         }
     # The one type that takes any frequencies: a factor for each, the same at all lengths.
-    # As transformers computes them, in float32.
+    # In float32, as transformers computes them.
     wavelengths = (theta ** (torch.arange(0, folded.width, 2).float() / folded.width)).double()
     factors = (1 / (folded.frequencies.clamp_min(_STILL) * wavelengths)).tolist()
     return {
@@ -283,7 +283,7 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
             raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
     table, geometry = _table(draft, stack), stack.geometries[0]
     own = table.detach().double().cpu().view(-1, geometry.hidden_size)
-    layer = stack.layers[0]  # What enters before the first layer is the same for all.
+    layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
     added = layer.added if isinstance(layer.added, PositionTable) else None
     limits = ([len(own)] if layer.native else []) + ([added.limit] if added is not None and added.limit else [])
     rows = min(limits, default=len(own)) if max_positions is None else max_positions

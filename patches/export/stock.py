@@ -38,7 +38,7 @@ class Export:
 
     @property
     def memory_factor(self) -> float:
-        """How many times as large the projections of attention and the key/value cache are."""
+        """Growth factor of the attention projections and of the key/value cache."""
         return self.head_dim / self.head_dim_before
 
     def __str__(self) -> str:
