@@ -121,7 +121,7 @@ def advise(
     kept: list[Group],
     built: dict[str, dict[int, Scheme]],
 ) -> list[str]:
-    """Return what a user should know before patching."""
+    """Return the warnings of a patch."""
     found = []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
@@ -169,7 +169,7 @@ def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chose
 
 
 def refuse_wrapped(model: object) -> None:
-    """Raise if the model is inside a wrapper, which would keep running what it wrapped."""
+    """Raise if the model is inside a wrapper, which would keep running the unpatched model."""
     advice = "Patch the plain model first, then wrap it."
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
@@ -180,7 +180,7 @@ def refuse_wrapped(model: object) -> None:
         raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
     for name, module in model.named_modules():
         kinds = _class_names(module)
-        # Compiled code goes on computing what it was compiled from.
+        # Compiled code would keep the old behaviour.
         if _OPTIMIZED in kinds or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"whose {name.removesuffix('._orig_mod')} is compiled" if name else "compiled"
             raise WrappedModelError(f"Got a model {what} with torch.compile. {advice}")

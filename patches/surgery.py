@@ -112,7 +112,7 @@ def all_or_nothing() -> Iterator[Undo]:
 
 
 def remember(undo: Undo, model: nn.Module) -> None:
-    """Remember all of a model but the values themselves, for another library that changes it in its own way."""
+    """Remember a model, except for values of parameters, before another library changes it."""
     kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
     values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -178,7 +178,7 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
     Raises:
         PosencError: The scheme is unknown, or cannot be built for these layers.
     """
-    # Under `torch.device("meta")` the schemes of a model that has values would have none.
+    # Without this, `torch.device("meta")` around the call would leave the schemes without values.
     where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
     built: dict[str, dict[int, Scheme]] = {}
     for name, body in architecture.stacks(model).items():
@@ -259,7 +259,7 @@ def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layer
 
 
 def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
-    """Give the layers whose scheme carries something on their patched class, and the others their stock class back.
+    """Give layers whose scheme carries state their patched class, and all others their stock class.
 
     The name of a layer's class tells accelerate what must not be split between devices.
     """
@@ -291,7 +291,7 @@ def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body
 
 
 def set_strengths(undo: Undo, architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
-    """Set how strong the model's own encoding and the schemes are, in everything that reads it."""
+    """Set the strengths of the model's own encoding and of the schemes, in all modules that read them."""
     for body in architecture.stacks(model).values():
         for module in (body, *architecture.swapped(body)):
             if is_patched(module):
@@ -308,14 +308,14 @@ def release(undo: Undo, architecture: Architecture, body: nn.Module, layers: set
 
 
 def restore(undo: Undo, target: Any) -> None:
-    """Give an object its stock class back, and take away what patching left on it."""
+    """Restore the stock class of an object, and remove the attributes of the patch."""
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
         undo.unset(target, name)
     undo.swap_class(target, stock_class(type(target)))
 
 
 def check_record(architecture: Architecture, model: Any) -> None:
-    """Raise unless the layers of a model that are patched are those that its config names, each in its group.
+    """Raise unless a model's patched layers are those that its config names, each in its group.
 
     Raises:
         ArchitectureError: They differ.

@@ -129,11 +129,11 @@ class PosencViTModel(PosencBody, PosencModel, ViTModel):
         return self.hand_down(call, self.context(positions, length - 1, real, coords))
 
     def grid(self, pixels: Tensor) -> tuple[int, int]:
-        """Return how many rows and columns of patches images have."""
+        """Return the numbers of rows and columns of patches."""
         height, width = pixels.shape[-2:]
         patch: tuple[int, int] = tuple(self.embeddings.patch_embeddings.patch_size)
         rows, columns = height // patch[0], width // patch[1]
-        # With the table there, the size is for transformers to judge.
+        # With the table, transformers checks the size.
         free = vars(self.embeddings).get("posenc_removed") and (height, width) != tuple(self.embeddings.image_size)
         if free and (rows * patch[0], columns * patch[1]) != (height, width):
             raise ShapeError(

@@ -134,7 +134,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
 
 
 def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
-    """Return all that turns queries and keys in a layer."""
+    """Return the total rotation of queries and keys in a layer."""
     if not isinstance(layer.added, Nothing | Rotation):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
     if isinstance(layer.added, Rotation) and layer.strength != 1:
@@ -156,7 +156,7 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
 
 
 def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
-    """Return the model's own rotation at part of its strength, which is by smaller angles."""
+    """Return the model's own rotation, with angles scaled by its strength."""
     assert geometry.inv_freq is not None
     frequencies = strength * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
     factor = 1 + strength * (geometry.rotary_scaling - 1)
@@ -164,7 +164,7 @@ def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
 
 
 def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
-    """Return two rotations after each other, which must turn the same planes."""
+    """Compose two rotations, which must turn the same planes."""
     if not torch.equal(first.basis, second.basis):
         raise unfit(
             layer,
@@ -271,13 +271,13 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
 
 
 def _table(draft: Draft, stack: Stack) -> Tensor:
-    """Return the parameter that is the table of a stack's own encoding."""
+    """Return the parameter with the table of a stack's own encoding."""
     (table,) = draft.architecture.native_parameters(stack.body)
     return table
 
 
 def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) -> None:
-    """Write what a scheme adds to the embeddings into the model's own table of positions."""
+    """Write a scheme's vectors per position into the model's own table of positions."""
     for layer in stack.layers:
         if not isinstance(layer.added, Nothing | PositionTable):
             raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
@@ -339,7 +339,7 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
 
 
 def _reach(layer: Layer, max_positions: int | None) -> int:
-    """Return the distance from which the bias of a layer may be taken to be constant."""
+    """Return the distance from which the bias of a layer counts as constant."""
     if isinstance(layer.added, Nothing):
         return 0
     if not isinstance(layer.added, StockBias):
