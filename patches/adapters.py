@@ -32,7 +32,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import refuse_wrapped
 
-# Begins the name of each type; and is a task that PEFT's own classes refuse, if somebody changes the type.
+# Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
 _SCHEMES = {surgery.OWN, surgery.SHARED}
 
@@ -42,9 +42,9 @@ class PosencAdapter:
     """Mixin of the configurations of adapters on converted models.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
-        base_weights: The fingerprint of the weights under the adapter, taken from the model.
-        any_base: Whether the adapter is loaded over other weights, too.
+        posenc: Record of the schemes, as in the config of a converted model; taken from the model at each save.
+        base_weights: Fingerprint of the weights under the adapter, taken from the model.
+        any_base: Whether other base weights are accepted.
     """
 
     posenc: dict[str, Any] | None = field(default=None, metadata={"help": "The schemes; taken from the model."})
@@ -53,8 +53,8 @@ class PosencAdapter:
 
     def __post_init__(self) -> None:
         self._model_config: Any = None
-        # An adapter that is read from a folder waits for its weights, may know where they are, and can take back what
-        # it did to the model.
+        # For an adapter that is read from a folder: whether its weights are still to come, their path if known, and a
+        # function that takes back its changes to the model.
         self._pending = self.posenc is not None
         self._weights: Path | None = None
         self._undo: Callable[[], None] | None = None
@@ -72,7 +72,7 @@ class PosencAdapter:
 
     @property
     def saved(self) -> list[str]:
-        """The ends of the names of the modules that the adapter has weights of its own for."""
+        """Suffixes of the names of modules that are trained and saved as a whole."""
         return list(getattr(self, "modules_to_save", None) or ())
 
     @property
@@ -87,21 +87,21 @@ class PosencAdapter:
         return targets is not None and not targets and not parameters and self.has_schemes
 
     def follow(self, model_config: Any) -> None:
-        """Keep to the schemes of a model from now on: its native encoding may fade and be dropped in the training."""
+        """Save the schemes as they are in a model by then: training may fade and drop its native encoding."""
         self.posenc = copy.deepcopy(model_config.posenc)
         self._model_config = model_config
 
     def settle(self) -> None:
-        """Note that the weights of a saved adapter are those that go with it."""
+        """Note that the weights of a saved adapter are checked and loaded."""
         self._pending, self._undo = False, None
 
     def take_back(self) -> None:
-        """Take back what a saved adapter that cannot be loaded has done to the model."""
+        """Take back the changes that an adapter made to the model, after its loading failed."""
         if self._undo is not None:
             self._undo()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `adapter_config.json` holds, with the schemes as they are now."""
+        """Return the content of `adapter_config.json`, with the current schemes."""
         now = getattr(self._model_config, "posenc", None)
         if now is not None:
             self.posenc = copy.deepcopy(now)
@@ -114,7 +114,7 @@ class PosencAdapter:
         return found
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`, and bind the weights beside it to it.
+        """Write `adapter_config.json`, and bind the weights in the folder to it.
 
         Raises:
             CheckpointError: The weights are pickled.
@@ -146,15 +146,14 @@ class PosencAdapter:
 class PosencLoraConfig(PosencAdapter, LoraConfig):
     """LoRA on a converted model, with the scheme's own weights in the same adapter.
 
-    Used as `LoraConfig`, on a model that was patched before. What the adapter's `adapter_config.json` then holds
-    converts the stock model that it is loaded onto; merging gives a converted model. All weights of the schemes are
-    trained, by way of `modules_to_save`, and LoRA is kept out of them. With `target_modules=[]` there is no LoRA, and
-    they alone are trained.
+    Use it as `LoraConfig`, on a patched model. The saved adapter converts the stock model that it is loaded onto;
+    merging gives a converted model. All weights of the schemes are trained, through `modules_to_save`, without LoRA on
+    them. With `target_modules=[]` there is no LoRA, and only the schemes are trained.
 
     Attributes:
-        posenc: What a converted model's config keeps of its schemes; taken from the model whenever it is saved.
-        base_weights: The fingerprint of the weights under the adapter, taken from the model.
-        any_base: Whether the adapter is loaded over other weights, too.
+        posenc: Record of the schemes, as in the config of a converted model; taken from the model at each save.
+        base_weights: Fingerprint of the weights under the adapter, taken from the model.
+        any_base: Whether other base weights are accepted.
     """
 
 
@@ -165,7 +164,7 @@ class PosencTuner:
     peft_config: dict[str, Any]
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Put one more adapter in; all of a model's adapters have the same schemes."""
+        """Put an adapter into the model; all of its adapters have the same schemes."""
         with surgery.all_or_nothing() as undo:
             config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name], undo)
             surgery.remember(undo, model)
@@ -178,10 +177,10 @@ class PosencTuner:
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):
-            # What PEFT calls an adapter that may do without targets; what is saved stays as it was given.
+            # PEFT accepts an adapter without targets under this name; the saved config keeps the given targets.
             peft_config = copy.copy(peft_config)
             peft_config.target_modules = DUMMY_TARGET_MODULES
-        # PEFT knows by the model type which projections to adapt.
+        # PEFT chooses the projections to adapt by the model type.
         stock = str(model_config.get("model_type", "")).removeprefix("hf_posenc_")
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
@@ -217,19 +216,19 @@ class Kind:
         return getattr(self.stock, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a tuner for a model; what else PEFT calls them with, too."""
+        """Return a tuner, of the class for converted models if any argument is one, or its configuration."""
         given = (*args, *kwargs.values())
         patched = any(map(surgery.is_patched, given))
         if self.tuner is None and patched:
             raise OptionError(
-                f"{self.stock.__name__} puts layers of its own in place of attentions, which have the positional scheme. "
-                "Use another kind of adapter, LoRA for instance."
+                f"{self.stock.__name__} replaces attentions by layers of its own, which would lose the positional "
+                "scheme. Use another kind of adapter, LoRA for instance."
             )
         ours = self.tuner is not None and (patched or any(map(_ours, given)))
         return (self.tuner if ours else self.stock)(*args, **kwargs)
 
     def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what is to be saved of an adapter, whose configuration then gets our class, if it has not yet."""
+        """Return the weights to save of an adapter, after giving its configuration the class for the model."""
         base = _base(model)
         if surgery.is_patched(base) and not isinstance(config, PosencAdapter):
             _adopt(config)
@@ -265,10 +264,10 @@ class Kind:
 
 
 def check(model: Any, adapter_name: str, weights: Path) -> None:
-    """Raise unless the weights of a saved adapter are whole, and those of the one that was put into a model.
+    """Raise unless the weights of a saved adapter are complete and fit the adapter that was put into a model.
 
     Raises:
-        CheckpointError: They are not.
+        CheckpointError: The weights are damaged or do not fit.
     """
     expected = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     binding.check_tensors(weights, binding.read(weights), expected)
@@ -276,17 +275,17 @@ def check(model: Any, adapter_name: str, weights: Path) -> None:
 
 @contextlib.contextmanager
 def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
-    """Check an adapter that transformers has put into a model, and whose weights it loads now; all or nothing.
+    """Check an adapter in a model while transformers loads its weights; all or nothing.
 
     Args:
-        model: With the adapter in it.
-        files: Where transformers found the weights.
+        model: Model with the adapter in it.
+        files: Paths of the weights that transformers found.
 
     Yields:
         A list for the names of the tensors that find no place in the model.
 
     Raises:
-        CheckpointError: They are damaged, or do not fit.
+        CheckpointError: The weights are damaged or do not fit.
     """
     pending = {
         name: config for name, config in model.peft_config.items() if files and getattr(config, "_pending", False)
@@ -310,12 +309,12 @@ def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
 
 
 def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
-    """Make an adapter and the model under it have the same schemes and weights: convert the model, or take what it has.
+    """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
     Args:
-        model: Stock or converted.
-        config: The adapter's configuration. One of PEFT's own stays as it is; a copy of it goes into the model.
-        undo: What remembers the conversion, where something else can fail after it.
+        model: Stock or converted model.
+        config: The adapter's configuration. One of PEFT's own is copied, not changed.
+        undo: Record of the conversion, for a caller that may fail later.
 
     Returns:
         The adapter's configuration.
@@ -362,16 +361,16 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
 
 
 def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
-    """Patch a stock model, in place, with what a converted model's config keeps.
+    """Patch a stock model, in place, with the record of a converted one.
 
     Args:
         model: A stock model.
         schemes: The entry `posenc` of the config of a converted model.
-        undo: What remembers the changes, so that a failure takes them back.
+        undo: Record of the changes, so that a failure takes them back.
 
     Raises:
-        CheckpointError: The entry cannot be followed.
-        ArchitectureError: The model is of another architecture than any that can be patched.
+        CheckpointError: The model cannot be patched with the record.
+        ArchitectureError: The model is of an architecture that cannot be patched.
     """
     refuse_wrapped(model)
     architecture = of_model(model)
@@ -385,10 +384,10 @@ def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
 
 
 def base_of(folder: str) -> str:
-    """Return where the weights are that a saved adapter goes onto.
+    """Return the path or name of the base model of a saved adapter.
 
     Raises:
-        CheckpointError: The adapter is damaged, or does not say.
+        CheckpointError: The adapter is damaged, or names no base model.
     """
     with _reading(folder):
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path
@@ -405,7 +404,7 @@ def merged(model: Any, folder: str) -> Any:
 
     Raises:
         CheckpointError: The adapter is damaged.
-        PosencError: It does not go onto this model.
+        PosencError: The adapter does not fit this model.
     """
     with _reading(folder):
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
@@ -413,7 +412,7 @@ def merged(model: Any, folder: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(folder: str) -> Iterator[None]:
-    """Turn what PEFT raises at a damaged adapter into one error."""
+    """Turn all errors of PEFT at a damaged adapter into one."""
     try:
         yield
     except PosencError:
@@ -427,7 +426,7 @@ def _reading(folder: str) -> Iterator[None]:
 
 
 def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise unless an adapter's schemes are those of the model that it goes onto."""
+    """Raise unless an adapter has the schemes of its model."""
     if wanted["groups"] != own["groups"]:
         raise OptionError(
             f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)} with other "
@@ -441,7 +440,7 @@ def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) -> None:
-    """Raise if the weights under an adapter can be told from those that it was trained over."""
+    """Raise if the weights under an adapter are visibly other than those that it was trained over."""
     parts = binding.differing(config.base_weights or {}, weights)
     if parts:
         own = f", {config.base_model_name_or_path!r}" if config.base_model_name_or_path else ""
@@ -458,9 +457,9 @@ def _has_parameters(model: nn.Module) -> bool:
 
 
 def _auto_class(config_class: type, head: str) -> dict[str, str] | None:
-    """Return where `AutoPeftModel` finds what loads the base, stock or converted; `None` if nothing does."""
+    """Return the entry by which `AutoPeftModel` loads the base, stock or converted; `None` if it cannot."""
     names = [name for name, kind in auto.classes_for(config_class).items() if kind.__name__ == head]
-    # The one for pretraining is another name for a head that has a better one.
+    # The class for pretraining is a second name of a head that has a better known one.
     names.sort(key=lambda name: name == "AutoModelForPreTraining")
     return {"base_model_class": names[0], "parent_library": "transformers"} if names else None
 
@@ -475,7 +474,7 @@ def _base(model: Any) -> Any:
 
 
 def _whole(tuner: Any, adapter_name: str) -> PeftModel:
-    """Return a `PeftModel` around a tuner, which is about to get one: the names of saved weights begin there."""
+    """Wrap a tuner in a `PeftModel`, since the names of saved weights begin there."""
     found = PeftModel.__new__(PeftModel)
     nn.Module.__init__(found)
     found._is_prompt_learning = False
@@ -485,7 +484,7 @@ def _whole(tuner: Any, adapter_name: str) -> PeftModel:
 
 
 def _find_weights(name: str, subfolder: str | None, **download: Any) -> Path:
-    """Return where the weights of an adapter are, or where they would be, were they not missing."""
+    """Return the path of an adapter's weights, even if the file is missing."""
     folder = Path(name, subfolder or "")
     if not folder.is_dir():
         with contextlib.suppress(EntryNotFoundError):
@@ -499,7 +498,7 @@ def _ours(config: Any) -> bool:
 
 
 def _adopt(config: Any) -> Any:
-    """Give a configuration of PEFT's the class that goes with converted models, in place."""
+    """Give a configuration of PEFT the class for converted models, in place."""
     config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
     config.posenc = config.base_weights = config._model_config = config._weights = config._undo = None
     config.any_base = config._pending = False
@@ -515,10 +514,10 @@ _STOCK: dict[type, type] = {}
 
 
 def register_all() -> None:
-    """Teach PEFT the types of adapters on converted models, one for each that it has."""
+    """Register types of adapters for converted models in PEFT, one for each of its own types."""
     for kind, stock in list(PEFT_TYPE_TO_CONFIG_MAPPING.items()):
         tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
-        # The tuner for several tasks must be a class: PEFT asks for what it was made from.
+        # PEFT needs the tuner for several tasks as a class, to ask for its bases.
         if tuner is None or isinstance(tuner, Kind) or kind == PeftType.MULTITASK_PROMPT_TUNING:
             continue
         config = PosencLoraConfig if stock is LoraConfig else dataclass(_twin(PosencAdapter, stock))
@@ -527,11 +526,11 @@ def register_all() -> None:
         own = _twin(PosencTuner, tuner) if issubclass(tuner, BaseTuner) else None
         PEFT_TYPE_TO_TUNER_MAPPING[kind] = cast("Any", Kind(tuner, own))
     if "posenc" not in CONFIG_KEYS_TO_CHECK[PeftType.LORA]:
-        CONFIG_KEYS_TO_CHECK[PeftType.LORA] += ["posenc", "base_weights"]  # which must be the same to swap weights
+        CONFIG_KEYS_TO_CHECK[PeftType.LORA] += ["posenc", "base_weights"]  # must agree before weights are swapped
 
 
 def _twin(mixin: type, stock: type) -> type:
-    """Return a class of PEFT's with a mixin, under a name of this module, by which it is pickled."""
+    """Return a class of PEFT with a mixin; it is stored in this module, so that it can be pickled."""
     name = f"Posenc{stock.__name__}"
     globals()[name] = type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
     found: type = globals()[name]

@@ -1,4 +1,4 @@
-"""What hf_posenc needs to know of an architecture, and the table of those it knows."""
+"""The description of an architecture, and the table of known ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hf_posenc.operands import Geometry
 class Architecture(ABC):
     """Where the seams of a scheme sit in one family of models.
 
-    A *stack* is a series of layers with one encoding (Llama and GPT-2 have one, T5 has two); its *body* is the module whose
-    forward turns tokens into hidden states.
+    A *stack* is a series of layers with one encoding (Llama and GPT-2 have one, T5 has two); its *body* is the module
+    whose forward turns tokens into hidden states.
 
     Attributes:
         name: Short name; converted models get the model type `hf_posenc_<name>`.
@@ -31,8 +31,9 @@ class Architecture(ABC):
             attentions and whatever else changes behaviour.
         attention: The stock class of the attention modules that can be patched.
         parts: Stock model classes that occur inside of others only, with a config of their own.
-        other_stacks: Names of stacks that some models of the family lack, and whose schemes their config names all the same.
-        native: What the family's own encoding is, in words.
+        other_stacks: Names of stacks that some models of the family lack, and whose schemes their config names all the
+            same.
+        native: The family's own encoding, in words.
         native_per_layer: Whether that encoding can be removed from some layers only.
         native_fades: Whether it can be at part of its strength, see `set_strength`.
     """
@@ -71,7 +72,7 @@ class Architecture(ABC):
         return ()
 
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules beside the attentions whose class changes while the body is patched."""
+        """Return the modules, other than attentions, whose class changes while the body is patched."""
         return ()
 
     def example(self, body: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What binds the files of an adapter to each other, and to the weights of the model under it."""
+"""The binding of an adapter's files to each other, and to the weights of the model under it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
+from hf_posenc.patches.checkpoint import is_of_scheme, read_header
+from hf_posenc.patches.directories import published
 
 _BOUND = "hf_posenc"
-# What may differ between adapter_config.json and the one that the weights were saved with: it says where the base is.
+# Fields that are not bound, since they only tell how to find and load the base.
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
-# How many values of each tensor count for a fingerprint.
+# Largest number of values of each tensor that enter a fingerprint.
 _SAMPLE = 1024
 
 
@@ -40,26 +42,20 @@ def bind(folder: Path) -> None:
         )
     if not weights.exists():
         return
-    beside = weights.with_name(f".{weights.name}.{_BOUND}")
-    try:
-        save_file(load_file(weights), beside, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
-        beside.replace(weights)
-    finally:
-        beside.unlink(missing_ok=True)
+    with published(weights) as unfinished:
+        save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
 
 
 def read(weights: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of an adapter, if the file is whole and belongs to the config beside it.
+    """Return the shape of each tensor of an adapter, after checking that the file belongs to its config.
 
-    Nothing but the header is read. Adapters of earlier releases are bound to nothing.
+    Only the header is read. Adapters of earlier releases are not bound.
 
     Raises:
-        CheckpointError: It cannot be read, or one of the two was edited or exchanged.
+        CheckpointError: The file cannot be read, or it or the config was edited or exchanged.
     """
     try:
-        with safe_open(weights, framework="pt") as file:
-            bound = (file.metadata() or {}).get(_BOUND)
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        metadata, tensors = read_header(weights)
     except (OSError, SafetensorError) as error:
         pickled = weights.with_name(WEIGHTS_NAME)
         raise CheckpointError(
@@ -68,13 +64,13 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
             else f"The weights of the adapter, {weights}, cannot be read ({error}): missing, truncated or damaged. "
             "Download or save the adapter again."
         ) from error
-    config = _config(weights)
+    bound, config = metadata.get(_BOUND), _config(weights)
     if (bound is not None or "base_weights" in config) and bound != _digest(config):
         raise CheckpointError(
             f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was "
             "edited or exchanged. Restore both, or save the adapter again."
         )
-    return shapes
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected: Mapping[str, Tensor]) -> None:
@@ -83,10 +79,10 @@ def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected:
     Args:
         weights: The file, for the message.
         found: The shape of each tensor in it.
-        expected: What would be saved now.
+        expected: The tensors that saving the adapter would write.
 
     Raises:
-        CheckpointError: One is missing or misshapen, or there are weights of schemes that the adapter has not.
+        CheckpointError: One is missing or misshapen, or the file has unknown weights of schemes.
     """
     found = {name.removeprefix("base_model.model."): tuple(shape) for name, shape in found.items()}
     wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
@@ -96,7 +92,7 @@ def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected:
         for name, shape in wanted.items()
         if found.get(name, shape) != shape
     ]
-    faults += [f"has an unknown {name}" for name in found if name not in wanted and ".hf_posenc" in f".{name}"]
+    faults += [f"has an unknown {name}" for name in found if name not in wanted and is_of_scheme(name)]
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(
@@ -106,20 +102,19 @@ def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected:
 
 
 def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
-    """Return what tells the weights under an adapter from others.
+    """Return a fingerprint of the weights under an adapter.
 
-    It is of names, shapes, and up to 1024 values of each parameter, evenly spaced. They are rounded twice, to bfloat16
-    and by way of float16, so that one checkpoint in float32 and in half precision has a digest in common. Two parts are
-    kept apart, because quantisation changes only the first: the matrices of linear layers; and all the rest, which
-    includes schemes.
+    It digests names, shapes, and up to 1024 evenly spaced values of each parameter. Values are rounded in two ways, to
+    bfloat16 and through float16, so that the float32 and half-precision forms of a checkpoint share a digest. The
+    matrices of linear layers have a part of their own, because quantisation changes only them; schemes are in the rest.
 
     Args:
-        model: Stock or converted, with adapters or without.
-        held: The ends of the names of modules that the adapter has weights of its own for, which do not count.
+        model: Stock or converted model, with adapters or without.
+        held: Suffixes of the names of modules that the adapter saves as a whole, which are left out.
 
     Returns:
-        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; none for a part that cannot be read:
-        quantised, sharded or offloaded.
+        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; empty for a part that is quantised,
+        sharded or offloaded.
     """
     digests = {part: (hashlib.sha256(), hashlib.sha256()) for part in ("matrices", "rest")}
     unreadable = set()
@@ -127,7 +122,7 @@ def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]
         place = name.rpartition(".")[0]
         if any(place.endswith(end) or f".{end}." in f".{name}" for end in held):
             continue
-        scheme = ".hf_posenc" in f".{name}"
+        scheme = is_of_scheme(name)
         part = "matrices" if parameter.ndim > 1 and not scheme and not isinstance(module, nn.Embedding) else "rest"
         values = parameter.data
         if type(values) is not Tensor or values.is_meta or not values.is_floating_point() or not values.numel():
@@ -144,7 +139,7 @@ def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]
 
 
 def differing(wanted: Mapping[str, Collection[str]], found: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the parts of two fingerprints that can be compared, and differ."""
+    """Return the parts of two fingerprints that are known and differ."""
     return [part for part, own in wanted.items() if own and found.get(part) and set(own).isdisjoint(found[part])]
 
 
@@ -177,7 +172,7 @@ def _config(weights: Path) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-    """Return the digest of an `adapter_config.json`, without the order of names in lists: PEFT has sets of them."""
+    """Return the digest of an `adapter_config.json`; lists of names are sorted, since PEFT keeps them as sets."""
     bound = {
         key: sorted(value) if isinstance(value, list) and all(isinstance(entry, str) for entry in value) else value
         for key, value in config.items()

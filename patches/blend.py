@@ -1,4 +1,4 @@
-"""A scheme at part of its strength, for the time in which it takes over from a model's own encoding."""
+"""A scheme at part of its strength, while it takes over from a model's own encoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.structures import Bias, Locality
 
 
 class Blended(Scheme):
-    """Every seam at a point between doing nothing (0) and what a scheme does there (1).
+    """A scheme whose effect at every seam is interpolated, from none (0) to full (1).
 
     It holds the scheme for one call; what a scheme hands to the cache or to the next layer is not blended.
 

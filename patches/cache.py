@@ -1,9 +1,9 @@
-"""Per-token state beside keys and values in a transformers cache: positions, and what a scheme hands out.
+"""Per-token state in a transformers cache, next to keys and values: positions, and tensors that a scheme returns.
 
-A cache layer is given the state by swapping its class for one with the same behaviour plus `token_state`, a dict of tensors
-that grows, is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`, of which only
-the last tokens are kept. Both layer kinds that grow by tokens are covered; any other (quantised, sliding) raises before it is
-touched.
+A cache layer is given the state by swapping its class for one with the same behaviour plus `token_state`, a dict of
+tensors that grows, is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`,
+of which only the last tokens are kept. Both layer kinds that grow by tokens are covered; any other (quantised, sliding)
+raises before it is touched.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _TokenState(CacheLayerMixin):
 
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
-    # Of each layer of the cache that has recent state: how many tokens it holds, and of how many it has that state. One
-    # object for all layers, so that the first one to be cropped can refuse for all.
+    # For each layer with recent state: the number of its tokens, and of those with that state. All layers share one
+    # dict, so that the first layer to be cropped can refuse for all.
     memories: dict[int, tuple[int, int]]
     index: int
 
@@ -98,8 +98,8 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
             # Layers that were cropped in the same call hold no more than is left.
             if left > 0 and held - left >= max(1, known):
                 raise CacheError(
-                    f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last {known} "
-                    "only. Give the scheme a longer shift_history, or start again with an empty cache."
+                    f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
+                    f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
                 )
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
@@ -167,8 +167,8 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
     """
     if not getattr(cache, "posenc_packed", False):
         return None
-    layers = (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers  # type: ignore[union-attr]
-    slot: Any = next(layer for layer in layers if isinstance(layer, _TokenState) and layer.token_state)
+    whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    slot: Any = next(layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state)
     if isinstance(slot, PosencStaticLayer):
         raise CacheError(
             "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
@@ -178,7 +178,7 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
 
 
 def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the last token in one layer of a cache, each `[B, 1, ...]`; empty or zeros if there is none."""
+    """Return the state of the last token in one layer of a cache, each `[B, 1, ...]`; empty or zeros without one."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is None or layer >= len(cache.layers):
@@ -206,7 +206,7 @@ def update(
         v: Fresh values `[B, G, new, D]`.
         state: Fresh per-token state, each `[B, new, ...]`.
         recent: Fresh per-token state of which only the last tokens are kept, each `[B, new, ...]`.
-        history: How many those are.
+        history: Number of tokens for which that state is kept.
 
     Returns:
         Keys, values and state of all tokens in the layer (of all slots, in a static cache).
@@ -233,8 +233,9 @@ def update(
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:
             raise CacheError(
-                f"Layer {layer} of the cache holds {keys.shape[2]} tokens but the {name} of {tensor.shape[_TOKENS]}: it was "
-                "changed past its methods. Use crop, reorder_cache, batch_repeat_interleave and batch_select_indices."
+                f"Layer {layer} of the cache holds {keys.shape[2]} tokens but the {name} of {tensor.shape[_TOKENS]}: "
+                "it was changed past its methods. Use crop, reorder_cache, batch_repeat_interleave and "
+                "batch_select_indices."
             )
     return keys, values, complete
 
@@ -253,7 +254,7 @@ def check(cache: Cache | None) -> None:
     """Raise if a patched model cannot use a cache, before anything is written to it.
 
     Raises:
-        CacheError: As for `update`.
+        CacheError: A kind of cache layer cannot hold state, or the cache was filled by another model.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -271,8 +272,8 @@ def _check_empty(layer: Any) -> None:
     held = int(layer.get_seq_length())
     if held:
         raise CacheError(
-            f"The cache holds {held} tokens without their positions: it was filled by an unpatched model, or by PEFT's prefix "
-            "tuning. Start with an empty cache; in place of prefix tuning, use prompt tuning."
+            f"The cache holds {held} tokens without their positions: it was filled by an unpatched model, or by PEFT's "
+            "prefix tuning. Start with an empty cache; instead of prefix tuning, use prompt tuning."
         )
 
 

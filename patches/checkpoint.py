@@ -1,33 +1,31 @@
-"""Converted checkpoints on disk: what is written beside the weights so that they load right, or not at all.
+"""Converted checkpoints on disk: they load correctly, or raise.
 
 A converted model has a model type of its own, so that `AutoModel` without this package refuses it. A second lock is put
-into config.json for those who name a stock class: one field holds a value that the class rejects, its true value is kept
-under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package. The header of every file of
-weights holds the digest of the record, so that an edited record is noticed where all shapes still fit.
+into config.json for those who name a stock class: one field holds a value that the class rejects, its true value is
+kept under `posenc`. A small module of remote code leads `trust_remote_code=True` to this package. The header of every
+file of weights holds the digest of the record, so that an edited record is noticed where all shapes still fit.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.base import HfQuantizer
 
-from hf_posenc import registry
 from hf_posenc.errors import CheckpointError
-from hf_posenc.patches import record
-from hf_posenc.patches.directories import storing
+from hf_posenc.patches import companions, record
+from hf_posenc.patches.architecture import of_model
 
-STUB = "modeling_hf_posenc"
-# Names the digest of the record in the metadata of safetensors files.
+# Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
-_CARD_BEGIN = "<!-- hf_posenc begin -->"
-_CARD_END = "<!-- hf_posenc end -->"
 
 
 class PosencConfig:
@@ -36,7 +34,7 @@ class PosencConfig:
     Attributes:
         posenc: The record of the patch, see `hf_posenc.patches.record`.
         posenc_locked: The true value of the locked field, as config.json has it.
-        posenc_lock: A field of the config, and a value that makes stock classes refuse it.
+        posenc_lock: The locked field, and a value of it that stock classes refuse.
     """
 
     posenc: dict[str, Any] | None
@@ -59,8 +57,8 @@ class PosencConfig:
             self.posenc_locked = self.posenc.pop("locked")
         elif getattr(self, field) == refused:
             raise CheckpointError(
-                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore config.json "
-                "from the original checkpoint, or convert the model again."
+                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore "
+                "config.json from the original checkpoint, or convert the model again."
             )
         if "posenc_locked" in vars(self):
             setattr(self, field, copy.deepcopy(self.posenc_locked))
@@ -68,25 +66,25 @@ class PosencConfig:
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """What each `Auto` class loads from the stub; other libraries choose a class by it."""
-        return auto_map(type(self))
+        """The class in the stub for each `Auto` class; other libraries choose a class by it."""
+        return companions.auto_map(type(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as data, without what is known of this object in memory only."""
+        """Return the config as data, without attributes that exist in memory only."""
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         for name in ("posenc_origin", "posenc_locked"):
             found.pop(name, None)
         return found
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """Return config.json, locked and with the way to this package in it."""
+        """Return config.json, locked, and with `auto_map`, which leads to this package."""
         data = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
         if self.posenc:
             field, refused = self.posenc_lock
             data["posenc"] = {**self.posenc, "locked": data.get(field, getattr(self, field))}
             data["posenc"]["digest"] = record.digest(data["posenc"])
             data[field] = refused
-            data["auto_map"] = auto_map(type(self))
+            data["auto_map"] = companions.auto_map(type(self))
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -94,70 +92,10 @@ class PosencConfig:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
 
 
-def auto_map(config_class: type) -> dict[str, str]:
-    """Return, for each `Auto` class, where the stub has what it should load."""
-    from hf_posenc.patches import auto
+def order_metadata(path: Path) -> None:
+    """Sort the metadata of a converted checkpoint's file, so that equal models give equal files.
 
-    names = {name: kind.__name__ for name, kind in auto.classes_for(config_class).items()}
-    return {name: f"{STUB}.{kind}" for name, kind in sorted({"AutoConfig": config_class.__name__, **names}.items())}
-
-
-def stub_source(config_class: type) -> str:
-    """Return the module of remote code that goes beside the weights."""
-    from hf_posenc.patches import auto
-
-    names = sorted({config_class.__name__, *(kind.__name__ for kind in auto.classes_for(config_class).values())})
-    imports = "".join(f"    {name},\n" for name in names)
-    return (
-        '"""Leads `trust_remote_code=True` to the package that computes this model: pip install hf-posenc."""\n\n'
-        f"from {config_class.__module__} import (  # noqa: F401\n{imports})\n"
-    )
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    with storing(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes files private; a checkpoint is as readable as the user's other files.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-
-def write_companions(
-    directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str], origin: str
-) -> None:
-    """Write the stub and the model card of a converted model, and order the headers of its weights.
-
-    A card that is there already keeps its text; only the part that this package wrote earlier is replaced.
-
-    Args:
-        directory: Where the checkpoint is.
-        config: Its config.
-        head: Name of the model's class without "Posenc".
-        starts: How each group started, by id.
-        origin: Name of the model that was converted, if known.
-    """
-    folder = Path(directory)
-    for weights in folder.glob("*.safetensors"):
-        _order_metadata(weights)
-    write_beside(folder / f"{STUB}.py", stub_source(type(config)))
-    readme = folder / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    write_beside(readme, card(text, config, head, starts, origin))
-
-
-def _order_metadata(path: Path) -> None:
-    """Sort the metadata of a file of ours: safetensors writes them in any order, and equal models should give equal files.
-
-    The few bytes are replaced by as many, in one write near the beginning of the file, which is valid before and after.
+    safetensors writes them in any order. The bytes are replaced in one write by as many, so the file stays valid.
     """
     start = b'{"__metadata__":'
     with path.open("rb") as file:
@@ -173,89 +111,46 @@ def _order_metadata(path: Path) -> None:
             file.write(ordered.encode())
 
 
-def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origin: str = "") -> str:
-    """Return the text of the model card, with this package's part in it; `origin` names the model it was made of."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    groups = record.from_config(config)
-    if existing.strip():
-        model_card = ModelCard(existing)
-    else:
-        model_card = ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n\n# {origin or head}\n")
-    data: Any = model_card.data
-    tags = list(data.tags or [])
-    tags += [tag for tag in ("hf_posenc", *(group.scheme for group in groups)) if tag not in tags]
-    data.tags = list(dict.fromkeys(tags))
-    data.library_name = data.library_name or "transformers"
-    section = f"{_CARD_BEGIN}\n{_card_section(config, groups, head, starts)}{_CARD_END}\n"
-    body = model_card.text
-    if _CARD_BEGIN in body and _CARD_END in body:
-        before, rest = body.split(_CARD_BEGIN, 1)
-        body = before + section + rest.split(_CARD_END, 1)[1].removeprefix("\n")
-    else:
-        body = body.rstrip("\n") + "\n\n" + section
-    model_card.text = body
-    return str(model_card.content)
-
-
-def encoding_section(text: str) -> str:
-    """Return this package's part of a model card, or nothing if the card has none."""
-    if _CARD_BEGIN not in text or _CARD_END not in text:
-        return ""
-    return _CARD_BEGIN + text.split(_CARD_BEGIN, 1)[1].split(_CARD_END, 1)[0] + _CARD_END
-
-
-def _card_section(config: Any, groups: list[record.Group], head: str, starts: Mapping[int, str]) -> str:
-    lines = ["## Positional encoding", ""]
-    for group in groups:
-        info = registry.get(group.scheme)
-        source = f"arXiv {info.paper}" if info.paper[:4].isdigit() else info.paper
-        under = "over the model's own encoding" if group.native == "keep" else "in place of the model's own encoding"
-        lines.append(f"`{group.scheme}` ({source}), {under}. {info.summary}")
-        lines.append("")
-        # Sorted as in config.json, so that loading and saving again changes nothing.
-        for name, part in sorted(group.stacks.items()):
-            options = ", ".join(f"{key}={value!r}" for key, value in sorted(part.options.items())) or "none"
-            lines.append(f"- {name}, layers {_ranges(part.layers)}; options: {options}")
-        lines.append(f"- start: {starts.get(group.id, info.start)}")
-        lines.append("")
-    autos = [name for name, kind in auto_map(type(config)).items() if kind == f"{STUB}.Posenc{head}"]
-    # The one for pretraining is another name for a head that has a better one.
-    loader = next((name for name in autos if name != "AutoModelForPreTraining"), f"Posenc{head}")
-    home = "transformers" if autos else type(config).__module__
-    note = "  # or, without the import: trust_remote_code=True" if autos else ""
-    lines += [
-        "The model runs with transformers and the `hf-posenc` package; without it, loading raises.",
-        "",
-        "```python",
-        "import hf_posenc  # pip install hf-posenc",
-        f"from {home} import {loader}",
-        "",
-        f'model = {loader}.from_pretrained("path/or/repo"){note}',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _ranges(layers: tuple[int, ...]) -> str:
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def digests(config: Any) -> list[str]:
-    """Return the digests that weights of a config may bear, first the one that is written with them.
+    """Return the digests that the weights of a config may have; the first one is written with them.
 
-    Another version of transformers may complete the locked field when it reads it, so what the file holds is right too.
+    Another version of transformers may complete the locked field on reading, so the value in the file is accepted too.
     """
     written = json.loads(config.to_json_string())["posenc"]
     kept = vars(config).get("posenc_locked", written["locked"])
     return [record.digest(written), record.digest({**written, "locked": kept})]
+
+
+class Binding(HfQuantizer):
+    """A stand-in for the quantizer that puts the record's digest into the headers of the weights on saving.
+
+    transformers asks only a quantizer for such metadata.
+
+    Args:
+        model: A converted model, quantised or not.
+        state_dict: Tensors to save, if the user gives them.
+    """
+
+    def __init__(self, model: Any, state_dict: dict[str, Any] | None) -> None:
+        self._true = getattr(model, "hf_quantizer", None)
+        self._state_dict = state_dict
+        self.quantization_config = getattr(self._true, "quantization_config", None)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """Return the tensors to save, `None` for all of the model's, and the metadata to write with them."""
+        state_dict, metadata = self._state_dict, {}
+        if self._true is not None:
+            state_dict, metadata = self._true.get_state_dict_and_metadata(model)
+        return state_dict, {**metadata, DIGEST: digests(model.config)[0]}
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved."""
+        return self._true is None or self._true.is_serializable()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained."""
+        return self._true is None or self._true.is_trainable
 
 
 def unreadable(path: object, error: SafetensorError) -> CheckpointError:
@@ -269,7 +164,7 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        shape: Its shape.
+        shape: Shape of the tensor.
         floating: Whether it holds floating-point numbers.
     """
 
@@ -277,67 +172,176 @@ class Stored(NamedTuple):
     floating: bool
 
 
+def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Stored]]:
+    """Return the metadata of a safetensors file and its tensors by name, from its header alone."""
+    with safe_open(path, framework="pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        tensors = {
+            name: Stored(tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
+            for name, part in parts.items()
+        }
+        return dict(file.metadata() or {}), tensors
+
+
 def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
     """Return all tensors in the weight files of a converted checkpoint by name, from the files' headers alone.
 
     Args:
-        files: Their paths.
-        shards: What the index calls them, if there is one.
-        config: The config that came with them.
+        files: Paths of the files.
+        shards: Names of the files in the index, if there is one.
+        config: Config of the checkpoint.
 
     Raises:
-        CheckpointError: A file is none of safetensors, is missing, truncated or outside of the checkpoint, or was saved with another
-            record than the config has.
+        CheckpointError: A file is not a safetensors file, is missing, truncated or outside of the checkpoint, or was
+            saved with another record than that of the config.
     """
     for name in shards:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
             raise CheckpointError(
-                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore model.safetensors.index.json."
+                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore "
+                "model.safetensors.index.json."
             )
     found: dict[str, Stored] = {}
     stamps: dict[str, str | None] = {}
     for path in files:
         if not str(path).endswith(".safetensors"):
             raise CheckpointError(
-                f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be neither checked "
-                "before they are read, nor told to belong to config.json. Save the model anew with save_pretrained."
+                f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be "
+                "neither checked before they are read, nor told to belong to config.json. Save the model again with "
+                "save_pretrained."
             )
         try:
-            with safe_open(path, framework="pt") as file:
-                stamps[str(path)] = (file.metadata() or {}).get(DIGEST)
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    part = file.get_slice(name)
-                    found[name] = Stored(tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
+            metadata, tensors = read_header(path)
         except SafetensorError as error:
             raise unreadable(path, error) from error
         except OSError as error:
             raise CheckpointError(f"Cannot read the weights in {path} ({error}). Get the missing file.") from error
-    # Checkpoints of earlier releases have no digest, and tools that write weights anew drop it from all files.
+        stamps[str(path)] = metadata.get(DIGEST)
+        found |= tensors
+    # Checkpoints of earlier releases have no digest, and tools that rewrite weights drop it from all files.
     known = digests(config) if any(stamps.values()) else [None]
     for path, stamp in stamps.items():
         if stamp not in known:
             raise CheckpointError(
-                f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of both was "
-                "changed or replaced after saving. Restore config.json and the weights from the original checkpoint, or convert "
-                "the model again."
+                f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of "
+                "both was changed or replaced after saving. Restore config.json and the weights from the original "
+                "checkpoint, or convert the model again."
             )
     return found
+
+
+def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
+    """Raise unless a checkpoint holds the tensors of a model; only headers are read.
+
+    Args:
+        model: The model, without values yet.
+        state_dict: Tensors that the user gives instead of files.
+        files: Paths of the files.
+        load_config: transformers' settings of this loading.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
+    """
+    source, mapping = load_config.pretrained_model_name_or_path, load_config.weight_mapping or ()
+    if not record.from_config(model.config):
+        raise CheckpointError(
+            f"The checkpoint {source} is not that of a converted model. Load it with "
+            f"{type(model).__name__.removeprefix('Posenc')} and use hf_posenc.patch."
+        )
+    if files:
+        shards = (load_config.sharded_metadata or {}).get("weight_map", {}).values()
+        stored = read_headers(files, shards, model.config)
+    elif state_dict:
+        stored = {n: Stored(tuple(x.shape), x.is_floating_point()) for n, x in state_dict.items()}
+    else:
+        return  # An empty state dict asks for a freshly initialised model.
+    wanted = model.state_dict(keep_vars=True)
+    found: dict[str, Stored] = {}
+    # Quantised and merged tensors have names and shapes of their own.
+    exact = load_config.hf_quantizer is None
+    for name, tensor in stored.items():
+        target, merged = _target(name, model, wanted, mapping)
+        found[target] = tensor
+        exact = exact and not merged
+    misshapen = [n for n, tensor in found.items() if n in wanted and not _fits(tensor, wanted[n])]
+    # One of several tied tensors is enough.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    present = {tied.get(name, name) for name in found}
+    left = SimpleNamespace(
+        missing_keys={name for name in wanted if name not in found and tied.get(name, name) not in present},
+        unexpected_keys=set(found) - set(wanted),
+    )
+    model._adjust_missing_and_unexpected_keys(left)
+    missing, unknown = owed(model, left.missing_keys, mapping), _of_layers(model, left.unexpected_keys)
+    lists = [missing, unknown, misshapen]
+    if not exact:
+        lists = [[name for name in names if is_of_scheme(name)] for names in lists]
+    check_complete(source, *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
+
+
+def owed(model: Any, missing: Iterable[str], mapping: Iterable[Any] = ()) -> list[str]:
+    """Return the missing tensors that a checkpoint should have, leaving out a head that it was saved without."""
+    saved = model.config.architectures or ()
+    is_same = type(model).__name__.removeprefix("FSDP") in saved
+    architecture, wanted = of_model(model), model.state_dict(keep_vars=True)
+    bodies = architecture.stacks(model).values()
+    inside = {id(x) for body in bodies for x in body.state_dict(keep_vars=True).values()}
+    layers = [layer for body in bodies for layer in architecture.layers(body)]
+    in_layers = {id(x) for layer in layers for x in layer.state_dict(keep_vars=True).values()}
+    sure = [name for name in missing if id(wanted.get(name)) in in_layers or is_of_scheme(name)]
+    rest = [name for name in missing if (is_same or id(wanted.get(name)) in inside) and name not in sure]
+    kinds: list[Any] = [kind for kind in architecture.twins.values() if kind.__name__ in saved]
+    if rest and kinds:
+        # The body under some heads lacks a part, and arguments of a class may ask for more than a config does.
+        with torch.device("meta"):
+            other = kinds[0](copy.deepcopy(model.config))
+        had = {_target(name, model, wanted, mapping)[0] for name in other.state_dict()}
+        rest = [name for name in rest if name in had]
+    return sure + rest
+
+
+def _of_layers(model: Any, unknown: Iterable[str]) -> list[str]:
+    """Return the unknown tensors that belong to schemes, or to layers beyond those of the model."""
+    architecture, prefix = of_model(model), f"{model.base_model_prefix}."
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = {
+        names[id(layer)].rpartition(".")[0].removeprefix(prefix) + "."
+        for body in architecture.stacks(model).values()
+        for layer in architecture.layers(body)
+    }
+    return [n for n in unknown if is_of_scheme(n) or n.removeprefix(prefix).startswith(tuple(lists))]
+
+
+def _target(name: str, model: Any, wanted: dict[str, Any], mapping: Iterable[Any]) -> tuple[str, bool]:
+    """Return the name in the model of a checkpoint's tensor, and whether tensors are merged or split for it."""
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+    if target not in wanted and name in wanted:
+        return name, False
+    return target, pattern is not None
+
+
+def _fits(stored: Stored, wanted: Any) -> bool:
+    """Whether a checkpoint's tensor fits one of a model. DeepSpeed keeps the full shape of a partitioned one apart."""
+    shape = tuple(getattr(wanted, "ds_shape", wanted.shape))
+    return stored.shape == shape and (stored.floating or not wanted.is_floating_point())
 
 
 def check_complete(
     source: object, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str], *, accepts_misshapen: bool
 ) -> None:
-    """Raise if a checkpoint does not hold what its config asks for.
+    """Raise if a checkpoint does not hold the tensors that its config asks for.
 
     Args:
-        source: Where the checkpoint is.
-        missing: Tensors of the model that it should have and has not.
-        unknown: Tensors that it has, and the model should have and has not.
-        misshapen: Tensors of another shape, or no floating-point numbers.
-        accepts_misshapen: Whether the user accepts that, other than in schemes (`ignore_mismatched_sizes`).
+        source: Path or name of the checkpoint.
+        missing: Tensors of the model that the checkpoint lacks.
+        unknown: Tensors of the checkpoint that the model lacks.
+        misshapen: Tensors of another shape, or without floating-point numbers.
+        accepts_misshapen: Whether the user accepts those, except in schemes (`ignore_mismatched_sizes`).
 
     Raises:
-        CheckpointError: transformers would go on with parameters at their start, or without the rest.
+        CheckpointError: transformers would initialise the missing parameters and drop the unknown ones.
     """
     for names, (what, remedy) in zip((missing, unknown, misshapen), _REMEDIES, strict=True):
         ours = [name for name in names if is_of_scheme(name)]
@@ -351,15 +355,15 @@ def check_complete(
     if not accepts_misshapen and (names := list(misshapen)):
         raise CheckpointError(
             f"The checkpoint {source} has weights of another shape than config.json says, or of whole numbers: "
-            f"{_shown(names)}. Restore both, or pass ignore_mismatched_sizes=True to start these anew."
+            f"{_shown(names)}. Restore both, or pass ignore_mismatched_sizes=True to start them from scratch."
         )
 
 
 _REMEDIES = (
     (
         "misses",
-        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, too, the file is "
-        "incomplete, or the weights are those of an unconverted model: save it anew",
+        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, "
+        "too, the file is incomplete, or the weights are those of an unconverted model: save it again",
     ),
     ("has unknown", "config.json and the weights do not belong together: restore both"),
     ("has misshapen", "config.json and the weights do not belong together: restore both"),

@@ -1,4 +1,4 @@
-"""What the body of a model hands to its attention layers, once per forward."""
+"""The context that the body of a model hands to its attention layers, once per forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Disabled(threading.local):
     """The ids of the modules whose patch is disabled in the running thread."""
 
     def __init__(self) -> None:
-        # On the instance: torch.compile guards what is there, and does not notice what comes later.
+        # Set on the instance, since torch.compile guards attributes that exist and misses those added later.
         self.modules: frozenset[int] = frozenset()
 
 
@@ -44,13 +44,13 @@ class Switch:
 
 @dataclass(eq=False)
 class Passage:
-    """What a scheme carries through one layer, see `Scheme.carry` and `Scheme.feed`.
+    """The state that a scheme carries through one layer, see `Scheme.carry` and `Scheme.feed`.
 
-    It lives for one forward of that layer only: what goes from layer to layer are arguments and results, so that
-    recomputing a layer finds the same.
+    It lives for one forward of that layer. Layers exchange state by arguments and results only, so that activation
+    checkpointing recomputes a layer from the same state.
 
     Attributes:
-        carried: As it is now.
+        carried: The current state.
         scheme: The scheme of the layer, once its attention has run.
     """
 
@@ -66,14 +66,14 @@ class Context:
         positions: int64 `[B|1, S]`; `None` while the patch is disabled, which sends every layer to its stock forward.
         coords: Their coordinates in n dimensions, float `[B|1, S, n]`, where the caller gave some.
         reach: The largest position, a bound on every distance.
-        real: Which new tokens are no padding, bool `[B|1, S]`; `None` means all.
+        real: Mask of the new tokens that are not padding, bool `[B|1, S]`; `None` means all.
         shared: Holds the schemes that are shared by layers, by group.
-        strength: Of the schemes, see `Strengths`.
+        strength: Strength of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
         native_parameters: The trained tensors that it reads.
-        native_rotation: Cosines and sines of the model's own rotation at part of its strength; `None` where it is whole.
+        native_rotation: Cosines and sines of the model's own rotation at part of its strength; `None` at full strength.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
-        carried: What the layers of each group hand on, by group; filled between layers, never inside one.
+        carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The present layer's share of it.
         packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
             one sequence.
@@ -108,9 +108,9 @@ class Context:
 
 
 def check_mask(mask: Tensor | None) -> None:
-    """Raise if an attention mask means something else than its values say; transformers follows such masks in silence.
+    """Raise if the values of an attention mask contradict its kind; transformers accepts such masks silently.
 
-    Values of floating masks only are read, and none while a graph is traced.
+    Only floating masks are read, and none while a graph is traced.
 
     Raises:
         ShapeError: A 2-D mask is to be added, a 4-D one is not, or one holds NaN.
@@ -127,8 +127,8 @@ def check_mask(mask: Tensor | None) -> None:
         raise ShapeError("Got an attention_mask with NaN in it; expected 0 where a key may be seen, -inf where not.")
     if mask.ndim == 4 and bool((mask == 1).any()) and bool(zeros_and_ones.all()):
         raise ShapeError(
-            "Got a 4-D attention_mask of floating zeros and ones, which would be added to logits and hide nothing. Pass "
-            "it as bool (True may be seen), or with 0 and -inf."
+            "Got a 4-D attention_mask of floating zeros and ones, which would be added to logits and hide nothing. "
+            "Pass it as bool (True may be seen), or with 0 and -inf."
         )
 
 
@@ -144,8 +144,8 @@ def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor 
 def sequences(positions: Tensor) -> Tensor | None:
     """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
 
-    A sequence begins where positions do not grow. (A jump ahead, as position skipping makes it, begins none; transformers
-    would take it for a boundary.)
+    A sequence begins where positions do not grow. (A jump ahead, as in position skipping, begins none, although
+    transformers takes it for a boundary.)
     """
     number = (positions[:, 1:] <= positions[:, :-1]).long().cumsum(-1)
     if number.numel() == 0 or not bool(number[:, -1].any()):
@@ -154,12 +154,12 @@ def sequences(positions: Tensor) -> Tensor | None:
 
 
 def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None, *, is_given: bool) -> Tensor | None:
-    """Number the packed sequences of the tokens in a cache and the new ones, int64 `[B|1, P + S]`; `None` if none are packed.
+    """Number the packed sequences of cached and new tokens, int64 `[B|1, P + S]`; `None` if none are packed.
 
     Args:
         positions: Positions of the new tokens, int64 `[B|1, S]`.
         held: Positions of the tokens in the cache, int64 `[B, P]`, if packed sequences were written to it.
-        real: Which new tokens are no padding, bool `[B|1, S]`; `None` means all.
+        real: Mask of the new tokens that are not padding, bool `[B|1, S]`; `None` means all.
         is_given: Whether the caller gave the positions.
 
     Raises:
@@ -169,8 +169,8 @@ def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None
         restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
         if bool(restarts.any()):
             raise PositionError(
-                "Got position_ids that start again inside of rows, beside padding; a row is padded or packed. Leave the "
-                "padding out, or give a 4-D attention_mask."
+                "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
+                "the padding out, or give a 4-D attention_mask."
             )
     if held is None:
         return None if real is not None else sequences(positions)
@@ -184,8 +184,8 @@ def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None
         row = int(lost.long().argmax())
         raise PositionError(
             f"The cache holds packed sequences, the last of which ends at position {int(last.expand(rows)[row])} (row "
-            f"{row}); got {f'position {int(first.expand(rows)[row])}' if is_given else 'no position_ids'}. Give the next "
-            "position to go on with it, or 0 to begin another one; earlier sequences of a row cannot go on."
+            f"{row}); got {f'position {int(first.expand(rows)[row])}' if is_given else 'no position_ids'}. Give the "
+            "next position to go on with it, or 0 to begin another one; earlier sequences of a row cannot go on."
         )
     return found
 
@@ -213,7 +213,7 @@ def this_thread() -> int:
 
 
 def is_this_thread(number: int) -> bool:
-    """Whether a number is that of the thread that runs, as far as is known: hooks on a module fire for every thread that runs it."""
+    """Whether a number from `this_thread` is that of the running thread, or of none, as in compiled code."""
     return number in (0, this_thread()) or torch.compiler.is_compiling()
 
 
@@ -222,8 +222,8 @@ def resolve_positions(
 ) -> Tensor:
     """Return the positions of the new tokens, int64 `[B|1, S]`; one row where all rows agree.
 
-    Explicit positions win. Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row is
-    at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
+    Explicit positions win. Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row
+    is at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
 
     Raises:
         PositionError: The positions or the mask do not fit the inputs.
@@ -233,13 +233,14 @@ def resolve_positions(
         first = int(past)
         if mask.shape[0] != batch or mask.shape[1] < first + length:
             raise PositionError(
-                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry for "
-                f"each of the {first} tokens in the cache and the {length} new ones."
+                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry "
+                f"for each of the {first} tokens in the cache and the {length} new ones."
             )
     if given is not None:
         if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
             raise PositionError(
-                f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input token."
+                f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input "
+                "token."
             )
         if given.is_floating_point() or given.dtype == torch.bool:
             raise PositionError(f"Got position_ids of dtype {given.dtype}; expected int64.")
@@ -252,7 +253,7 @@ def resolve_positions(
     else:
         positions = (torch.arange(length, device=device) + past)[None]
     if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
-        # The bias of one row serves all.
+        # One row of positions lets all rows share one bias.
         positions = positions[:1]
     return positions
 
@@ -261,11 +262,11 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
     """Return coordinates that were given for the new tokens, float32 or float64 `[B|1, S, n]`.
 
     Args:
-        coords: As given.
-        axes: How many coordinates the model's schemes read; 0 stands for a scheme that reads none.
-        batch: B.
-        length: S.
-        device: Of the inputs.
+        coords: The coordinates as the caller gave them.
+        axes: Numbers of coordinates that the model's schemes read; 0 stands for a scheme that reads none.
+        batch: Batch size B.
+        length: Number of new tokens S.
+        device: Device of the inputs.
 
     Raises:
         PositionError: No scheme reads coordinates, or they do not fit the schemes or the inputs.
@@ -273,8 +274,8 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
     wanted = axes - {0}
     if not wanted:
         raise PositionError(
-            "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a scheme that has "
-            "axes (rope2d, liere, comrope_ap, comrope_ld)."
+            "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a "
+            "scheme that has axes (rope2d, liere, comrope_ap, comrope_ld)."
         )
     shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
     if (
@@ -284,7 +285,8 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
         or {coords.shape[2]} != wanted
     ):
         raise PositionError(
-            f"Got position_coords of shape {list(coords.shape)}; expected {shapes}: the coordinates of each input token."
+            f"Got position_coords of shape {list(coords.shape)}; expected {shapes}: the coordinates of each input "
+            "token."
         )
     if not coords.is_floating_point():
         coords = coords.double()

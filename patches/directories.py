@@ -1,4 +1,4 @@
-"""Directories that are there whole, or not at all."""
+"""Atomic files and directories: complete or absent, even if the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ class OutputError(PosencError):
     """A directory cannot be written."""
 
 
+# Prefix of files and folders that are being written or removed.
+UNFINISHED = ".unfinished"
+
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
     errno.EFBIG: "a file would be larger than the limit on files (ulimit -f)",
 }
-# What safetensors raises has the number in its words, and torch.save says no more than that it could not write.
+# safetensors puts the number into its message; torch.save says only that it could not write.
 _WORDS = re.compile(r"os error (\d+)|PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")
 
 
@@ -33,8 +36,8 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
     """Raise one clear error where what is written to a place does not fit.
 
     Args:
-        place: What is written.
-        needed: How many bytes it takes, if that is known.
+        place: The file or directory that is written.
+        needed: Its size in bytes, if known.
 
     Raises:
         StorageError: The disk or the quota is full, or a file is larger than the limit on files.
@@ -50,8 +53,8 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
         near = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
         need = "" if needed is None else f", about {needed / 1e6:,.1f} MB needed"
         raise StorageError(
-            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make room, raise the "
-            "limit, or choose another disk, and try again."
+            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make "
+            "room, raise the limit, or choose another disk, and try again."
         ) from error
 
 
@@ -67,12 +70,43 @@ def _full(error: BaseException | None) -> str | None:
 
 
 @contextlib.contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write a file to; it becomes `path` when the block ends, and is removed on an error.
+
+    Raises:
+        StorageError: The file does not fit on the disk.
+    """
+    unfinished = path.with_name(f"{UNFINISHED}-{secrets.token_hex(4)}-{path.name}")
+    with storing(path):
+        try:
+            yield unfinished
+            publish(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with published(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Sync a finished file or folder to the disk and rename it; a folder must not exist yet."""
+    _make_readable(unfinished)
+    for path in (*unfinished.rglob("*"), unfinished):
+        _sync(path)
+    os.replace(unfinished, final)
+    _sync(final.parent)
+
+
+@contextlib.contextmanager
 def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[Path]:
     """Give a directory to write files to, which go into `out` when the block ends, and vanish if it fails.
 
     Args:
         out: A directory, which need not be there; what it holds of other names stays.
-        needed: How many bytes are written.
+        needed: Number of bytes that are written.
         stale: Names of files that are removed from `out` where there is no new one.
 
     Raises:
@@ -87,7 +121,8 @@ def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[P
         with contextlib.ExitStack() as always:
             always.callback(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir()
-            yield folder
+            with _naming(out, folder):
+                yield folder
             written = [path.name for path in folder.iterdir()]
             for name in written:
                 os.replace(folder / name, out / name)
@@ -123,7 +158,7 @@ def whole_directory(
         raise OutputError(f"{out} exists and is not empty. Choose another name, or remove it first.")
     # On the same file system, so that it can be renamed.
     folder = parent / f".{out.name}.{secrets.token_hex(4)}"
-    with storing(out), guard(folder):
+    with storing(out), guard(folder), _naming(out, folder):
         try:
             folder.mkdir()
             yield folder
@@ -131,15 +166,33 @@ def whole_directory(
             if out.is_dir():
                 shutil.rmtree(out)
             os.replace(folder, out)
-        except StorageError as error:
-            raise StorageError(str(error).replace(str(folder), str(out))) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_readable(folder: Path) -> None:
-    # safetensors makes its files private; a checkpoint is as readable as the user's other files.
+@contextlib.contextmanager
+def _naming(final: Path, unfinished: Path) -> Iterator[None]:
+    """Name the final directory in errors about the unfinished one."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(str(error).replace(str(unfinished), str(final))) from error
+
+
+def _make_readable(place: Path) -> None:
+    # safetensors makes its files private; the umask decides here, as for the user's other files.
     umask = os.umask(0)
     os.umask(umask)
-    for path in (folder, *folder.rglob("*")):
+    for path in (place, *place.rglob("*")):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def _sync(path: Path) -> None:
+    # Windows cannot open folders, and keeps renamed ones without.
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

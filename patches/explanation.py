@@ -18,7 +18,7 @@ from hf_posenc.patches.modes import evaluating
 
 @dataclass(frozen=True)
 class LayerExecution:
-    """How one layer attends.
+    """The execution of one layer's attention.
 
     Attributes:
         stack: Name of the stack.
@@ -37,11 +37,11 @@ class LayerExecution:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` saw.
+    """Result of `explain`.
 
     Attributes:
         layers: One entry per patched layer.
-        length: Tokens of the sequence.
+        length: Number of tokens in the sequence.
     """
 
     layers: tuple[LayerExecution, ...]
@@ -56,8 +56,8 @@ class Explanation:
 def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     """Say which executor computes the attention of each patched layer, by running the model once.
 
-    The choice depends on the scheme, the length, the device, the dtype and the attention implementation of the model; with
-    padding, explicit positions or dropout it may be another one. `model.set_attn_implementation("eager")` makes it dense.
+    The choice depends on the scheme, the length, the device, the dtype and the attention implementation of the model;
+    padding, explicit positions or dropout may change it too. `model.set_attn_implementation("eager")` makes it dense.
 
     Args:
         model: A patched model.

@@ -18,12 +18,12 @@ from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, REAL, PosencBody, to
 
 @dataclass(frozen=True)
 class Continuation:
-    """How coordinates go on after a prompt.
+    """The continuation of coordinates after a prompt.
 
     Attributes:
-        rule: For the generated tokens.
-        prompt_ids: How many token ids the prompt has: one per coordinate, or none where it came as embeddings.
-        begin: How many tokens in the cache came before the first coordinate.
+        rule: Rule for the generated tokens.
+        prompt_ids: Number of token ids in the prompt: one per coordinate, or none where it came as embeddings.
+        begin: Number of tokens in the cache before the first coordinate.
     """
 
     rule: Rule
@@ -37,8 +37,8 @@ class Continuation:
             prompt: Coordinates of the prompt, `[B, P, n]`.
             ids: All token ids so far; in a chunked prefill, those of the chunk.
             mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
-            length: How many tokens of them the forward gets.
-            cached: How many tokens the cache holds.
+            length: Number of tokens in the next forward.
+            cached: Number of tokens in the cache.
 
         Raises:
             PositionError: The rule returned something else than coordinates of the generated tokens.
@@ -93,19 +93,19 @@ class PosencGenerator(PosencModel):
         """Generate as `GenerationMixin.generate` does; tokens may have coordinates.
 
         Args:
-            inputs: As there, and so are all arguments that are not named here.
-            *args: As there.
-            position_coords: Where the tokens of the prompt stand, `[B|1, S, n]`. Of an encoder-decoder model, those of the
-                encoder.
-            decoder_position_coords: Where the tokens stand with which the decoder of an encoder-decoder model begins,
+            inputs: Token ids or other inputs of the prompt.
+            *args: Other arguments of `GenerationMixin.generate`.
+            position_coords: Coordinates of the prompt, `[B|1, S, n]`; in an encoder-decoder model, of the encoder's
+                tokens.
+            decoder_position_coords: Coordinates of the first tokens of an encoder-decoder model's decoder,
                 `[B|1, S, n]`, the start token included.
-            position_coords_rule: Gives coordinates to generated tokens, see `hf_posenc.coordinates.Rule`. `None` is the rule
-                for texts: one more than the largest coordinate so far, on every axis.
-            **kwargs: As there.
+            position_coords_rule: Rule that gives coordinates to generated tokens, see `hf_posenc.coordinates.Rule`.
+                `None` is the rule for texts: one more than the largest coordinate so far, on every axis.
+            **kwargs: Other keywords of `GenerationMixin.generate`.
 
         Raises:
-            PositionError: Coordinates fit neither the inputs nor the schemes, there is a rule but nothing to go on from, or
-                the assistant model does not read coordinates.
+            PositionError: Coordinates do not fit the inputs or the schemes, a rule has no coordinates to
+                continue, or the assistant model does not read coordinates.
         """
         if "decoder_continuation" not in kwargs:  # else an assisted model calls its assistant
             given = self._check_generation_coords(
@@ -128,7 +128,7 @@ class PosencGenerator(PosencModel):
         decoder_continuation: Continuation | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of the next forward, as `GenerationMixin` does, with what else the schemes read of its tokens."""
+        """Return the arguments of the next forward, as `GenerationMixin` does, with coordinates and padding."""
         call: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,
             *args,
@@ -231,8 +231,9 @@ class PosencGenerator(PosencModel):
         )
         if not reads or kwargs.get("assistant_tokenizer") is not None:
             raise PositionError(
-                f"Got an assistant_model ({type(assistant).__name__}) that cannot follow position_coords with {axes} axes. Patch "
-                "it with a scheme that reads as many (and the same tokenizer), or use prompt_lookup_num_tokens."
+                f"Got an assistant_model ({type(assistant).__name__}) that cannot follow position_coords with {axes} "
+                "axes. Patch it with a scheme that reads as many (and the same tokenizer), or use "
+                "prompt_lookup_num_tokens."
             )
 
 

@@ -133,8 +133,8 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
         rows = self.wpe.num_embeddings
         if context.reach >= rows and not vars(self.wpe).get("posenc_removed"):
             raise PositionError(
-                f"Position {context.reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
-                "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+                f"Position {context.reach} is beyond the model's own table of {rows} positions, which was kept. Give "
+                "shorter inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
             )
         return super().hand_down(call, context)
 
@@ -165,7 +165,7 @@ class PosencGPT2ForQuestionAnswering(PosencModel, GPT2ForQuestionAnswering):
 
 
 class GPT2(Architecture):
-    """GPT-2 models with any head. Its encoding enters once, before the first layer, so it is there for all or for none."""
+    """GPT-2 models with any head. The table enters once, before the first layer, so all layers have it or none."""
 
     name = "gpt2"
     attention = GPT2Attention

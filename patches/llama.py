@@ -98,7 +98,7 @@ class PosencLlamaModel(PosencBody, PosencModel, LlamaModel):
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         native = self.strengths().native
         if native != 1:
-            # Not in the place of the whole one, which layers without a scheme get.
+            # Passed separately, since layers without a scheme need the rotation at full strength.
             assert context.positions is not None
             cos, sin = self.rotary_emb(self.inputs_of(call), context.positions * native)
             # Some types of rotation (YaRN) also make queries and keys longer.

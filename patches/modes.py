@@ -1,4 +1,4 @@
-"""Looking at a model without changing what it is doing."""
+"""Evaluation mode for a while."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while; afterwards each module is in the mode that it was in.
+    """Put a model into evaluation mode for a while; afterwards restore the mode of each module.
 
-    `train(True)` would not do: parts of a model that is trained may be in evaluation mode, such as those that are frozen.
+    `train(True)` would not restore it: parts of a model in training, such as frozen ones, may be in evaluation mode.
     """
     before = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -35,16 +35,16 @@ def patch(
 ) -> Model:
     """Replace the positional encoding of a loaded model, in place.
 
-    Only this instance changes, and only if everything can be done. Patching again replaces the scheme; calls on disjoint
-    `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer. The model's
-    name (`config._name_or_path`) no longer leads to what it computes, so it leads to an error until the model is saved.
+    Only this instance changes, and after an error it is as before. Patching again replaces the scheme; calls on
+    disjoint `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer. The
+    model's old name (`config._name_or_path`) names another model now, so loading by it raises until the model is saved.
 
     Args:
         model: A Llama, GPT-2, T5 or ViT model of transformers with any head, not wrapped by anything.
         scheme: Name of a scheme, see `hf_posenc.schemes()`.
         native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
             that make the start exact are chosen unless given (`describe` names them).
-        layers: Which layers of each stack: indices (negative from the end), a slice, `"every:N"` for layers N-1, 2N-1,
+        layers: Layers of each stack: indices (negative from the end), a slice, `"every:N"` for layers N-1, 2N-1,
             ..., or a predicate on the index. `None` is all.
         stacks: `"encoder"`, `"decoder"` or both, for models with two stacks. `None` is all.
         **options: The scheme's options, see `hf_posenc.describe(scheme)`.
@@ -119,12 +119,12 @@ def unpatch(model: Model) -> Model:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Give a patched model its original function for a while, for instance as the teacher of a distillation.
 
-    It acts on the calling thread only, and on the replicas that `DataParallel` makes for it. Other threads, also those
-    that are started meanwhile, go on with the schemes, and so do copies of the model. Do not wait for another task of an
-    event loop inside: tasks share a thread.
+    It acts on the calling thread and on the replicas that `DataParallel` makes for it. Other threads, even those
+    started meanwhile, and copies of the model keep the schemes. Do not await another task inside: the tasks of an event
+    loop share a thread.
 
-    Works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs instead
-    of the patched one.
+    It works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs
+    instead of the patched one.
 
     Args:
         model: A patched model, or something that holds one.

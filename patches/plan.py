@@ -29,7 +29,7 @@ _POSITION_BYTES = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What `patch` would do.
+    """Result of a dry run of `patch`.
 
     Attributes:
         architecture: Name of the architecture.
@@ -37,15 +37,15 @@ class Plan:
         native: `"remove"` or `"keep"`.
         options: Resolved options by stack.
         layers: Layer indices by stack.
-        parameters: How many parameters are added.
-        parameter_bytes: Their size.
-        start: `"exact"`, `"exact with native kept"`, `"near with native kept"` (within `start_tolerance`) or `"break"` (the
-            model must be adapted).
-        start_tolerance: How far logits of attention move at most, over the model's whole context; `None` for a break.
-        executors: The ways the scheme's attention can be run, the reference first.
-        cache_bytes_per_token: Added to the key/value cache per token, over all layers, beside keys and values.
-        cache_bytes_per_sequence: Added once per sequence, over all layers.
-        warnings: What to know before going on.
+        parameters: Number of added parameters.
+        parameter_bytes: Size of the added parameters in bytes.
+        start: `"exact"`, `"exact with native kept"`, `"near with native kept"` (within `start_tolerance`) or `"break"`
+            (the model must be adapted).
+        start_tolerance: Largest change of an attention logit, over the model's whole context; `None` for a break.
+        executors: Executors that can run the scheme's attention, the reference first.
+        cache_bytes_per_token: Bytes added to the key/value cache per token, over all layers.
+        cache_bytes_per_sequence: Bytes added once per sequence, over all layers.
+        warnings: Warnings for the user.
     """
 
     architecture: str
@@ -91,11 +91,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` saw.
+    """Result of `verify`.
 
     Attributes:
         groups: Scheme, native setting and number of layers of each group.
-        calls: How often each scheme ran in one forward of every stack.
+        calls: Number of times each scheme ran in one forward of every stack.
         difference: Largest difference between the hidden states with the patch and without.
     """
 
@@ -117,18 +117,18 @@ def plan(
     stacks: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Plan:
-    """Say what `patch` would do, without doing it.
+    """Say what `patch` would do, without doing it. The other arguments and the errors are those of `patch`.
 
     Args:
         model_or_config: A model, or the config of one (nothing is downloaded or allocated for it).
-        scheme: As for `patch`.
-        native: As for `patch`.
-        layers: As for `patch`.
-        stacks: As for `patch`.
-        **options: As for `patch`.
+        scheme: Name of a scheme.
+        native: The setting of the model's own encoding.
+        layers: Selection of layers.
+        stacks: Selection of stacks.
+        **options: Options of the scheme.
 
     Raises:
-        PosencError: Whatever `patch` would raise.
+        PosencError: `patch` would raise it.
     """
     model = model_or_config
     skeleton = isinstance(model, PreTrainedConfig)
@@ -172,8 +172,8 @@ def verify(model: nn.Module) -> Verification:
     inner = next((m for m in modules if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise NotPatchedError(
-            f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, or load "
-            "the converted checkpoint with hf_posenc imported."
+            f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, "
+            "or load the converted checkpoint with hf_posenc imported."
         )
     model = inner
     architecture = of_model(model)
@@ -210,8 +210,9 @@ def verify(model: nn.Module) -> Verification:
     if calls != expected:
         silent = sum(calls[key] < wanted for key, wanted in expected.items())
         raise NotPatchedError(
-            f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library replaced a "
-            "forward after patching. Patch the plain model before applying other libraries, then verify again."
+            f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library "
+            "replaced a forward after patching. Patch the plain model before applying other libraries, then verify "
+            "again."
         )
     with disabled(model):
         stock = _hidden_states(architecture, model)
@@ -231,17 +232,17 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
     named = [heads[name] for name in config.architectures or [] if name in heads]
     models = [kind for kind in architecture.twins if issubclass(kind, PreTrainedModel)]
-    # Of a config that names no class: one that generates text, where there is any.
+    # Where the config names no class, prefer one that generates text.
     generates = sorted(models, key=lambda kind: not hasattr(kind, "prepare_inputs_for_generation"))
     kind: Any = (named or generates)[0]
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
-    # The dtype that loading would give it: what is cached has it too.
+    # Loading would give it this dtype, and the cache has the same.
     return model if config.dtype is None else model.to(config.dtype)
 
 
 def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
-    """Return what is cached per token and per sequence, beside keys and values, over all layers that keep a cache."""
+    """Return the bytes cached per token and per sequence, without keys and values, over all layers with a cache."""
     dtype = next(model.parameters()).dtype
     per_token = per_sequence = 0
     for schemes in prepared.built.values():
@@ -258,7 +259,7 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
 
 
 def _outermost(module: nn.Module) -> list[Scheme]:
-    """Return a scheme itself, or those that a wrapper holds: PEFT's `modules_to_save` has a copy per adapter."""
+    """Return a scheme itself, or the schemes in a wrapper: PEFT's `modules_to_save` has a copy per adapter."""
     if isinstance(module, Scheme):
         return [module]
     return [scheme for child in module.children() for scheme in _outermost(child)]

@@ -1,4 +1,4 @@
-"""Everything about a patch that can be computed and checked before the model is touched."""
+"""The part of a patch that is computed and checked before the model is touched."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
 
 @dataclass(frozen=True)
 class Preparation:
-    """All that `patch` is about to do, computed and checked without touching the model.
+    """A patch that is computed and checked, before the model is touched.
 
     Attributes:
-        architecture: Of the model.
+        architecture: Architecture of the model.
         group: The new group.
         built: Its schemes, by stack and layer.
         kept: Earlier groups that stay.
         replaced: Earlier groups whose layers are all given to the new one.
-        warnings: What the user should know.
+        warnings: Warnings for the user.
     """
 
     architecture: Architecture
@@ -81,8 +81,8 @@ def prepare(
         direction: registry.Direction = "causal" if architecture.geometry(body, 0).causal else "bidirectional"
         if direction == "causal" and getattr(model.config, "is_causal", True) is False:
             raise DirectionError(
-                f"The config says is_causal=False, but the {name} of {architecture.name} is patched as causal attention only. Use a "
-                "model whose tokens see earlier ones."
+                f"The config says is_causal=False, but the {name} of {architecture.name} is patched as causal "
+                "attention only. Use a model whose tokens see earlier ones."
             )
         if direction not in info.directions:
             raise DirectionError(
@@ -121,7 +121,7 @@ def advise(
     kept: list[Group],
     built: dict[str, dict[int, Scheme]],
 ) -> list[str]:
-    """Return what a user should know before patching."""
+    """Return the warnings of a patch."""
     found = []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
@@ -130,8 +130,9 @@ def advise(
         missing = len(architecture.attentions(bodies[name])) - len(covered)
         if missing and group.native == "remove" and not architecture.native_per_layer:
             found.append(
-                f"The {architecture.native} of {architecture.name} enters before the first layer: removing it leaves the "
-                f"{missing} layers that are not patched without positions of their own. Patch them too, or use native='keep'."
+                f"The {architecture.native} of {architecture.name} enters before the first layer: removing it leaves "
+                f"the {missing} layers that are not patched without positions of their own. Patch them too, or use "
+                "native='keep'."
             )
     return found
 
@@ -140,8 +141,8 @@ def check_native(architecture: Architecture, native: str, kept: list[Group]) -> 
     """Raise if an encoding that is there for all layers or for none would be both kept and removed."""
     if any(group.native != native for group in kept) and not architecture.native_per_layer:
         raise LayerSelectionError(
-            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all layers "
-            f"or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
+            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
+            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
             "Use the same, or unpatch first."
         )
 
@@ -161,13 +162,14 @@ def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chose
             missing = [part for part, module in architecture.projections(attention).items() if module is None]
             if missing:
                 raise ArchitectureError(
-                    f"Layer {layer} of the {name}: the attention has no {', '.join(missing)}; its projections were fused or "
-                    "renamed after loading (quantisation, tensor parallelism). Load the model plainly and patch it first."
+                    f"Layer {layer} of the {name}: the attention has no {', '.join(missing)}; its projections were "
+                    "fused or renamed after loading (quantisation, tensor parallelism). Load the model plainly and "
+                    "patch it first."
                 )
 
 
 def refuse_wrapped(model: object) -> None:
-    """Raise if the model is inside a wrapper, which would keep running what it wrapped."""
+    """Raise if the model is inside a wrapper, which would keep running the unpatched model."""
     advice = "Patch the plain model first, then wrap it."
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
@@ -178,7 +180,7 @@ def refuse_wrapped(model: object) -> None:
         raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
     for name, module in model.named_modules():
         kinds = _class_names(module)
-        # Compiled code goes on computing what it was compiled from.
+        # Compiled code would keep the old behaviour.
         if _OPTIMIZED in kinds or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"whose {name.removesuffix('._orig_mod')} is compiled" if name else "compiled"
             raise WrappedModelError(f"Got a model {what} with torch.compile. {advice}")

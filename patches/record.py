@@ -1,4 +1,4 @@
-"""What is written into a config about a patch: which scheme, with which options, on which layers."""
+"""The record of a patch in a config: schemes, their options and their layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hf_posenc.errors import CheckpointError
 
-# Raised when a checkpoint written now could not be read right by the previous release.
+# It rises when the previous release could not correctly read a checkpoint written now.
 FORMAT_VERSION = 1
 
 Native = Literal["remove", "keep"]
@@ -35,7 +35,7 @@ class Group:
     """The layers that one call of `patch` gave one scheme.
 
     Attributes:
-        id: Names the group's shared scheme in the state dict.
+        id: Number of the group, and name of its shared scheme in the state dict.
         scheme: Registry name.
         native: Whether the model's own encoding stays under the scheme.
         stacks: The group's share of each stack.
@@ -60,11 +60,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Strengths:
-    """How far a model is on the way from its own encoding to its schemes.
+    """The strengths of a model's own encoding and of its schemes.
 
     Attributes:
-        native: Of the model's own encoding, where it is kept: 1 is all of it, 0 is none.
-        scheme: Of the schemes: 0 is a model without them.
+        native: Strength of the model's own encoding, where it is kept: 1 is full, 0 is none.
+        scheme: Strength of the schemes: 1 is full, 0 is none.
     """
 
     native: float = 1.0
@@ -75,7 +75,7 @@ FULL = Strengths()
 
 
 def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, Any]:
-    """Return what a config keeps under `posenc`."""
+    """Return the record, the entry `posenc` of a config."""
     from hf_posenc import __version__
 
     found = {
@@ -112,7 +112,7 @@ def strengths_from_config(config: Any) -> Strengths:
                 raise ValueError(f"{name}={value!r}")
         found = Strengths(**{name: float(value) for name, value in given.items()})
         if found != FULL and any(group.native == "remove" for group in from_config(config)):
-            raise ValueError(f"{given} beside native='remove'")
+            raise ValueError(f"{given} with native='remove'")
     return found
 
 
@@ -128,8 +128,8 @@ def from_config(config: Any) -> list[Group]:
     version = record.get("format_version") if isinstance(record, Mapping) else None
     if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointError(
-            f"The checkpoint has posenc format {version}, written by hf_posenc {record.get('plugin_version', '?')}; this "
-            f"release reads formats up to {FORMAT_VERSION}. Upgrade: pip install -U hf-posenc."
+            f"The checkpoint has posenc format {version}, written by hf_posenc {record.get('plugin_version', '?')}; "
+            f"this release reads formats up to {FORMAT_VERSION}. Upgrade: pip install -U hf-posenc."
         )
     with _reading("The entry 'posenc' of config.json is"):
         if type(version) is not int or version != FORMAT_VERSION:

@@ -12,9 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 def native_frequencies(config: Any, rotary: Any) -> tuple[Tensor, float]:
     """Return the frequencies `[D / 2]` in float32, and the factor on rotated queries and keys.
 
-    They are computed anew, never read from the live buffer: that one is not saved, is rounded by `model.to(bfloat16)`, and
-    is garbage after a load on the meta device. The types "dynamic" and "longrope" change theirs while a sequence grows,
-    which keys in a cache cannot follow: they are frozen at what they are up to the original length.
+    They are computed from the config, since the live buffer is not saved, is rounded by `model.to(bfloat16)`, and is
+    garbage after a load on the meta device. The types "dynamic" and "longrope" change theirs while a sequence grows,
+    but cached keys cannot follow: theirs are frozen at the values for the original length.
 
     Args:
         config: Config of the model; `rope_parameters` is read.
@@ -31,9 +31,9 @@ def native_frequencies(config: Any, rotary: Any) -> tuple[Tensor, float]:
 
 
 def long_frequencies(config: Any) -> Tensor | None:
-    """Return the frequencies `[D / 2]` that a model uses beyond `frequency_limit`, if they are one set for all lengths.
+    """Return the frequencies `[D / 2]` that a model uses beyond `frequency_limit`; `None` if they vary with length.
 
-    Those of "dynamic" are others for each length.
+    Those of "dynamic" vary.
     """
     limit = frequency_limit(config)
     if config.rope_parameters["rope_type"] != "longrope" or limit is None:

@@ -1,4 +1,4 @@
-"""The patched behaviour that all architectures share: of attention modules and of bodies."""
+"""The patched behaviour of attention modules and bodies that all architectures share."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from hf_posenc.scheme import Scheme
 BACKENDS = ("eager", "sdpa")
 
 NO_CONTINUOUS_BATCHING = (
-    "Patched models do not run with continuous batching: the pages of its cache have no room for positions. Use generate with a "
-    "batch."
+    "Patched models do not run with continuous batching: the pages of its cache have no room for positions. Use "
+    "generate with a batch."
 )
 
 # The name under which a cache keeps keys without the model's own rotation.
@@ -55,9 +55,9 @@ def check_backend(name: str | None) -> None:
     """Raise unless the attention implementation honours schemes."""
     if name is not None and name not in BACKENDS:
         raise AttentionBackendError(
-            # As transformers begins it, where callers look for that.
-            f"Specified `attn_implementation=\"{name}\"` is not supported: it would ignore the positional scheme. Use 'sdpa' "
-            "(fastest executor that fits the scheme) or 'eager' (dense, gives attention weights): "
+            # Callers look for this beginning of transformers' own message.
+            f'Specified `attn_implementation="{name}"` is not supported: it would ignore the positional scheme. Use '
+            "'sdpa' (fastest executor that fits the scheme) or 'eager' (dense, gives attention weights): "
             "model.set_attn_implementation('sdpa')."
         )
 
@@ -76,13 +76,13 @@ def with_signature_of(stock: type, twin: type, name: str) -> None:
 def without_context(module: object) -> NotPatchedError:
     """Return the error for a layer that was called past the body of its model."""
     return NotPatchedError(
-        f"{type(module).__name__} was called without the positions that its patched model hands down. Call the model, not a "
-        "layer of it; or hf_posenc.unpatch(model) first."
+        f"{type(module).__name__} was called without the positions that its patched model hands down. Call the model, "
+        "not a layer of it; or hf_posenc.unpatch(model) first."
     )
 
 
 class PosencAttention:
-    """Mixin of patched attention modules: runs the seams around what the architecture projects."""
+    """Mixin of patched attention modules: calls the scheme's seams around the architecture's projections."""
 
     posenc_group: int
     posenc_keeps_native: bool
@@ -241,7 +241,7 @@ class LayerCall:
         if self.mask is None:
             return Mask("slots" if self.causal and queries > 1 else "all")
         if self.causal and self.context.real is not None and keys == queries:
-            # What the mask was made of says the same, and in which order keys lie.
+            # The padding and the order of slots say the same as the mask that was made from them.
             return Mask("slots", keep=self.context.real[:, None, None])
         return from_tensor(self.mask, rule="all", batch=batch, heads=heads, q=queries, k=keys)
 

@@ -1,4 +1,4 @@
-"""Which stacks and layers a call of `patch` means, and how that fits with earlier calls."""
+"""The stacks and layers that a call of `patch` selects, and their division between calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_posenc.errors import LayerSelectionError
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import Group
 
-# Which layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
+# A selection of layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
 Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
 
 
@@ -97,8 +97,8 @@ def divide(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> tuple
         else:
             name, layer = sorted(theirs & ours)[0]
             raise LayerSelectionError(
-                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers layers "
-                "outside this selection. Select all of its layers or none of them, or unpatch first."
+                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers "
+                "layers outside this selection. Select all of its layers or none of them, or unpatch first."
             )
     return kept, replaced
 

@@ -1,4 +1,4 @@
-"""The way from a model's own encoding to a scheme: both at part of their strength, and the end of it."""
+"""Gradual replacement of a model's own encoding by a scheme."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hf_posenc.patches.record import Group, Strengths
 
 
 def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
-    """Set how strong a kept native encoding and the schemes over it are, in place.
+    """Set the strengths of a kept native encoding and of the schemes over it, in place.
 
-    At part of its strength a rotary encoding turns by smaller angles, a table or a bias is multiplied; a scheme does at each
-    seam something between nothing and what it would do. Layers without a scheme keep the encoding whole, but for a table that enters
-    before the first layer. The strengths are part of the model: they are saved and loaded.
+    Strength scales the angles of a rotary encoding, and the values of a table or a bias; a scheme's effect at each seam
+    is interpolated from none to full. Layers without a scheme keep the encoding at full strength, except for a table
+    that enters before the first layer. The strengths are saved and loaded with the model.
 
     Args:
         model: A model patched with `native="keep"`.
-        native: Of the model's own encoding, from 0 to 1.
-        scheme: Of the schemes, from 0 to 1.
+        native: Strength of the model's own encoding, from 0 to 1.
+        scheme: Strength of the schemes, from 0 to 1.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -47,10 +47,10 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
 
 
 def drop_native(model: PreTrainedModel) -> None:
-    """Remove a native encoding that was kept until now, in place; the schemes stay as they are, at full strength.
+    """Remove a kept native encoding, in place; the schemes stay, at full strength.
 
-    After `set_strength(model, native=0)` this changes no output. It is what `patch(model, ..., native="remove")` would have
-    made, but for the options and the training of the schemes.
+    After `set_strength(model, native=0)` this changes no output. The result is that of `patch(..., native="remove")`,
+    except for the options and the training of the schemes.
 
     Args:
         model: A patched model.
@@ -72,7 +72,8 @@ def drop_native(model: PreTrainedModel) -> None:
 def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
     if not surgery.is_patched(model):
         raise NotPatchedError(
-            f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, pass the one inside."
+            f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, "
+            "pass the one inside."
         )
     belonging.refuse_part(of_model(model), model)
     return record.from_config(model.config)

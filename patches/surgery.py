@@ -1,7 +1,7 @@
-"""The operation itself: swap classes on the instance, attach schemes, and undo it.
+"""Changes to a model: swap the classes of its modules, attach schemes, and undo both.
 
-Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where replaced
-methods do not.
+Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where
+replaced methods do not.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def all_or_nothing() -> Iterator[Undo]:
 
 
 def remember(undo: Undo, model: nn.Module) -> None:
-    """Remember all of a model but the values themselves, for another library that changes it in its own way."""
+    """Remember a model, except for values of parameters, before another library changes it."""
     kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
     values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -158,8 +158,9 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
     if twin is None:
         raise ArchitectureError(
             f"Expected a {architecture.attention.__name__} or another stock module of {architecture.name}, found "
-            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a quantisation "
-            "with fused attention, or another patch). Load it plainly, patch it, then apply the other change."
+            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a "
+            "quantisation with fused attention, or another patch). Load it plainly, patch it, then apply the other "
+            "change."
         )
     if "forward" in vars(target) and "_old_forward" not in vars(target):
         raise ArchitectureError(
@@ -177,7 +178,7 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
     Raises:
         PosencError: The scheme is unknown, or cannot be built for these layers.
     """
-    # Under `torch.device("meta")` the schemes of a model that has values would have none.
+    # Without this, `torch.device("meta")` around the call would leave the schemes without values.
     where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
     built: dict[str, dict[int, Scheme]] = {}
     for name, body in architecture.stacks(model).items():
@@ -203,8 +204,8 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
         count = len(architecture.attentions(body))
         if len(built[name]) < count and built[name][part.layers[0]].overrides("embed"):
             raise LayerSelectionError(
-                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all {count} layers, "
-                f"got {len(built[name])}. Leave out layers=."
+                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all "
+                f"{count} layers, got {len(built[name])}. Leave out layers=."
             )
     return built
 
@@ -258,7 +259,7 @@ def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layer
 
 
 def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
-    """Give the layers whose scheme carries something on their patched class, and the others their stock class back.
+    """Give layers whose scheme carries state their patched class, and all others their stock class.
 
     The name of a layer's class tells accelerate what must not be split between devices.
     """
@@ -290,7 +291,7 @@ def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body
 
 
 def set_strengths(undo: Undo, architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
-    """Set how strong the model's own encoding and the schemes are, in everything that reads it."""
+    """Set the strengths of the model's own encoding and of the schemes, in all modules that read them."""
     for body in architecture.stacks(model).values():
         for module in (body, *architecture.swapped(body)):
             if is_patched(module):
@@ -307,14 +308,14 @@ def release(undo: Undo, architecture: Architecture, body: nn.Module, layers: set
 
 
 def restore(undo: Undo, target: Any) -> None:
-    """Give an object its stock class back, and take away what patching left on it."""
+    """Restore the stock class of an object, and remove the attributes of the patch."""
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
         undo.unset(target, name)
     undo.swap_class(target, stock_class(type(target)))
 
 
 def check_record(architecture: Architecture, model: Any) -> None:
-    """Raise unless the layers of a model that are patched are those that its config names, each in its group.
+    """Raise unless a model's patched layers are those that its config names, each in its group.
 
     Raises:
         ArchitectureError: They differ.
@@ -335,10 +336,10 @@ def check_record(architecture: Architecture, model: Any) -> None:
     }
     if named != patched:
         raise ArchitectureError(
-            f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and {len(patched)} have "
-            "one, or others do: layers were cut, added or moved after the patch, or another model, made from the same config object, "
-            "was patched or unpatched. Cut layers first and patch then; make each model from a config of its own, "
-            "copy.deepcopy(config)."
+            f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and "
+            f"{len(patched)} have one, or others do: layers were cut, added or moved after the patch, or another "
+            "model, made from the same config object, was patched or unpatched. Cut layers first and patch then; make "
+            "each model from a config of its own, copy.deepcopy(config)."
         )
 
 

@@ -100,7 +100,7 @@ class PosencT5Stack(PosencBody, PosencModel, T5Stack):
         return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
 
     def given_coords(self, call: dict[str, Any]) -> Tensor | None:
-        # As for positions, both stacks get the keywords of the model's forward.
+        # Both stacks get the keywords of the model's forward, as they do for positions.
         encoder, decoder = call.pop("position_coords", None), call.pop("decoder_position_coords", None)
         coords: Tensor | None = decoder if self.is_decoder else encoder
         return coords

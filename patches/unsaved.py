@@ -1,8 +1,8 @@
 """The name of a model that was changed in memory: a folder whose loading says that nothing was saved.
 
-Other libraries load a model once more by the name in its config, for a reference model or a tokenizer. After `patch` the
-old name leads to another model, so it is replaced by this folder. It is a folder, since libraries write names that are none
-into model cards.
+Other libraries load a model again by the name in its config, for a reference model or a tokenizer. After `patch` the
+old name leads to another model, so it is replaced by this folder. A folder, because libraries write names that are
+not folders into model cards.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NAME = str(Path(__file__).parent / "unsaved_model__save_it_or_pass_ref_model_and
 
 
 class UnsavedConfig(PreTrainedConfig):
-    """The config in the folder, which cannot be had."""
+    """The config in the folder, which always raises."""
 
     model_type = "hf_posenc_unsaved"
 
     def __post_init__(self, **kwargs: Any) -> None:
         raise CheckpointError(
-            "A model that hf_posenc changed in memory was to be loaded again by its name, and it has none, since it was not "
-            "saved. Save it and load the folder, or pass the object that is missing: "
+            "A model that hf_posenc changed in memory was to be loaded again by its name, and it has none, since it "
+            "was not saved. Save it and load the folder, or pass the object that is missing: "
             "ref_model=copy.deepcopy(model) for a reference model, processing_class=tokenizer for a tokenizer."
         )
 
 
 def rename(undo: Undo, model: nn.Module) -> None:
-    """Give a model that is about to change the name of no model; its old one is kept where it leads to the stock model."""
+    """Replace the name of a model that is about to change; the old one is remembered if it names the stock model."""
     for config in configs(model):
         stock = vars(config).get("posenc_origin") if is_patched(config) else config._name_or_path
         undo.set(config, "posenc_origin", stock)

@@ -101,8 +101,9 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
 class PosencViTModel(PosencBody, PosencModel, ViTModel):
     """The class token is at position 0, the patches follow row by row.
 
-    A patch has its row and column on the grid as coordinates, counted in patches from 0; the class token has (0, 0), at which
-    nothing is rotated. `position_coords` in the forward replaces them, `[B|1, 1 + patches, 2]`, the class token's first.
+    The coordinates of a patch are its row and column on the grid, counted from 0; the class token has (0, 0), where
+    nothing is rotated. The argument `position_coords` of the forward, `[B|1, 1 + patches, 2]`, replaces them; the class
+    token comes first.
     """
 
     posenc_stock = ViTModel
@@ -128,16 +129,16 @@ class PosencViTModel(PosencBody, PosencModel, ViTModel):
         return self.hand_down(call, self.context(positions, length - 1, real, coords))
 
     def grid(self, pixels: Tensor) -> tuple[int, int]:
-        """Return how many rows and columns of patches images have."""
+        """Return the numbers of rows and columns of patches."""
         height, width = pixels.shape[-2:]
         patch: tuple[int, int] = tuple(self.embeddings.patch_embeddings.patch_size)
         rows, columns = height // patch[0], width // patch[1]
-        # With the table there, the size is for transformers to judge.
+        # With the table, transformers checks the size.
         free = vars(self.embeddings).get("posenc_removed") and (height, width) != tuple(self.embeddings.image_size)
         if free and (rows * patch[0], columns * patch[1]) != (height, width):
             raise ShapeError(
-                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x {patch[1]}. Resize "
-                "or pad them."
+                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x "
+                f"{patch[1]}. Resize or pad them."
             )
         return rows, columns
 
@@ -183,10 +184,10 @@ class PosencViTForMaskedImageModeling(PosencModel, ViTForMaskedImageModeling):
 
 
 class ViT(Architecture):
-    """ViT models with any head. The table enters once, before the first layer, so it is there for all or for none.
+    """ViT models with any head. The table enters once, before the first layer, so all layers have it or none.
 
-    Without it images have any size that is a multiple of the patch size; with it, `interpolate_pos_encoding` is needed for
-    other sizes than the trained one, as in transformers.
+    Without the table, images have any size that is a multiple of the patch size; with it, sizes other than the trained
+    one need `interpolate_pos_encoding`, as in transformers.
     """
 
     name = "vit"
@@ -241,7 +242,7 @@ class ViT(Architecture):
             axes=2,
             max_positions=table.shape[0],
             native=NativeTable("learned", table),
-            # How large patches are embedded depends on the images; the table is as large as what should take its place.
+            # The size of embedded patches depends on the images, so the size of the table stands for it.
             embedding_rms=embedding_rms(table),
         )
 

@@ -907,7 +907,7 @@ def cases() -> list[Case]:
             edit_config(lambda d: d["posenc"]["groups"].append(d["posenc"]["groups"][0] | {"id": 1})), "damaged",
             "Restore"),
         loading("weights of a scheme missing", edit_weights(lambda tensors: tensors.pop(WEIGHT)), "misses weights",
-            WEIGHT, "save it anew"),
+            WEIGHT, "save it again"),
         loading("option of another value", edit_part(options={"threshold": 3.0}), "another record", "Restore"),
         loading("pickled weights", pickled_weights, "pytorch_model.bin is no safetensors file", "save_pretrained"),
         loading("index that leads elsewhere", index_elsewhere, "'../model.safetensors'", "outside of the checkpoint"),

@@ -665,7 +665,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "scheme", "arguments", "parts"),
     [
-        ("llama", "fire", {}, ("`fire` (arXiv 2310.04418), in place of", "threshold=512.0", "start: break")),
+        ("llama", "fire", {}, ("`fire` (arXiv 2310.04418), instead of", "threshold=512.0", "start: break")),
         ("llama", "fire", {"native": "keep"}, ("`fire`", "over the model's own", "start: exact with native kept")),
         ("llama", "rope", {}, ("`rope` (arXiv 2104.09864)", "layout='half'", "start: exact\n")),
         ("llama", "alibi", {"layers": [0, 2]}, ("decoder, layers 0, 2;",)),

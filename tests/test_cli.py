@@ -210,7 +210,7 @@ def test_failed_convert_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     # The weights are written by then, the companions are not.
-    monkeypatch.setattr("hf_posenc.patches.checkpoint.write_companions", full)
+    monkeypatch.setattr("hf_posenc.patches.companions.write", full)
     result = run("convert", checkpoints["llama"], "fire", tmp_path / "out")
     assert result.exit_code == 1
     assert "the disk is full" in result.stderr

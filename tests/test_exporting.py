@@ -273,7 +273,7 @@ def test_heads_become_no_wider_than_needed(tmp_path: Path) -> None:
     for layer, theta in enumerate((100.0, 50.0, 100.0)):
         hf_posenc.patch(mixed, "rope", layers=[layer], theta=theta, rotary_dim=4)
     with pytest.raises(
-        ExportError, match=r"Heads with 10 channels in place of 8.*1\.25 times as large.*max_head_dim=10"
+        ExportError, match=r"Heads with 10 channels instead of 8.*1\.25 times as large.*max_head_dim=10"
     ):
         export_stock(mixed, tmp_path / "partial")
     with pytest.raises(ExportError, match="max_head_dim=9 is too little"):
@@ -506,7 +506,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     done = run("export", tmp_path / "in", tmp_path / "out", "--max-head-dim", 48)
     assert done.exit_code == 0, done.stderr
-    assert "48 in place of 24: " in done.stdout
+    assert "48 instead of 24: " in done.stdout
     assert f'LlamaForCausalLM.from_pretrained("{tmp_path / "out"}")' in done.stdout
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(TINY_LLAMA))
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is LlamaForCausalLM

@@ -343,7 +343,7 @@ def test_adapters_without_scheme_weights_share_a_batch() -> None:
 
 
 def test_no_adapter_takes_the_place_of_attentions() -> None:
-    with pytest.raises(OptionError, match="AdaptionPromptModel puts layers of its own in place of attentions"):
+    with pytest.raises(OptionError, match="AdaptionPromptModel replaces attentions by layers of its own"):
         get_peft_model(plain(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
+from hf_posenc.patches.directories import publish, write_text
 from hf_posenc.recipes.runs import files as saving
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe, Training
@@ -403,18 +405,18 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
 
 def test_files_and_folders_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "file.json", tmp_path / ".unfinished-model"
-    saving.write_text(path, "old")
+    write_text(path, "old")
     folder.mkdir()
     (folder / "weights").write_bytes(b"x")
 
     def fail(*args: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr(saving.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(Stop):
-        saving.write_text(path, "new")
+        write_text(path, "new")
     with pytest.raises(Stop):
-        saving.publish(folder, tmp_path / "model")
+        publish(folder, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert path.read_text(encoding="utf-8") == "old"
 

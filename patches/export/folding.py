@@ -1,4 +1,4 @@
-"""Rotations of many kinds in one table of frequencies: what differs between layers and heads goes into the projections."""
+"""One table of frequencies for many rotations: differences between layers and heads go into the projections."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Folded:
 
     Attributes:
         frequencies: The table, float64 `[P]`, falling; none is negative.
-        rotations: Those that it holds.
-        slots: Where each of their planes is in the table, int64 `[G, D / 2]`.
+        rotations: The rotations that it holds.
+        slots: Index of each of their planes in the table, int64 `[G, D / 2]`.
     """
 
     frequencies: Tensor
@@ -36,7 +36,7 @@ class Folded:
         return 2 * len(self.frequencies)
 
     def spread(self, layer: int) -> Tensor:
-        """Return what takes a layer's queries and keys to those that the table turns, float64 `[G, width, D]`."""
+        """Return the map from a layer's queries and keys to those that the table turns, float64 `[G, width, D]`."""
         basis, slots = self.rotations[layer].basis, self.slots[layer]
         rows = torch.cat((slots, slots + len(self.frequencies)), dim=1)[..., None].expand_as(basis)
         return basis.new_zeros(len(slots), self.width, basis.shape[-1]).scatter(1, rows, basis)
@@ -46,12 +46,12 @@ def fold(rotations: Sequence[Rotation]) -> Folded:
     """Bring rotations into one table: the smallest that holds the frequencies of every layer and head.
 
     Args:
-        rotations: One per layer, all with as many planes.
+        rotations: One per layer, all with the same number of planes.
     """
     forward = [_forward(rotation) for rotation in rotations]
     heads = torch.cat([rotation.frequencies for rotation in forward])  # [layers * G, D / 2]
     levels = _levels(heads)
-    # Of each head, which of the levels its planes have.
+    # Find the level of each plane of each head.
     between = (levels[1:] + levels[:-1]) / 2
     index = len(between) - torch.bucketize(heads, between.flip(0))
     copies = torch.stack([row.bincount(minlength=len(levels)) for row in index]).amax(dim=0)
@@ -71,7 +71,7 @@ def _forward(rotation: Rotation) -> Rotation:
 
 
 def _levels(frequencies: Tensor) -> Tensor:
-    """Return those that are told apart, falling."""
+    """Return the distinct frequencies, falling."""
     kept: list[float] = []
     for frequency in sorted(set(frequencies.flatten().tolist()), reverse=True):
         if not kept or kept[-1] - frequency > _SAME * kept[-1]:

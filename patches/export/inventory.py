@@ -1,4 +1,4 @@
-"""What gives positions to each layer of a converted model, in the terms that stock models have."""
+"""Inventory of a converted model: the encoding of each layer, in terms of stock models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hf_posenc.patches.architecture import Architecture
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Equivalent, Nothing, Rotation
 
-# What can be done in place of an export.
+# The remedy where an export is impossible.
 KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What gives positions to one layer.
+    """The positional encoding of one layer.
 
     Attributes:
         native: Strength of the model's own encoding: 0 is none, 1 all of it.
-        added: What the scheme does, at full strength.
-        strength: Of the scheme.
-        place: Names scheme and layer, for messages.
+        added: Stock equivalent of the scheme, at full strength.
+        strength: Strength of the scheme.
+        place: Scheme and layer, for messages.
     """
 
     native: float
@@ -41,10 +41,10 @@ class Stack:
     """The layers with one encoding.
 
     Attributes:
-        name: Of the stack.
+        name: Name of the stack.
         body: Its module.
-        geometries: Of its layers.
-        layers: What gives positions to them.
+        geometries: Geometry of each layer.
+        layers: Positional encoding of each layer.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Stack:
 
 
 def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
-    """Find out what gives positions to the layers of a stack.
+    """Return the positional encodings of the layers of a stack.
 
     Raises:
-        ExportError: A scheme does what stock models have no terms for.
+        ExportError: A scheme has no equivalent in stock models.
     """
     body = architecture.stacks(model)[name]
     attentions = architecture.attentions(body)
     groups = {layer: group for group in record.from_config(model.config) for layer in _layers_of(group, name)}
     strengths = record.strengths_from_config(model.config)
-    # Layers without a scheme get a table that enters before them as it is there for the others.
+    # A table that enters before the first layer reaches layers without a scheme at the same strength as the others.
     outside = strengths.native if architecture.swapped(body) else 1.0
     if surgery.native_removed(architecture, body):
         outside = 0.0
@@ -114,6 +114,6 @@ def unfit(layer: Layer, what: str) -> ExportError:
 
     Args:
         layer: The layer.
-        what: What its scheme does, as a sentence of which the scheme is the subject.
+        what: A predicate for the message; its subject is the scheme.
     """
     return ExportError(f"Cannot export: {layer.place} {what}. {KEEP}")

@@ -1,4 +1,4 @@
-"""What a converted model computes, said with the config and the weights of a stock one."""
+"""Translation of a converted model into the config and weights of a stock one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_posenc.patches.export.inventory import KEEP, Layer, Stack, unfit
 from hf_posenc.schemes.families.buckets import Buckets
 from hf_posenc.structures import Nothing, PositionTable, Rotation, StockBias
 
-# What stands for no rotation in a table of frequencies, which stock models have as reciprocals: the angle at a million
-# positions is 1e-24, whose cosine is 1 in any precision.
+# Stands for no rotation, since stock models store reciprocals of frequencies: the angle at a million positions is
+# 1e-24, whose cosine is 1 in any precision.
 _STILL = 1e-30
 
 _DOES = {
@@ -38,7 +38,7 @@ class Draft:
         config: Its config.
         weights: Its state dict.
         replaced: Whether any weight differs from that of the converted model.
-        changes: What differs, in words.
+        changes: Differences from the original stock model, in words.
         head_dim: Channels per head, where that changed.
         positions: Rows of its table of positions, where that changed.
     """
@@ -60,7 +60,7 @@ class Draft:
         self.positions: int | None = None
 
     def replace(self, parameter: Tensor, value: Tensor) -> None:
-        """Put another value in the place of a parameter, in its dtype."""
+        """Replace the value of a parameter, keeping its dtype."""
         self.replaced = True
         self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
 
@@ -76,13 +76,13 @@ class Draft:
 
 
 def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, max_positions: int | None) -> None:
-    """Write what gives positions to a model into the config and weights of a stock one.
+    """Write the positional encodings of a model into the config and weights of a stock one.
 
     Args:
         draft: The stock model in the making.
-        stacks: What gives positions to the model.
-        max_head_dim: How wide heads may become; `None` is as they are.
-        max_positions: Rows of a table of positions; `None` is as many as there are.
+        stacks: Positional encodings of the model.
+        max_head_dim: Largest width of heads; `None` keeps their width.
+        max_positions: Rows of a table of positions; `None` keeps their number.
 
     Raises:
         ExportError: No stock model computes it.
@@ -98,8 +98,8 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, 
         _restate_distances(draft, stacks, max_positions)
     else:
         raise ExportError(
-            f"Cannot export: a stock {draft.kind.__name__} computes its own encoding ({draft.architecture.native}) and no "
-            f"other. {KEEP}"
+            f"Cannot export: a stock {draft.kind.__name__} computes its own encoding ({draft.architecture.native}) and "
+            f"no other. {KEEP}"
         )
 
 
@@ -118,7 +118,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
         _fold_projections(draft, projections, folded.spread(index), stack.geometries[index])
     draft.config.head_dim = draft.head_dim = folded.width
     draft.config.rope_parameters = _rope_parameters(draft.config, folded)
-    # A Llama ignores this beside its default frequencies, but not beside these.
+    # A Llama ignores this with default frequencies, but not with these.
     vars(draft.config).pop("partial_rotary_factor", None)
     moving = folded.frequencies[folded.frequencies > 0]
     said = (
@@ -134,7 +134,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
 
 
 def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
-    """Return all that turns queries and keys in a layer."""
+    """Return the total rotation of queries and keys in a layer."""
     if not isinstance(layer.added, Nothing | Rotation):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
     if isinstance(layer.added, Rotation) and layer.strength != 1:
@@ -148,15 +148,15 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
     if geometry.rotary_limit is not None:
         raise unfit(
             layer,
-            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, beside layers that have others. The scheme "
-            "'rope' freezes them; patch these layers with it",
+            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. The "
+            "scheme 'rope' freezes them; patch these layers with it",
         )
     native = _native_rotation(geometry, layer.native)
     return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)
 
 
 def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
-    """Return the model's own rotation at part of its strength, which is by smaller angles."""
+    """Return the model's own rotation, with angles scaled by its strength."""
     assert geometry.inv_freq is not None
     frequencies = strength * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
     factor = 1 + strength * (geometry.rotary_scaling - 1)
@@ -164,12 +164,12 @@ def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
 
 
 def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
-    """Return two rotations after each other, which must turn the same planes."""
+    """Compose two rotations, which must turn the same planes."""
     if not torch.equal(first.basis, second.basis):
         raise unfit(
             layer,
-            "turns queries and keys in other planes than the model's own rotation, which was kept and comes after: no one "
-            "rotation does both. Patch with native='remove'",
+            "turns queries and keys in other planes than the model's own rotation, which was kept and comes after: no "
+            "one rotation does both. Patch with native='remove'",
         )
     return Rotation(first.frequencies + second.frequencies, second.basis)
 
@@ -188,10 +188,11 @@ def _check_width(needed: int, own: int, allowed: int | None) -> None:
         return
     said = "" if allowed is None else f" (max_head_dim={allowed} is too little)"
     raise ExportError(
-        f"Cannot export: a stock model turns all heads of all layers by the same frequencies, and here they differ: "
-        f"{needed // 2} distinct ones in all, where a head has planes for {own // 2}{said}. Heads with {needed} channels in "
-        f"place of {own}, most of them zero, would hold all; the projections of attention and the key/value cache would be "
-        f"{needed / own:g} times as large. Pass max_head_dim={needed} (--max-head-dim) if that is worth it."
+        "Cannot export: a stock model turns all heads of all layers by the same frequencies, and here they differ: "
+        f"{needed // 2} distinct ones in all, where a head has planes for {own // 2}{said}. Heads with {needed} "
+        f"channels instead of {own}, most of them zero, would hold all; the projections of attention and the "
+        f"key/value cache would be {needed / own:g} times as large. Pass max_head_dim={needed} (--max-head-dim) if "
+        "that is worth it."
     )
 
 
@@ -201,8 +202,8 @@ def _linear(projections: Mapping[str, nn.Module | None], place: str) -> dict[str
         module = projections.get(name)
         if type(module) is not nn.Linear:
             raise ExportError(
-                f"Cannot export: {name} of {place} is a {type(module).__name__}, expected a torch.nn.Linear whose weights can be "
-                "multiplied. Load the model without quantisation or fused projections."
+                f"Cannot export: {name} of {place} is a {type(module).__name__}, expected a torch.nn.Linear whose "
+                "weights can be multiplied. Load the model without quantisation or fused projections."
             )
         found[name] = module
     return found
@@ -212,10 +213,10 @@ def _fold_projections(draft: Draft, projections: Mapping[str, nn.Linear], spread
     """Bring queries and keys to the axes of the rotation, and all heads to its width.
 
     Args:
-        draft: What gets the weights.
-        projections: Of the layer.
-        spread: From queries and keys to those that the table turns, `[G, width, D]`.
-        geometry: Of the layer.
+        draft: The stock model in the making.
+        projections: Projections of the layer, by name.
+        spread: Matrix from queries and keys to those that the table turns, `[G, width, D]`.
+        geometry: Geometry of the layer.
     """
     groups, width, size = spread.shape
     assert geometry.scale is not None
@@ -252,7 +253,7 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
             "original_max_position_embeddings": 1,
         }
     # The one type that takes any frequencies: a factor for each, the same at all lengths.
-    # As transformers computes them, in float32.
+    # In float32, as transformers computes them.
     wavelengths = (theta ** (torch.arange(0, folded.width, 2).float() / folded.width)).double()
     factors = (1 / (folded.frequencies.clamp_min(_STILL) * wavelengths)).tolist()
     return {
@@ -270,31 +271,31 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
 
 
 def _table(draft: Draft, stack: Stack) -> Tensor:
-    """Return the parameter that is the table of a stack's own encoding."""
+    """Return the parameter with the table of a stack's own encoding."""
     (table,) = draft.architecture.native_parameters(stack.body)
     return table
 
 
 def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) -> None:
-    """Write what a scheme adds to the embeddings into the model's own table of positions."""
+    """Write a scheme's vectors per position into the model's own table of positions."""
     for layer in stack.layers:
         if not isinstance(layer.added, Nothing | PositionTable):
             raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
     table, geometry = _table(draft, stack), stack.geometries[0]
     own = table.detach().double().cpu().view(-1, geometry.hidden_size)
-    layer = stack.layers[0]  # What enters before the first layer is the same for all.
+    layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
     added = layer.added if isinstance(layer.added, PositionTable) else None
     limits = ([len(own)] if layer.native else []) + ([added.limit] if added is not None and added.limit else [])
     rows = min(limits, default=len(own)) if max_positions is None else max_positions
     if rows > min(limits, default=rows):
         raise ExportError(
-            f"Cannot export a table of {rows} positions (max_positions): expected at most {min(limits)}, which the converted model "
-            "has."
+            f"Cannot export a table of {rows} positions (max_positions): expected at most {min(limits)}, which the "
+            "converted model has."
         )
     if geometry.axes > 1 and rows != len(own):
         raise ExportError(
-            f"Cannot export a table of {rows} positions: a stock {draft.kind.__name__} has {len(own)}, one for each patch of an "
-            "image of its size. Leave max_positions out, and patch with that many."
+            f"Cannot export a table of {rows} positions: a stock {draft.kind.__name__} has {len(own)}, one for each "
+            "patch of an image of its size. Leave max_positions out, and patch with that many."
         )
     values = torch.zeros(rows, geometry.hidden_size, dtype=torch.float64)
     if layer.native:
@@ -318,8 +319,8 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
     added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, StockBias)]
     if max_positions is not None and all(table.reach is not None for table in added):
         raise ExportError(
-            f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds all of it. "
-            "Leave max_positions out."
+            f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds "
+            "all of it. Leave max_positions out."
         )
     values = {stack.name: _distance_values(stack, far) for stack in stacks}
     tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
@@ -338,7 +339,7 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
 
 
 def _reach(layer: Layer, max_positions: int | None) -> int:
-    """Return the distance from which the bias of a layer may be taken to be constant."""
+    """Return the distance from which the bias of a layer counts as constant."""
     if isinstance(layer.added, Nothing):
         return 0
     if not isinstance(layer.added, StockBias):
@@ -355,7 +356,7 @@ def _reach(layer: Layer, max_positions: int | None) -> int:
 
 
 def _distance_values(stack: Stack, far: int) -> Tensor:
-    """Return the bias that all layers of a stack add at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
+    """Return the bias of all layers of a stack at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
     geometry = stack.geometries[0]
     native = geometry.native
     assert native is not None
@@ -372,20 +373,20 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
         if not torch.equal(bias, found[0]):
             raise unfit(
                 layer,
-                f"gives the layer another bias than that of {stack.layers[0].place}, and a stock model has one table for all "
-                "layers of a stack",
+                f"gives the layer another bias than that of {stack.layers[0].place}, and a stock model has one table "
+                "for all layers of a stack",
             )
     return found[0]
 
 
 def _bucket_table(stack: Stack, values: Tensor, count: int, max_distance: int) -> Tensor | None:
-    """Return a table of buckets that holds a bias at all distances, float64 `[count, H]`; `None` if these are too coarse.
+    """Return a bias at all distances as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse.
 
     Args:
-        stack: Which has the bias.
-        values: From `_distance_values`; beyond the last distance the bias is constant.
-        count: Buckets.
-        max_distance: Where the last bucket begins.
+        stack: The stack with the bias.
+        values: Result of `_distance_values`; beyond the last distance the bias is constant.
+        count: Number of buckets.
+        max_distance: Distance at which the last bucket begins.
     """
     causal = stack.geometries[0].causal
     far = values.shape[1] - 1 if causal else values.shape[1] // 2

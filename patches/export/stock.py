@@ -20,14 +20,14 @@ from hf_posenc.patches.preparation import refuse_wrapped
 
 @dataclass(frozen=True)
 class Export:
-    """What `export_stock` wrote.
+    """Result of `export_stock`.
 
     Attributes:
         model: Name of the stock class.
-        changes: What differs from the stock model that was converted, in words; nothing if it is that model.
+        changes: Differences from the stock model that was converted, in words; empty if there are none.
         head_dim: Channels per head in the stock model.
         head_dim_before: Channels per head in the converted model.
-        positions: The length of inputs up to which it computes the same; `None` if there is no end to that.
+        positions: Longest input for which the outputs agree; `None` if there is no limit.
     """
 
     model: str
@@ -38,7 +38,7 @@ class Export:
 
     @property
     def memory_factor(self) -> float:
-        """How many times as large the projections of attention and the key/value cache are."""
+        """Growth factor of the attention projections and of the key/value cache."""
         return self.head_dim / self.head_dim_before
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class Export:
             rows.append(
                 (
                     "head_dim",
-                    f"{self.head_dim} in place of {self.head_dim_before}: projections of attention and key/value cache are "
-                    f"{self.memory_factor:g} times as large",
+                    f"{self.head_dim} instead of {self.head_dim_before}: projections of attention and key/value "
+                    f"cache are {self.memory_factor:g} times as large",
                 )
             )
         if self.positions is not None:
@@ -67,19 +67,19 @@ def export_stock(
 ) -> Export:
     """Write a converted model as an ordinary checkpoint of its stock class, which loads without this package.
 
-    It computes the same function, up to rounding; where no stock model does, this raises. The model in memory is left as it
-    is. docs/export.md lists which schemes can be exported from which architectures.
+    It computes the same function, up to rounding. The model in memory stays as it is. docs/export.md
+    lists which schemes can be exported from which architectures.
 
     Args:
         model: A patched model, not wrapped by anything.
         directory: Where to write; must not exist, or be empty.
-        max_head_dim: How wide heads may become. A stock model turns all heads of all layers by the same frequencies; where
-            the schemes differ in theirs, wider heads with zeros in them hold all. `None` is the model's own width.
-        max_positions: For what length a table is to be made, where the scheme has no end: rows of a table of positions
-            (GPT-2; `None` is the model's own length), or distances in one of biases (T5; must be given).
+        max_head_dim: Largest width of heads. A stock model turns all heads of all layers by the same frequencies;
+            where those of the schemes differ, wider heads padded with zeros hold all. `None` keeps the width.
+        max_positions: Length of the exported table, where the scheme has no limit: rows of a table of positions
+            (GPT-2; `None` keeps the model's own length), or distances in a table of biases (T5; required).
 
     Returns:
-        What was written.
+        A summary of the exported model.
 
     Raises:
         ExportError: No stock model computes this function, or it cannot be written. Nothing is written then.
@@ -97,18 +97,10 @@ def export_stock(
 def stock_twin(
     model: PreTrainedModel, *, max_head_dim: int | None = None, max_positions: int | None = None
 ) -> tuple[PreTrainedModel, Export]:
-    """Return a stock model that computes what a converted one does, and what was done; only good for saving.
+    """Return a stock model that computes the same function as a converted one, and a summary of the changes.
 
-    Weights that did not change are shared with the converted model, and what a checkpoint does not hold has no storage.
-
-    Args:
-        model: As for `export_stock`.
-        max_head_dim: As for `export_stock`.
-        max_positions: As for `export_stock`.
-
-    Raises:
-        ExportError: As for `export_stock`.
-        NotPatchedError: As for `export_stock`.
+    It is good for saving only: unchanged weights are shared with the converted model, and tensors that a checkpoint
+    does not hold have no storage. Arguments and errors are those of `export_stock`.
     """
     architecture = _check_model(model)
     draft = Draft(model, architecture)
@@ -126,14 +118,16 @@ def _check_model(model: object) -> Architecture:
         refuse_wrapped(model)
     except WrappedModelError as error:
         raise ExportError(
-            f"Cannot export a model inside of a wrapper ({type(model).__name__}). Take it out first: merge PEFT adapters with "
-            "model.merge_and_unload(), take .module of DDP and ._orig_mod of torch.compile, save and load what FSDP has sharded."
+            f"Cannot export a model inside of a wrapper ({type(model).__name__}). Take it out first: merge PEFT "
+            "adapters with model.merge_and_unload(), take .module of DDP and ._orig_mod of torch.compile, save and "
+            "load what FSDP has sharded."
         ) from error
     architecture = of_model(model)
     assert isinstance(model, PreTrainedModel)
     if not surgery.is_patched(model):
         raise NotPatchedError(
-            f"export_stock: the {type(model).__name__} is not patched: it is a stock model already. Use save_pretrained."
+            f"export_stock: the {type(model).__name__} is not patched: it is a stock model already. Use "
+            "save_pretrained."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ExportError(
@@ -141,14 +135,14 @@ def _check_model(model: object) -> Architecture:
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ExportError(
-            "Cannot export: some weights are not in memory (device_map has moved them to disk, or the model was built on the "
-            "meta device). Load the model without device_map."
+            "Cannot export: some weights are not in memory (device_map has moved them to disk, or the model was built "
+            "on the meta device). Load the model without device_map."
         )
     return architecture
 
 
 def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: int | None) -> None:
-    """Raise if an option is given that does nothing for such a model."""
+    """Raise if an option is given that has no effect on the model."""
     if max_head_dim is not None and geometry.inv_freq is None:
         raise ExportError(
             f"Got max_head_dim={max_head_dim}, but only models with rotary encoding can have wider heads."

@@ -13,6 +13,7 @@ from transformers import default_data_collator
 
 from hf_posenc.errors import OptionError, PosencError, suggest
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import plots
 from hf_posenc.recipes.comparison import cost
@@ -27,7 +28,6 @@ from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.evaluation.workers import Workers
 from hf_posenc.recipes.loading import load, trained_length
-from hf_posenc.recipes.runs.files import published
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import CheckpointError
+from hf_posenc.patches.directories import write_text
 from hf_posenc.recipes.evaluation import intervals
 from hf_posenc.recipes.evaluation.intervals import Interval
-from hf_posenc.recipes.runs.files import write_text
 
 _FORMAT_VERSION = 1
 

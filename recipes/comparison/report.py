@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.comparison import page, pictures
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED
 from hf_posenc.recipes.comparison.findings import Findings
@@ -14,7 +15,6 @@ from hf_posenc.recipes.comparison.page import Block, Cell, Heading, Picture, Poi
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO, Quantity
 from hf_posenc.recipes.evaluation.intervals import Interval, of_mean
-from hf_posenc.recipes.runs.files import published, write_text
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
 _CURVES, _TRADE = "length.png", "trade.png"

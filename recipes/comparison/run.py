@@ -18,7 +18,7 @@ from rich.console import Console
 
 from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError, OptionError, StorageError
-from hf_posenc.patches.directories import OutputError
+from hf_posenc.patches.directories import OutputError, write_text
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant, contestants
 from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner
@@ -28,7 +28,7 @@ from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.runs.files import check_writable, write_text
+from hf_posenc.recipes.runs.files import check_writable
 
 REQUEST, RUNS = "comparison.json", "runs"
 _PACKAGES = ("torch", "transformers")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.evaluation import pictures
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point
-from hf_posenc.recipes.runs.files import published, write_text
 
 DATA, TEXT = "report.json", "report.md"
 

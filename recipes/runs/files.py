@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +14,12 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.patches.directories import storing
+from hf_posenc.patches.directories import UNFINISHED, publish
 
-# Prefix of files and folders that are being written or removed.
-UNFINISHED = ".unfinished"
 # Last file written into a checkpoint; it holds the sizes of the others.
 MARKER = "complete.json"
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-
-
-@contextlib.contextmanager
-def published(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write a file to; it becomes `path` when the block ends, and is removed on an error.
-
-    Raises:
-        StorageError: The disk is full.
-    """
-    unfinished = path.with_name(f"{UNFINISHED}-{path.name}")
-    with storing(path):
-        try:
-            yield unfinished
-            publish(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with published(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-
-
-def publish(unfinished: Path, final: Path) -> None:
-    """Sync a finished file or folder to the disk and rename it; a folder must not exist yet."""
-    # safetensors makes its files private; the umask decides here, as for other files.
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in (*unfinished.rglob("*"), unfinished):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        _sync(path)
-    os.replace(unfinished, final)
-    _sync(final.parent)
 
 
 def check_writable(folder: Path) -> None:
@@ -151,14 +113,3 @@ def _is_complete(checkpoint: Path) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def _sync(path: Path) -> None:
-    # Windows cannot open folders, and does not need to.
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,8 +15,8 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from hf_posenc.errors import CheckpointError
+from hf_posenc.patches.directories import write_text
 from hf_posenc.recipes.evaluation.curve import ContextCurve
-from hf_posenc.recipes.runs.files import write_text
 
 # Names of the model as loaded and of the trained model.
 NATIVE, CONVERTED = "native", "converted"

@@ -12,14 +12,14 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.patches.checkpoint import encoding_section
+from hf_posenc.patches.companions import encoding_section
+from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve
 from hf_posenc.recipes.evaluation.grid import LOSS, PERPLEXITY, RATIO, Quantity
 from hf_posenc.recipes.evaluation.intervals import Interval
 from hf_posenc.recipes.plots.curves import plot_run
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.files import published, write_text
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Recipe

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 
 from hf_posenc.errors import CheckpointError, RecipeError, StorageError
-from hf_posenc.patches.directories import storing
+from hf_posenc.patches.directories import UNFINISHED, publish, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes.data.windows import Prepared, load_data
@@ -318,8 +318,8 @@ class _Run:
             _take(self.lock, self.folder)
             files.clear(self.folder)
             files.clear(self.folder / CHECKPOINTS)
-            files.write_text(self.folder / RECIPE, self.recipe.text())
-            files.write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
+            write_text(self.folder / RECIPE, self.recipe.text())
+            write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
         self.processes.wait_for_everyone()
 
     def _record(self, facts: Facts) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class _Run:
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any) -> None:
         """Write the final model, its tokenizer and its card atomically."""
-        unfinished = self.folder / f"{files.UNFINISHED}-{MODEL}"
+        unfinished = self.folder / f"{UNFINISHED}-{MODEL}"
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             # Checkpoints stay sharded; the final model must load anywhere.
@@ -353,7 +353,7 @@ class _Run:
             text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
             card.write_text(text, encoding="utf-8")
             files.clear(self.folder / CHECKPOINTS)
-            files.publish(unfinished, self.folder / MODEL)
+            publish(unfinished, self.folder / MODEL)
         self.processes.wait_for_everyone()
 
 
@@ -401,7 +401,7 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     elif (
         folder.is_dir()
         and not (folder / RECIPE).is_file()
-        and any(not path.name.startswith(files.UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
+        and any(not path.name.startswith(UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
     ):
         raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
 
