@@ -5,11 +5,13 @@
     python benchmarks/adaptation.py schemes tests/checkpoints/gpt2 builtin --runs DIR --length 128 --batch 16
     python benchmarks/adaptation.py schemes tests/checkpoints/t5 builtin --runs DIR --length 64 --batch 32
 
-`schemes` takes the recipes of the architecture as they come with the package, one per scheme; `levers` takes a few schemes and
-changes one lever of their recipe at a time. Every run is an ordinary run of `hf-posenc train`, in a folder of its own below
-DIR: what is finished is not run again, and what was stopped goes on. The native model is trained on the same windows, for as
-many steps, without a teacher; ratios are to it, seed by seed, on the same held-out tokens. Long contexts, which take as long
-to measure as a tiny model takes to train, are measured once, at the end.
+`schemes` takes the recipes of the architecture as they come with the package, one per scheme; `levers` takes a few
+schemes and changes one lever of their recipe at a time. Every run is an ordinary run of `hf-posenc train`, in a
+folder of its own below
+DIR: what is finished is not run again, and what was stopped goes on. The native model is trained on the same windows,
+    for as
+many steps, without a teacher; ratios are to it, seed by seed, on the same held-out tokens. Long contexts, which take
+as long to measure as a tiny model takes to train, are measured once, at the end.
 """
 
 from __future__ import annotations
@@ -149,10 +151,10 @@ class Run:
     """One training.
 
     Attributes:
-        row: Of the table.
+        row: Row of the table.
         recipe: Name of a recipe.
         changes: To it, as on the command line.
-        seed: Of the training.
+        seed: Random seed of the training.
         folder: Where it is.
     """
 
@@ -285,7 +287,7 @@ def merged(*changes: str) -> tuple[str, ...]:
 
 
 def filled(change: str, numbers: Mapping[str, float]) -> str:
-    """Return a change with numbers in place of their names."""
+    """Return a change with numbers instead of their names."""
     for name, number in numbers.items():
         change = change.replace(name, str(number))
     return change
@@ -390,7 +392,7 @@ class Record:
         return str(run.seed) in self.far.get(budget, {}).get(run.row, {})
 
     def add(self, budget: str, run: Run) -> None:
-        """Add what is in the folder of a finished run, and write the record beside itself before it takes its place."""
+        """Add what is in the folder of a finished run, and write the record to a new file that then replaces it."""
         from hf_posenc.recipes.runs.measurements import Measurements
 
         with self._lock:
@@ -402,16 +404,16 @@ class Record:
                         found = {str(c): round(math.log(curve.perplexity(c).mean), 6) for c in curve.contexts}
                         losses.setdefault(budget, {}).setdefault(row, {})[str(run.seed)] = found
             if self.path is not None:
-                beside = self.path.with_name(self.path.name + ".new")
-                beside.write_text(json.dumps({"near": self.near, "far": self.far}, indent=1) + "\n", encoding="utf-8")
-                beside.replace(self.path)
+                new = self.path.with_name(self.path.name + ".new")
+                new.write_text(json.dumps({"near": self.near, "far": self.far}, indent=1) + "\n", encoding="utf-8")
+                new.replace(self.path)
 
 
 def table(record: Record, failed: dict[str, str], arguments: argparse.Namespace) -> str:
     """Return what is on record as Markdown, a table for each budget.
 
-    At and below the trained length, perplexities are ratios to that of the native model with the same training; beyond it,
-    ratios to that of the same model at the trained length.
+    At and below the trained length, perplexities are ratios to that of the native model with the same training;
+    beyond it, ratios to that of the same model at the trained length.
     """
     from memory import machine
 

@@ -1,4 +1,4 @@
-"""How fast attention with every scheme is, beside plain attention without any.
+"""Speed of attention with every scheme, relative to plain attention.
 
     python benchmarks/attention.py op --output benchmarks/results/attention_op
     python benchmarks/attention.py model --output benchmarks/results/attention_model
@@ -6,16 +6,19 @@
     python benchmarks/attention.py peers --output benchmarks/results/attention_peers
     python benchmarks/attention.py op --device cuda
 
-`op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1; beside the
-schemes stand the same with a float mask S x S, what a user writes today for a custom bias, the textbook form ("eager"), and three
-yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own rotation; and the kernel under torch's
+`op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is
+1; next to the schemes stand the same with a float mask S x S, what a user writes today for a custom bias, the
+textbook form ("eager"), and three
+yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own rotation; and the
+    kernel under torch's
 attention with a bias that costs nothing to make and learns nothing, a view of a table.
-`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock model. `peers` is
-`op` for schemes that other packages have, and what these take (x-transformers where it is installed).
+`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock
+model. `peers` is `op` for schemes that other packages have, and what these take (x-transformers where it is
+installed).
 
-All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a round. One thread is
-timed by its own CPU time, several by the clock, a GPU by its own events: there the default is bfloat16, lengths up to 16,384, and the
-schemes that have kernels. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
+All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a
+round. One thread is timed by its own CPU time, several by the clock, a GPU by its own events: there the default is
+bfloat16, lengths up to 16,384, and the schemes that have kernels. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
 """
 
 from __future__ import annotations

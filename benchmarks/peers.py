@@ -1,6 +1,7 @@
 """The same attention in packages that others install: transformers' own models, and x-transformers where it is installed.
 
-Each is called as its package calls it, with what comes before and behind attention left out: projections of tokens, and dropout.
+Each is called as its package calls it, with what comes before and behind attention left out: projections of tokens,
+and dropout.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class Peer:
 
     Attributes:
         scheme: Our name of it.
-        package: Whose.
+        package: Name of the package.
         run: Returns the output.
-        parameters: What learns in it.
-        options: Of our scheme, with which it does the same.
+        parameters: Trained parameters.
+        options: Options of our scheme that give the same result.
     """
 
     scheme: str

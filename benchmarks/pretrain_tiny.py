@@ -68,7 +68,7 @@ def train_tokenizer(sentinels: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the training documents.
 
     Args:
-        sentinels: How many `<extra_id_N>` tokens to add after the vocabulary, to mark missing text.
+        sentinels: Number of `<extra_id_N>` tokens to add after the vocabulary, to mark missing text.
 
     Returns:
         The tokenizer, ready for `save_pretrained`.
@@ -204,7 +204,7 @@ class Recipe:
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         directory: Where the checkpoint goes.
-        title: What the model card calls it.
+        title: Title of the model card.
     """
 
     build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
@@ -268,7 +268,7 @@ def pretrain(recipe: Recipe) -> None:
     """Train one checkpoint and write it, its tokenizer and its model card.
 
     Args:
-        recipe: How to make it.
+        recipe: Recipe of the checkpoint.
     """
     torch.manual_seed(SEED)
     rng = torch.Generator().manual_seed(SEED)
@@ -309,12 +309,12 @@ def pretrain(recipe: Recipe) -> None:
     model.eval()
     # Files that are still being written would break whoever loads the old checkpoint meanwhile.
     recipe.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=recipe.directory.parent) as beside:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+    with tempfile.TemporaryDirectory(dir=recipe.directory.parent) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         card = model_card(recipe, model, len(train), seen, minutes, loss)
-        (Path(beside) / "README.md").write_text(card, encoding="utf-8")
-        for file in Path(beside).iterdir():
+        (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+        for file in Path(folder).iterdir():
             file.chmod(0o644)  # safetensors makes files that only their owner can read
             os.replace(file, recipe.directory / file.name)
     tqdm.write(f"{recipe.directory}: held-out loss {loss:.3f} after {minutes:.1f} minutes")

@@ -2,8 +2,9 @@
 
     python benchmarks/rotary_starts.py --output benchmarks/results/rotary_starts.md
 
-A small Llama with grouped queries reads 13 tokens from a position on, before and after it is patched. In float64 the stock model
-still computes its angles in float32; a column has it compute them in float64, as the schemes do for float64 models.
+A small Llama with grouped queries reads 13 tokens from a position on, before and after it is patched. In float64 the
+stock model still computes its angles in float32; a column has it compute them in float64, as the schemes do for
+float64 models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What learned rotations cost beside stock RoPE: building those of one layer, and a training step of a small Llama.
+"""Cost of learned rotations relative to stock RoPE: building those of one layer, and a training step of a small Llama.
 
     python benchmarks/rotations.py --output benchmarks/results/rotations.md
 
-All cases take turns, so that what else the machine does meets them alike; each is compared with stock RoPE of the same round.
+All cases take turns, so that what else the machine does meets them alike; each is compared with stock RoPE of the
+same round.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ for _name in ("liere", "comrope_ap", "comrope_ld"):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(CASES), help="cases to measure beside stock RoPE")
+    parser.add_argument("--only", nargs="+", default=list(CASES), help="cases to measure next to stock RoPE")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=11)

@@ -3,9 +3,10 @@
 python benchmarks/transformers_suite.py --all --output benchmarks/results/transformers_suite.md
 python benchmarks/transformers_suite.py --scheme fire --architecture llama
 
-The tests come from the sdist of the transformers that is installed, which pip downloads, or from `--tests`: an sdist or a directory
-`tests` of a checkout. They are unpacked into a temporary folder. An sdist holds `ModelTesterMixin` only; `GenerationTesterMixin`
-runs where the directory has it. Needs parameterized, of the extra `benchmarks`. A single test: `--test test_save_load`.
+The tests come from the sdist of the transformers that is installed, which pip downloads, or from `--tests`: an sdist
+or a directory `tests` of a checkout. They are unpacked into a temporary folder. An sdist holds `ModelTesterMixin`
+only; `GenerationTesterMixin` runs where the directory has it. Needs parameterized, of the extra `benchmarks`. A
+single test: `--test test_save_load`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from hf_posenc.scheme import Scheme
 
 STOCK = "stock"
 
-# Tests that ask of a model what a patched one is not meant to do, by the beginning of their names, each with the reason.
+# Tests that ask of a model what a patched one is not meant to do, by the beginning of their names, each with the
+# reason.
 EXPECTED = {
     "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes that replace "
     "the rotation do not read it; `rope` reads it, but keeps the frequencies of the dynamic type at its start.",
@@ -59,7 +61,7 @@ class Family:
         classes: The stock classes; the first makes the record of the patch.
         config: Makes the config, given its class and what else goes into it.
         inputs: Makes the inputs of a forward.
-        sizes: What the tests read of the config and the inputs.
+        sizes: Values that the tests read from the config and the inputs.
         flags: Attributes of the test case.
     """
 

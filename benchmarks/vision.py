@@ -3,10 +3,11 @@
     pip install scikit-learn matplotlib
     python benchmarks/vision.py --output benchmarks/results/vision.md
 
-The images are the handwritten digits that come with scikit-learn (1,797 of 8 x 8 pixels). In training a digit takes 10 to 16 pixels,
-anywhere on 16 x 16, with patches of 2 x 2. Larger images come in two kinds: in enlarged ones the digits grow with the image, in
-wider ones there is more room around digits as large as before. All models start from the same weights and see the same batches;
-they differ in what takes the place of the learned table. A picture of the table is drawn beside it.
+The images are the handwritten digits that come with scikit-learn (1,797 of 8 x 8 pixels). In training a digit takes
+10 to 16 pixels, anywhere on 16 x 16, with patches of 2 x 2. Larger images come in two kinds: in enlarged ones the
+digits grow with the image, in wider ones there is more room around digits as large as before. All models start from
+the same weights and see the same batches; they differ in what takes the place of the learned table. A picture of the
+table is drawn next to it.
 """
 
 from __future__ import annotations

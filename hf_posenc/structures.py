@@ -267,7 +267,7 @@ class Rotation:
         """Return the rotation of channel pairs among the first channels of each head; the others pass.
 
         Args:
-            frequencies: Of each pair, float64 `[G, M]`.
+            frequencies: Frequency of each pair, float64 `[G, M]`.
             size: Channels of a head.
             layout: Pairs (i, i + M), or (2i, 2i + 1).
             factor: On the channels that are turned.
@@ -294,7 +294,7 @@ class PositionTable:
 
     Attributes:
         rows: Returns the first n of them, `[n, E]`.
-        limit: How many there are; `None` if there is one for every position.
+        limit: Number of rows; `None` if there is one for every position.
     """
 
     rows: Callable[[int], Tensor]

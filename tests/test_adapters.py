@@ -438,7 +438,7 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(damage: str, saved: Path, 
     spoil, match = DAMAGES[damage]
     spoil(folder)
     refused(stock("llama"), folder, CheckpointError, match)
-    # A second adapter beside one that works.
+    # A second adapter next to one that works.
     model = adapted("llama", "fire")
     ids = tokens("llama", 2, 15)
     before = logits(model, "llama", ids)

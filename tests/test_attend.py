@@ -1066,6 +1066,7 @@ def test_blocks_replay_dropout_in_the_backward_pass() -> None:
     assert torch.equal(dropped(q, k, v, scheme.bias_p), dropped(q, k, v, scheme.bias_p))
     state = torch.get_rng_state()
     dropped(q, k, v, scheme.bias_p).sum().backward()
-    # The numerical derivative draws the same numbers only if the backward pass left the generator alone and replayed it.
+    # The numerical derivative draws the same numbers only if the backward pass left the generator alone and replayed
+    # it.
     assert torch.autograd.gradcheck(dropped, (q, k, v, scheme.bias_p))
     assert state.shape == torch.get_rng_state().shape

@@ -220,7 +220,7 @@ def layer_compiled_in_place() -> Any:
 
 
 class FusedAttention(LlamaAttention):
-    """Stands for what quantisation libraries put in place of an attention."""
+    """Stands for what quantisation libraries put where an attention was."""
 
 
 class LocalLlama(LlamaForCausalLM):
@@ -442,11 +442,11 @@ class Case:
     """Something wrong.
 
     Attributes:
-        call: What is done, as code.
+        call: Call as code.
         make: Makes what it is done to; `None` if there is nothing.
         act: Does it.
         error: The class of the error.
-        words: What the message must hold.
+        words: Words that the message must hold.
     """
 
     call: str

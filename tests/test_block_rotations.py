@@ -583,7 +583,7 @@ def test_official_starts_have_the_official_spread(size: int) -> None:
 @every_scheme
 @pytest.mark.parametrize(("axes", "tokens", "unit"), [(1, 32, 32), (1, None, 1), (2, 65, 8), (2, 197, 14)], ids=str)
 def test_the_unit_is_how_far_the_model_was_trained(name: str, axes: int, tokens: int | None, unit: float) -> None:
-    # The length of a text; the side of a grid of patches beside a class token.
+    # The length of a text; the side of a grid of patches next to a class token.
     assert build(name, geometry(max_positions=tokens, axes=axes)).unit == unit
     scheme = build(name, geometry(max_positions=tokens, axes=axes), unit=7.0)
     assert (scheme.axes, scheme.options()["unit"]) == (axes, 7.0)

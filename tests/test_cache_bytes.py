@@ -57,7 +57,7 @@ def test_planned_bytes_are_held_bytes(model: LlamaModel, name: str, native: str,
 
 
 def test_the_three_that_remember() -> None:
-    """Per token and layer, beside the positions."""
+    """Per token and layer, without the positions."""
     config = LlamaConfig(**SHAPES)
     per_layer = {
         name: hf_posenc.plan(config, name).cache_bytes_per_token // SHAPES["num_hidden_layers"] - 8

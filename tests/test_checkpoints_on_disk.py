@@ -186,7 +186,7 @@ SCHEMES = list(hf_posenc.schemes())
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_every_scheme_comes_back_bit_equal(name: str, scheme: str, native: Any, tmp_path: Path) -> None:
     model = converted(name, scheme, native=native)
-    # Away from its start, so that a value made anew would show.
+    # Away from its start, so that a fresh value would show.
     for parameter in parameters(model):
         nn.init.uniform_(parameter, 0.1, 0.9)
     model.save_pretrained(tmp_path)
@@ -294,7 +294,7 @@ def test_a_fresh_head_on_a_converted_base(name: str, auto: Any, fresh: set[str],
 
 def test_a_head_that_takes_nothing_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     # The body of this class has another name than that of the others, converted or not: transformers would go on with a
-    # body made anew.
+    # body made again.
     stock("llama").save_pretrained(tmp_path / "stock")
     _, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "stock", output_loading_info=True)
     assert "transformer.layers.0.self_attn.q_proj.weight" in info["missing_keys"]
@@ -637,7 +637,7 @@ def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
     converted("llama", "fire").save_pretrained(tmp_path, max_shard_size="20KB")
     model = converted("llama", "kerple", kernel="power")
     model.save_pretrained(tmp_path)
-    # transformers leaves the index of the shards, and does not read it beside a single file.
+    # transformers leaves the index of the shards, and does not read it where there is a single file.
     assert list(tmp_path.glob("model-*")) == []
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert card.count("## Positional encoding") == 1

@@ -762,7 +762,7 @@ def test_shared_projections_are_the_layers_own(architecture: str, share_bias: bo
 
 @every_moved
 def test_padding_and_what_is_cached(name: str, options: dict[str, Any]) -> None:
-    """Nothing is cached beside keys and values, but keys without a kept rotation for those that read them."""
+    """Nothing is cached with keys and values, but keys without a kept rotation for those that read them."""
     plan = hf_posenc.plan(stock("llama"), name, native="keep", **options)
     config = stock("llama").config
     keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4

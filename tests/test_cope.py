@@ -460,7 +460,7 @@ def test_cache_equals_no_cache(options: dict[str, Any], architecture: str) -> No
             parts.append(out.logits)
         real = mask.bool()
         torch.testing.assert_close(torch.cat(parts, dim=1)[real], full[real], **SAME)
-        # The same rows without the padding beside them.
+        # The same rows without their padding.
         alone = model(**_rows(call, slice(0, 1)), **{name: ids[:1, 4:]}, use_cache=False).logits
     torch.testing.assert_close(full[:1, 4:], alone, **SAME)
 

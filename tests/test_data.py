@@ -531,7 +531,7 @@ def test_denoising_replaces_a_share_and_keeps_the_labels(t5_tokenizer: Any) -> N
     assert replaced.float().mean().item() == pytest.approx(0.15, abs=0.02)
     assert torch.equal(batch["input_ids"][~replaced], ids[~replaced])
     assert torch.equal(batch["labels"], ids)
-    # The same for a window, whatever is beside it; another for another seed.
+    # The same for a window, whatever is next to it; another for another seed.
     assert torch.equal(collate.corrupt(ids[7:9]), batch["input_ids"][7:9])
     assert not torch.equal(Denoising(t5_tokenizer, seed=2).corrupt(ids), batch["input_ids"])
     assert (Denoising(t5_tokenizer, share=1.0).corrupt(ids) == sentinel).all()

@@ -25,7 +25,8 @@ RECIPE = """
 model: tiny-llama
 conversion: {{scheme: fire_s, options: {{threshold: 64.0}}, native: handover, handover: 0.5}}
 data: {{source: {text}}}
-training: {{steps: 6, length: 32, batch_size: 8, learning_rate: 1e-3, new_parameters_first: 0.2, mixed_lengths: [16, 32]}}
+training: {{steps: 6, length: 32, batch_size: 8, learning_rate: 1e-3, new_parameters_first: 0.2, mixed_lengths: [16,
+    32]}}
 distillation: {{share: 0.5, hidden: 0.1}}
 evaluation: {{contexts: [64], windows: 2}}
 saving: {{every: 3}}
@@ -43,8 +44,8 @@ logging.set_verbosity_error()
 run.train(Recipe.read(sys.argv[1]), Path(sys.argv[2]))
 """
 
-# The sums over a batch are made in another order, which moves a float32 by some 1e-7 of its size; six steps of Adam, which
-# divides small gradients by themselves, make up to 1e-5 of it. A window too many or too few would make 1e-2.
+# The sums over a batch are made in another order, which moves a float32 by some 1e-7 of its size; six steps of Adam,
+# which divides small gradients by themselves, make up to 1e-5 of it. A window too many or too few would make 1e-2.
 TOLERANCE = 5e-5
 
 
@@ -109,8 +110,8 @@ def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, m
         json.loads((tmp_path / name / "measurements.json").read_text(encoding="utf-8")) for name in ("one", "two")
     ]
     torch.testing.assert_close(*map(torch.tensor, map(numbers, curves)), rtol=10 * TOLERANCE, atol=0)
-    # Adam moves a weight whose gradient is rounding by as much as any other: logits, of a size of 5, end up to 0.007 apart. Three more
-    # steps move them by 10.
+    # Adam moves a weight whose gradient is rounding by as much as any other: logits, of a size of 5, end up to 0.007
+    # apart. Three more steps move them by 10.
     for part in ("model", "checkpoints/checkpoint-3"):
         torch.testing.assert_close(logits(tmp_path / "one" / part), logits(tmp_path / "two" / part), atol=2e-2, rtol=0)
     assert alone.loss is not None

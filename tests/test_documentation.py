@@ -26,7 +26,8 @@ ROOT = Path(__file__).parent.parent
 # How families of schemes are called in the tables of docs/concepts.md.
 FAMILIES = {"the rotary schemes": "rotary", "all biases": "additive"}
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
-# Said behind the language of a block, as in "python { .slow }", that is not run: it takes minutes, the hub, or an extra.
+# Said behind the language of a block, as in "python { .slow }", that is not run: it takes minutes, the hub, or an
+# extra.
 NOT_RUN = {"slow", "network", "extra"}
 # Pages whose code registers something are run by tests of their own; code for contributors is theirs too.
 BY_THEMSELVES = {"docs/own_scheme.md", "docs/own_architecture.md", "CONTRIBUTING.md"}
@@ -47,7 +48,7 @@ def _converted(model: object) -> bool:
     return type(model).__name__ == "PosencLlamaForCausalLM"
 
 
-# What must hold after the code of a document, beside what it asserts itself.
+# What must hold after the code of a document, in addition to its own assertions.
 HOLDS: dict[str, Callable[[ModuleType], bool]] = {
     "README.md": lambda page: _converted(page.model) and page.output.shape == (2, 8, 32, 16),
     "docs/adaptation.md": lambda page: _converted(page.merged),
@@ -67,7 +68,7 @@ every_document_with_code = pytest.mark.parametrize("name", WITH_CODE)
 
 
 def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Run the blocks of a document, in order, as a module in an empty folder, with local checkpoints in place of the hub's."""
+    """Run the blocks of a document, in order, as a module in an empty folder, with local checkpoints instead of the hub's."""
     code = "\n".join(body for mark, body in _blocks(name, "python") if not mark)
     code = code.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(DIRECTORIES["llama"])))
     code = code.replace('report_to="none"', 'report_to="none", use_cpu=True, dataloader_pin_memory=False')

@@ -280,7 +280,7 @@ def test_no_executor_keeps_operands_behind_the_back_of_autograd(name: str, execu
     ],
 )
 def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, causal: bool, executor: str) -> None:
-    """`functional_call` gives a module its own parameters back before the backward pass, which makes blocks anew."""
+    """`functional_call` gives a module its own parameters back before the backward pass, which makes blocks again."""
     scheme, (places, _) = make(name, causal=causal), plain(150)
     lent = {name: (x.detach() + 0.3).requires_grad_() for name, x in scheme.named_parameters()}
     inputs = [torch.randn(2, heads, 150, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -394,7 +394,8 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
         torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
 
 
-# -- what runs -----------------------------------------------------------------------------------------------------------
+# -- what runs
+# -----------------------------------------------------------------------------------------------------------
 
 
 def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
@@ -549,7 +550,8 @@ def test_explain_refuses_what_is_not_patched() -> None:
         hf_posenc.explain(model, length=0)
 
 
-# -- the kernel ----------------------------------------------------------------------------------------------------------
+# -- the kernel
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_private_kernel_of_this_torch_passes_its_trial() -> None:
@@ -582,7 +584,8 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
     assert not kernel._kernel_works.__wrapped__()
 
 
-# -- keys too far away to count --------------------------------------------------------------------------------------------
+# -- keys too far away to count
+# --------------------------------------------------------------------------------------------
 
 STEEP = ("alibi", "kerple", "fox")
 
@@ -676,7 +679,8 @@ def test_what_is_not_a_number_counts_wherever_it_is(name: str) -> None:
     assert output[0, : HEADS // KV_HEADS, 3:].isnan().all()
 
 
-# -- the nearest keys ------------------------------------------------------------------------------------------------------
+# -- the nearest keys
+# ------------------------------------------------------------------------------------------------------
 
 
 def widths_seen(scheme: Scheme, factor: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -709,7 +713,8 @@ def test_where_gates_are_closed_all_keys_do(name: str, monkeypatch: pytest.Monke
     assert max(widths_seen(make(name), -9.0, monkeypatch)) == 1000
 
 
-# -- layouts and strides ---------------------------------------------------------------------------------------------------
+# -- layouts and strides
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -768,7 +773,8 @@ def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: i
         torch.testing.assert_close(got_grad, want_grad)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)

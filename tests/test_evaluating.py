@@ -534,7 +534,7 @@ def test_a_picture_of_many_models_can_be_read() -> None:
     lines = [one.lines[0] for one in axes.containers]
     looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
     assert len(looks) == len(names)
-    # All of a place beside each other, and inside.
+    # All of a place next to each other, and inside.
     ends = [line.get_window_extent() for line in lines]
     assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
     assert max(end.x1 for end in ends) < axes.get_window_extent().x1

@@ -1,6 +1,7 @@
 """The executors of a GPU, against the dense reference.
 
-Without one, `flex` runs as it was traced, and kernels in Triton's interpreter, which has to be on before Triton is imported:
+Without one, `flex` runs as it was traced, and kernels in Triton's interpreter, which has to be on before Triton is
+imported:
 
     TRITON_INTERPRET=1 python -m pytest tests/test_gpu_executors.py -m slow
 
@@ -179,7 +180,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
 
 
-# -- against the reference -----------------------------------------------------------------------------------------------
+# -- against the reference
+# -----------------------------------------------------------------------------------------------
 
 
 # Tracing looks at tensors in a way that torch itself warns about, and hides.
@@ -281,7 +283,8 @@ class TestCompiled:
         assert peaks[1] < 2.5 * peaks[0]
 
 
-# -- what runs -----------------------------------------------------------------------------------------------------------
+# -- what runs
+# -----------------------------------------------------------------------------------------------------------
 
 
 CHOICES = [
@@ -336,7 +339,8 @@ def test_kernels_wait_for_triton() -> None:
     assert done.stdout.strip() == "False"
 
 
-# -- blocks of a mask ------------------------------------------------------------------------------------------------------
+# -- blocks of a mask
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_without_a_visible_key_are_skipped() -> None:

@@ -97,11 +97,12 @@ def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
     with torch.no_grad():
         want = adapted(ids).logits
         got = adapted.merge_and_unload()(ids).logits
-    # Of float32: adapters as large as the weights make logits above 10, and merging rounds their sum anew.
+    # Of float32: adapters as large as the weights make logits above 10, and merging rounds their sum again.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------------
+# -- calls
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @decoders
@@ -191,7 +192,8 @@ def test_parameters_changed_before_the_backward_pass_are_noticed(scheme: str) ->
         output.sum().backward()
 
 
-# -- calls that mean something else than they say ------------------------------------------------------------------------
+# -- calls that mean something else than they say
+# ------------------------------------------------------------------------
 
 
 def causal_floats(length: int) -> Tensor:
@@ -206,7 +208,7 @@ WRONG_CALLS: dict[str, tuple[dict[str, Tensor], str]] = {
     "4-D mask of ones": ({"attention_mask": causal_floats(4)}, "floating zeros and ones"),
     "4-D mask with NaN": ({"attention_mask": causal_floats(4).log() * torch.nan}, "NaN in it"),
     "bool positions": ({"position_ids": torch.ones(1, 4, dtype=torch.bool)}, "dtype torch.bool; expected int64"),
-    "packed beside padding": (
+    "packed and padded": (
         {"position_ids": torch.tensor([[0, 1, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])},
         "a row is padded or packed",
     ),
@@ -233,7 +235,8 @@ def test_a_model_patched_in_inference_mode_can_be_trained(scheme: str) -> None:
     assert not any(parameter.is_inference() for parameter in built.parameters())
 
 
-# -- copies, parts and devices ------------------------------------------------------------------------------------------
+# -- copies, parts and devices
+# ------------------------------------------------------------------------------------------
 
 
 def pickled(model: Any) -> Any:
@@ -378,7 +381,8 @@ def test_prompt_tuning_is_that_of_the_stock_model(architecture: str) -> None:
     assert torch.equal(found[1][1], found[0][1])
 
 
-# -- threads -------------------------------------------------------------------------------------------------------------
+# -- threads
+# -------------------------------------------------------------------------------------------------------------
 
 
 def vit(scheme: str) -> nn.Module:
@@ -441,7 +445,7 @@ def test_tables_learn_from_keys_ahead_that_a_mask_shows(scheme: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["restarted beside a mask", "falling", "prefix"])
+@pytest.mark.parametrize("case", ["restarted with a mask", "falling", "prefix"])
 def test_keys_ahead_that_are_seen_are_the_same_to_xpos_in_every_form(case: str) -> None:
     """Products of scaled queries and keys would grow with the distance there, and not fade."""
     model = hf_posenc.patch(models.stock("llama"), "xpos")
@@ -449,7 +453,7 @@ def test_keys_ahead_that_are_seen_are_the_same_to_xpos_in_every_form(case: str) 
     seen = torch.ones(48, 48, dtype=torch.bool).tril()
     seen[:20, :20] = True
     call = {
-        "restarted beside a mask": {"position_ids": places % 24, "attention_mask": torch.ones_like(ids)},
+        "restarted with a mask": {"position_ids": places % 24, "attention_mask": torch.ones_like(ids)},
         "falling": {"position_ids": places.flip(1), "attention_mask": torch.ones_like(ids)},
         "prefix": {"attention_mask": seen.expand(2, 1, -1, -1)},
     }[case]

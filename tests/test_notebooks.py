@@ -28,7 +28,7 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path: Path) -> None:
 @pytest.mark.slow
 @every_notebook
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell, in a kernel of its own, with a few steps of training in place of some hundred."""
+    """Every cell, in a kernel of its own, with a few steps of training instead of some hundred."""
     nbclient = pytest.importorskip("nbclient", reason="the extra docs is not installed")
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("NOTEBOOK_STEPS", "2")

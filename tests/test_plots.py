@@ -334,7 +334,8 @@ def test_states_are_those_that_layers_are_handed() -> None:
         states = torch.view_as_complex(torch.stack(carried[0].chunk(2, dim=-1), -1).contiguous())
         want = states.abs().square().mean(-1).sqrt().T.detach()
         assert float((want - 1).abs().max()) > 0.01
-        # The picture's weights come from the dense form, the layer's own from plain attention: sums of both signs round apart.
+        # The picture's weights come from the dense form, the layer's own from plain attention: sums of both signs
+        # round apart.
         np.testing.assert_allclose(image(drawn[layer]), want, rtol=1e-5, atol=1e-5)
 
 

@@ -297,7 +297,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["alibi has no weights"],
     ),
     "fit without weights": ("", ["conversion.scheme=alibi", "conversion.fit=native"], ["alibi has no weights"]),
-    "fit beside native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
+    "fit with native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
     "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
     "first weights without weights": (
         "",
@@ -331,7 +331,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["data.held_out_share=0.2"],
         ["held_out_share is 0.2", "another data.source than builtin"],
     ),
-    "share beside a split": (
+    "share with a split": (
         "",
         ["data.source=c4", "data.held_out=validation", "data.held_out_share=0.2"],
         ["held_out_share is 0.2", "without data.held_out: null"],

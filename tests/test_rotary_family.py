@@ -602,7 +602,7 @@ def small_llama(kind: str, limit: int = LONG, **parameters: Any) -> LlamaForCaus
     Args:
         kind: The type.
         limit: The length from which on "dynamic" and "longrope" change their frequencies.
-        **parameters: Of the type, instead of those above.
+        **parameters: Parameters of the type, instead of those above.
     """
     rope = {"rope_type": kind, "rope_theta": 1e4, **ROPE_TYPES[kind], **parameters}
     if kind == "longrope":
@@ -642,13 +642,13 @@ def start_error(
     """Return the largest difference between the logits of a model before and after patching it.
 
     Args:
-        rope_type: Of the model.
+        rope_type: Rope type of the model.
         first: The position at which 13 tokens begin.
-        dtype: Of the model.
+        dtype: Dtype of the model.
         scheme: Given to `patch`.
         exact_angles: Let the stock model compute its angles in float64, where it takes float32 whatever its dtype.
         limit: See `small_llama`.
-        **options: Of the scheme.
+        **options: Options of the scheme.
     """
     model = small_llama(rope_type, limit).to(dtype)
     rotary = model.model.rotary_emb

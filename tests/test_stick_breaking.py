@@ -485,8 +485,8 @@ def test_first_layer_of_a_model(options: dict[str, Any], architecture: str) -> N
         native = getattr(stocks(**call), kind)[0].double()
     z = scheme.geometry.scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
     if options.get("native") == "keep":
-        # Softmax forgets a constant per row; the product with the first key, which T5's bias and no rotation changes, or
-        # the row's own key, which a rotation leaves alone, gives it back.
+        # Softmax forgets a constant per row; the product with the first key, which T5's bias and no rotation changes,
+        # or the row's own key, which a rotation leaves alone, gives it back.
         known = z.diagonal(dim1=-2, dim2=-1)
         if architecture == "t5":
             table = next(p for n, p in stocks.named_parameters() if "decoder" in n and "relative_attention_bias" in n)

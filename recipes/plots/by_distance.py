@@ -17,7 +17,7 @@ from hf_posenc.recipes.plots.probe import added
 from hf_posenc.recipes.plots.subject import Layer, Part
 from hf_posenc.scheme import Scheme
 
-# Gives the query of each head `[H, D]`, the key of each kv head `[G, D]`, and what a scheme needs beside.
+# Gives the query of each head `[H, D]`, the key of each kv head `[G, D]`, and whatever else a scheme needs.
 Operands = Callable[[Part, Layer], tuple[Tensor, Tensor, Tokens | None]]
 # Gives the layers that are drawn, each with its name.
 Panels = Callable[[Part], list[tuple[str, Layer]]]
@@ -46,7 +46,7 @@ def _at(scheme: Scheme, q: Tensor, k: Tensor, tokens: Tokens | None, query: int,
 
 
 def sees_position(part: Part, operands: Operands) -> bool:
-    """Whether what is added depends on where the query stands, beside the distance."""
+    """Whether what is added depends on the position of the query, and not on the distance only."""
     near = torch.arange(17)
 
     def at(query: int) -> Tensor:

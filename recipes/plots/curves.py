@@ -36,7 +36,7 @@ def plot_curves(path: Path, curves: Mapping[str, ContextCurve], *, trained_lengt
 
     Args:
         path: The file to write; its ending says the format.
-        curves: What was measured, by the name of the model.
+        curves: Measured curves, by the name of the model.
         trained_length: Tokens per window in training, marked in the picture.
         title: Stands above the picture.
     """
@@ -57,14 +57,14 @@ def plot_run(
     course_length: int,
     strength: Sequence[tuple[int, float]] = (),
 ) -> None:
-    """Draw perplexity by context length and, beside it, the course of a training.
+    """Draw perplexity by context length and, next to it, the course of a training.
 
     Args:
         path: The file to write; its ending says the format.
-        curves: What was measured, by the name of the model.
+        curves: Measured curves, by the name of the model.
         trained_length: Tokens per window in the model's own training, marked in the picture.
         title: Stands above the picture.
-        losses: What was minimised, in nats per token, by step.
+        losses: Training loss in nats per token, by step.
         course: Perplexity on held-out text by step.
         native: That of the native model, drawn as a level.
         course_length: Tokens read in `course`.
@@ -141,7 +141,7 @@ def _draw_curves(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(trained_length, color=_GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0)
-    # To the left of a line in the right half, which may have no room beside it.
+    # To the left of a line in the right half, which may have no room at its right.
     low, high = (math.log(end) for end in axes.get_xlim())
     is_left = 2 * math.log(trained_length) < low + high
     axes.annotate(

@@ -64,15 +64,15 @@ def figures(
 
     Args:
         model: A model of transformers, patched or not, not inside any wrapper.
-        tokenizer: Of the model, which reads the prompt; without one the tokens are numbers.
+        tokenizer: Tokenizer that reads the prompt; without one the tokens are numbers.
         what: Kinds of pictures, see `kinds`; `None` is all that fit the model.
         prompt: The text for pictures of what a model does on one.
-        inputs: Arguments of a forward to be taken in place of the prompt, batch 1, such as `pixel_values`; images are noise
+        inputs: Arguments of a forward instead of the prompt, batch 1, such as `pixel_values`; images are noise
             unless given.
         layers: Indices of the layers to draw; `None` is all, or some of many.
         heads: Indices of the query heads; likewise.
-        queries: Positions of the queries for pictures of what is added by distance, each with all distances that there are;
-            empty is the trained length, and others where it matters.
+        queries: Positions of the queries for pictures of what is added by distance, each with all distances that
+            there are; empty is the trained length, and others where it matters.
 
     Returns:
         Figures of matplotlib, by a name such as `"bias-decoder-fire"`.

@@ -33,7 +33,7 @@ def frequencies(part: Part, layer: Layer, axis: int | None = None) -> Tensor:
     Args:
         part: The layers.
         layer: One of them.
-        axis: Of an image, along which a step is made; `None` in a text.
+        axis: Axis of an image along which a step is made; `None` in a text.
     """
     scheme = layer.scheme
     if isinstance(scheme, RotaryScheme):
@@ -148,7 +148,7 @@ def _size(part: Part) -> tuple[float, float]:
 
 KIND = Kind(
     name="frequencies",
-    summary="how fast the planes of a rotary scheme turn, beside those of the model's own rotation",
+    summary="how fast the planes of a rotary scheme turn, next to those of the model's own rotation",
     fits=lambda part: part.info.family == "rotary",
     title=lambda part: f"how far apart {'patches' if _in_image(part) else 'tokens'} are for one turn of a plane",
     size=_size,

@@ -15,14 +15,14 @@ class Kind:
     """A kind of picture.
 
     Attributes:
-        name: What `--what` takes, and the beginning of the names of its files.
-        summary: What it shows, in a few words.
+        name: Value of `--what`, and the beginning of file names.
+        summary: Content of the picture, in a few words.
         fits: Whether there is such a picture of some layers.
-        title: What it shows of them, behind their name.
+        title: Title of the picture, behind the name of the schemes.
         size: Width and height in inches, the title included.
         draw: Draws it into a figure or a part of one, without the title.
-        layers: How many layers are drawn unless some are chosen.
-        heads: How many heads.
+        layers: Number of layers that are drawn unless some are chosen.
+        heads: Number of heads, likewise.
         per_layer: Whether every layer has a figure of its own.
     """
 

@@ -35,7 +35,7 @@ def draw_strips(canvas: FigureBase, part: Part, columns: list[tuple[str, Values,
 
     Args:
         canvas: Where to.
-        part: Of what.
+        part: Part of the model.
         columns: Title, values, colour map, scale, and what the colours are.
     """
     tokens = part.tokens

@@ -52,7 +52,7 @@ def _header(subject: Subject, parts: Sequence[Part]) -> str:
     lines = [f"{kind}, {subject.model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"]
     for stack, body in subject.architecture.stacks(subject.model).items():
         schemes = [
-            f"{part.name}{' beside the native encoding' if part.group.native == 'keep' else ''} in "
+            f"{part.name}{' over the native encoding' if part.group.native == 'keep' else ''} in "
             f"{layer_names([layer.index for layer in part.layers])}"
             for part in subject.parts
             if part.stack == stack

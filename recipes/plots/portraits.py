@@ -30,7 +30,8 @@ class _Look:
 
     Attributes:
         variants: Options to build it with, one panel or line for each.
-        heads: How many heads are drawn as lines; `None` is 8 where heads are alike but for their strength, else 3.
+        heads: Number of heads that are drawn as lines; `None` is 8 where heads are alike but for their strength, else
+            3.
         span: Largest distance in a picture over distances.
         log: Whether distances are drawn on a log scale.
         noise: Standard deviation of parameters that start at zero, where that would show nothing.
@@ -218,7 +219,7 @@ def _uniform(name: str, look: _Look) -> Figure:
 
 
 def _attention(name: str, look: _Look) -> Figure:
-    """Heat maps of the weights on content with topics that come back, beside those without any scheme."""
+    """Heat maps of the weights on content with topics that come back, next to those without any scheme."""
     geometry = _geometry(2)
     content = _topics(geometry.hidden_size)
     plain = _weights([Scheme(geometry)], content)
@@ -350,8 +351,8 @@ def _given(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 
-def _heat(figure: Figure, axes: Axes, beside: Sequence[Axes], weights: Tensor, title: str) -> None:
-    """Draw one matrix of weights; the colour bar goes beside the given axes, if any."""
+def _heat(figure: Figure, axes: Axes, neighbours: Sequence[Axes], weights: Tensor, title: str) -> None:
+    """Draw one matrix of weights; the colour bar goes next to the given axes, if any."""
     hidden = torch.ones_like(weights).triu(1).bool()
     # Ticks of one scale for all pictures, so that they can be compared.
     scale: Normalize = LogNorm(1e-3, 1, clip=True)
@@ -361,5 +362,5 @@ def _heat(figure: Figure, axes: Axes, beside: Sequence[Axes], weights: Tensor, t
     style.caption(axes, title)
     axes.set_xlabel("key (position)")
     style.open_frame(axes)
-    if len(beside):
-        figure.colorbar(image, ax=list(beside), label="weight", pad=0.01, format="%g")
+    if len(neighbours):
+        figure.colorbar(image, ax=list(neighbours), label="weight", pad=0.01, format="%g")

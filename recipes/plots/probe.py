@@ -19,12 +19,13 @@ class Asked:
     """One layer's logits with and without positions; all float64.
 
     Attributes:
-        content: The scaled products of queries and keys as `score` gets them: of a rotary scheme, rotated `[B, H, Q, K]`.
+        content: The scaled products of queries and keys as `score` gets them: of a rotary scheme, rotated `[B, H, Q,
+            K]`.
         plain: The same of queries and keys as they were projected.
-        logits: What `score` makes of them, unmasked.
+        logits: Result of `score`, unmasked.
         q: Queries as `score` gets them, `[B, H, Q, D]`.
         k: Keys likewise, `[B, G | H, K, D]`.
-        block: As `score` gets it.
+        block: Block that `score` gets.
     """
 
     content: Tensor
@@ -78,10 +79,10 @@ def added(scheme: Scheme, positions: Positions, q: Tensor, k: Tensor, tokens: To
 
     Args:
         scheme: The scheme.
-        positions: Of Q queries and K keys.
+        positions: Positions of Q queries and K keys.
         q: The query of each head `[H, D]`.
         k: The key of each kv head `[G, D]`.
-        tokens: With what the scheme needs beside positions, if anything.
+        tokens: Further state that the scheme needs, if any.
     """
     queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
     keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)

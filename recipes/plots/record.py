@@ -23,11 +23,11 @@ class Seen:
     """What one layer computes; batch 1, float64.
 
     Attributes:
-        tokens: What its scheme is told of the tokens.
+        tokens: Tokens as the scheme gets them.
         q: Queries as projected, without any position, `[1, H, S, D]`.
         k: Keys likewise, `[1, G, S, D]`.
         v: Values, `[1, G, S, D]`.
-        weights: Of attention, as the model used them, `[H, S, S]`.
+        weights: Attention weights as the model used them, `[H, S, S]`.
     """
 
     tokens: Tokens
@@ -44,9 +44,10 @@ def see(
     """Run every stack of a patched model once; return what its patched layers saw and did, by stack and index.
 
     Args:
-        architecture: Of the model.
+        architecture: Architecture of the model.
         model: The model.
-        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output too.
+        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
+            too.
     """
     bodies = architecture.stacks(model)
     observers: dict[tuple[str, int], _Observer] = {}

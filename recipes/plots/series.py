@@ -50,7 +50,7 @@ def _draw(canvas: FigureBase, part: Part) -> None:
         if place + columns >= len(layers):
             axes.set_xlabel("channel pair", fontsize=9)
     bar = canvas.colorbar(image, ax=panels, pad=0.01)
-    bar.set_label("weight beside the own one, 1", fontsize=8)
+    bar.set_label("weight, where the own one is 1", fontsize=8)
 
 
 def _size(part: Part) -> tuple[float, float]:

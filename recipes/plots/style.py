@@ -73,7 +73,7 @@ def line_styles(count: int) -> list[tuple[Any, str]]:
 
 
 def legend_of_heads(axes: Axes, heads: Sequence[int]) -> None:
-    """Name the lines beside a panel; of many, some."""
+    """Name the lines next to a panel, or some of them if there are many."""
     handles, labels = axes.get_legend_handles_labels()
     step = math.ceil(len(heads) / _LEGEND)
     axes.legend(

@@ -32,7 +32,7 @@ class Layer:
     """One layer with a scheme.
 
     Attributes:
-        index: Of the layer in its stack.
+        index: Index of the layer in its stack.
         scheme: Its scheme, which other layers may share.
         common: The part of the scheme that all layers share, if it has one.
         attention: The patched attention module.
@@ -51,8 +51,8 @@ class Part:
     Attributes:
         subject: The model.
         stack: `"decoder"` or `"encoder"`.
-        group: What the config says of them.
-        layers: Those that are drawn.
+        group: Group of the config.
+        layers: Layers that are drawn.
         heads: The query heads that are drawn.
         queries: Positions of queries, where a picture is of one; empty lets the picture choose.
     """
@@ -92,7 +92,7 @@ class Part:
     @property
     def title(self) -> str:
         """What the title of a picture begins with."""
-        native = " beside the native encoding" if self.group.native == "keep" else ""
+        native = " over the native encoding" if self.group.native == "keep" else ""
         share = self.subject.strength
         faded = f" (drawn in full; at {share:.0%} of its strength now)" if share != 1 else ""
         return f"{self.name}{' (native)' if self.subject.native else native}, {self.stack}{faded}"
@@ -131,10 +131,10 @@ class Subject:
 
     Attributes:
         model: The model.
-        tokenizer: Of the model; without one, tokens are written as numbers.
+        tokenizer: Tokenizer of the model; without one, tokens are written as numbers.
         inputs: Arguments of a forward of each stack, batch 1.
         native: Whether it was a stock model, drawn as what it computes itself.
-        strength: Of its schemes, see `hf_posenc.set_strength`.
+        strength: Strength of its schemes, see `hf_posenc.set_strength`.
     """
 
     model: PreTrainedModel

@@ -183,7 +183,7 @@ class Gradient(Generic[AnyBlockBias]):
         return self.bias.pieces(block, by_kernel=False)
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows of the batch, from key `first` on.
+        """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
 
         All heads of a row come before the next rows. Only forms with `first_keys` get another `first` than 0.
         """

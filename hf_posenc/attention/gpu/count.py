@@ -296,7 +296,7 @@ class _CountGates(torch.autograd.Function):
             N=bias.shape[-1],
             OWN_GATES=ctx.own,
             num_warps=8,
-            # Tiles of the next keys would not fit beside these, and Triton 3.9 fails to place their masks.
+            # Tiles of the next keys would not fit next to these, and Triton 3.9 fails to place their masks.
             num_stages=1,
         )
         of_gates = (dgate_q, dgate_k.to(k.dtype)) if ctx.own else (None, None)

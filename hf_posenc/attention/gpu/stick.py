@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from hf_posenc.attention.gpu import tiles
 from hf_posenc.attention.gpu.tiles import Shape, add_rows, dot, last_block, load_rows, store_rows, two_sum, visible
 
-# The logarithm of what is next to nothing: float32 does not see it beside weights that sum to one.
+# The logarithm of what is next to nothing: float32 does not see it among weights that sum to one.
 _NOTHING = tl.constexpr(-40.0)
 
 
@@ -210,7 +210,7 @@ class _BreakStick(torch.autograd.Function):
             CURRENT=ctx.current,
             HAS_BIAS=bias is not None,
             num_warps=8,
-            # Tiles of the next keys would not fit beside these.
+            # Tiles of the next keys would not fit next to these.
             num_stages=1,
         )
         return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), None if bias is None else dbias
