@@ -37,7 +37,7 @@ import sys, warnings
 from pathlib import Path
 import torch
 from transformers.utils import logging
-from hf_posenc.recipes import run
+from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
 torch.set_num_threads(1)
 logging.set_verbosity_error()

@@ -394,8 +394,7 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
         torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
 
 
-# -- what runs
-# -----------------------------------------------------------------------------------------------------------
+# -- what runs ---------------------------------------------------------------------------------------------------------
 
 
 def chosen(scheme: Scheme, places: Tensor, mask: Tensor | None = None) -> str:
@@ -550,8 +549,7 @@ def test_explain_refuses_what_is_not_patched() -> None:
         hf_posenc.explain(model, length=0)
 
 
-# -- the kernel
-# ----------------------------------------------------------------------------------------------------------
+# -- the kernel --------------------------------------------------------------------------------------------------------
 
 
 def test_the_private_kernel_of_this_torch_passes_its_trial() -> None:
@@ -584,8 +582,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
     assert not kernel._kernel_works.__wrapped__()
 
 
-# -- keys too far away to count
-# --------------------------------------------------------------------------------------------
+# -- keys too far away to count ----------------------------------------------------------------------------------------
 
 STEEP = ("alibi", "kerple", "fox")
 
@@ -679,8 +676,7 @@ def test_what_is_not_a_number_counts_wherever_it_is(name: str) -> None:
     assert output[0, : HEADS // KV_HEADS, 3:].isnan().all()
 
 
-# -- the nearest keys
-# ------------------------------------------------------------------------------------------------------
+# -- the nearest keys --------------------------------------------------------------------------------------------------
 
 
 def widths_seen(scheme: Scheme, factor: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -713,8 +709,7 @@ def test_where_gates_are_closed_all_keys_do(name: str, monkeypatch: pytest.Monke
     assert max(widths_seen(make(name), -9.0, monkeypatch)) == 1000
 
 
-# -- layouts and strides
-# ---------------------------------------------------------------------------------------------------
+# -- layouts and strides -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -773,8 +768,7 @@ def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: i
         torch.testing.assert_close(got_grad, want_grad)
 
 
-# -- memory
-# ----------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)

@@ -434,7 +434,9 @@ def test_intervals() -> None:
     assert (nothing.low, nothing.high) == pytest.approx((0, 0.1936), abs=1e-4)
     assert (half.low, half.high) == pytest.approx((0.2800, 0.7200), abs=1e-4)
     assert math.isnan(intervals.of_mean(values[:1]).low)
-    assert intervals.of_exponential(torch.tensor([1e9])).mean < math.inf
+    assert intervals.of_exponential(torch.tensor([1e9])).mean == math.inf
+    # A model that diverged must not look like one that was not measured.
+    assert PERPLEXITY.write(intervals.of_exponential(torch.tensor([1e9]))) == "inf"
     # No share lies beyond 0 and 1.
     few = intervals.of_mean_share(torch.tensor([0.4, 0.6], dtype=torch.float64))
     assert (few.mean, few.low, few.high) == pytest.approx((0.5, 0.0, 1.0))

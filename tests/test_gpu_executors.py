@@ -180,8 +180,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
 
 
-# -- against the reference
-# -----------------------------------------------------------------------------------------------
+# -- against the reference ---------------------------------------------------------------------------------------------
 
 
 # Tracing looks at tensors in a way that torch itself warns about, and hides.
@@ -283,8 +282,7 @@ class TestCompiled:
         assert peaks[1] < 2.5 * peaks[0]
 
 
-# -- what runs
-# -----------------------------------------------------------------------------------------------------------
+# -- what runs ---------------------------------------------------------------------------------------------------------
 
 
 CHOICES = [
@@ -339,8 +337,7 @@ def test_kernels_wait_for_triton() -> None:
     assert done.stdout.strip() == "False"
 
 
-# -- blocks of a mask
-# ------------------------------------------------------------------------------------------------------
+# -- blocks of a mask --------------------------------------------------------------------------------------------------
 
 
 def test_blocks_without_a_visible_key_are_skipped() -> None:

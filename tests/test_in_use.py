@@ -101,8 +101,7 @@ def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-# -- calls
-# ---------------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 @decoders
@@ -192,8 +191,7 @@ def test_parameters_changed_before_the_backward_pass_are_noticed(scheme: str) ->
         output.sum().backward()
 
 
-# -- calls that mean something else than they say
-# ------------------------------------------------------------------------
+# -- calls that mean something else than they say ----------------------------------------------------------------------
 
 
 def causal_floats(length: int) -> Tensor:
@@ -235,8 +233,7 @@ def test_a_model_patched_in_inference_mode_can_be_trained(scheme: str) -> None:
     assert not any(parameter.is_inference() for parameter in built.parameters())
 
 
-# -- copies, parts and devices
-# ------------------------------------------------------------------------------------------
+# -- copies, parts and devices -----------------------------------------------------------------------------------------
 
 
 def pickled(model: Any) -> Any:
@@ -370,19 +367,17 @@ def test_a_model_that_was_quantised_dynamically_is_patched(scheme: str) -> None:
 def test_prompt_tuning_is_that_of_the_stock_model(architecture: str) -> None:
     ids = models.tokens(architecture, 2, 9)
     mask = torch.ones_like(ids)
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     found = []
     for model in (models.stock(architecture), hf_posenc.patch(models.stock(architecture), EXACT[architecture])):
         torch.manual_seed(0)
-        tuned = get_peft_model(model, config).eval()
+        tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
         with torch.no_grad():
             found.append((tuned(ids).logits, tuned.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)))
     torch.testing.assert_close(found[1][0], found[0][0], **models.SAME)
     assert torch.equal(found[1][1], found[0][1])
 
 
-# -- threads
-# -------------------------------------------------------------------------------------------------------------
+# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 def vit(scheme: str) -> nn.Module:

@@ -259,7 +259,8 @@ def test_a_common_rotation_of_all_states_turns_them_and_nothing_else(seed: int) 
 def test_without_a_mask_the_order_of_tokens_is_their_states_only(order: list[int]) -> None:
     encoder = randomised(hf_posenc.patch(T5EncoderModel(stock("t5").config), "tape"))
     ids = tokens("t5", 2, 9)
-    call = {"attention_mask": torch.ones_like(ids)}  # or falling positions would begin packed sequences
+    # Without a 4-D mask, falling positions would begin packed sequences.
+    call = {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}
     with torch.no_grad():
         plain = encoder(input_ids=ids, position_ids=torch.arange(9)[None], **call).last_hidden_state
         permuted = encoder(input_ids=ids[:, order], position_ids=torch.tensor(order)[None], **call).last_hidden_state

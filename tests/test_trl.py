@@ -112,8 +112,7 @@ def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None
             torch.testing.assert_close(together[start:end], alone, atol=2e-4, rtol=1e-4)
 
 
-# -- trainers that load a reference model by the name in the config
-# -----------------------------------------------------
+# -- trainers that load a reference model by the name in the config ----------------------------------------------------
 
 
 def preferences(model: Any, folder: Path, reference: Any = None) -> list[float]:

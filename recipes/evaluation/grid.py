@@ -43,10 +43,10 @@ class Quantity:
 
     def write(self, found: Interval) -> str:
         """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
-        if not found.is_known:
+        if math.isnan(found.mean):
             return "-"
         mean, low, high = (end * self.scale for end in (found.mean, found.low, found.high))
-        if math.isnan(low):
+        if math.isnan(low) or not found.is_known:
             return f"{mean:.4g}"
         decimals = _decimals(high - low)
         # Adding zero turns a rounded -0.0 into 0.0.
