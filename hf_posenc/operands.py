@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
-
-if TYPE_CHECKING:
-    from hf_posenc.scheme import Scheme
 
 # The largest integer of a geometry or an option. Distances are counted in float32, which skips integers beyond.
 LARGEST_COUNT = 2**24
@@ -206,7 +202,7 @@ class Tokens:
     real: Tensor | None = None
     past: Mapping[str, Tensor] = field(default_factory=dict)
     carried: Tensor | None = None
-    common: Scheme | None = None
+    common: nn.Module | None = None
     host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def hidden_states(self, scheme: str) -> Tensor:
