@@ -239,7 +239,8 @@ def set_start(parameter: Tensor, value: Tensor) -> None:
 
     A parameter that transformers has just loaded, or one on the meta device, stays as it is.
     """
-    if getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta or value.is_meta:
+    if getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta:
         return
     with torch.no_grad():
-        parameter.copy_(value)
+        # A model that is built from nothing has no values to compute a start from; memory would stay as it was.
+        parameter.copy_(torch.zeros_like(parameter) if value.is_meta else value)

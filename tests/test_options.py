@@ -716,3 +716,13 @@ def test_attend_refuses_negative_positions_no_queries_and_foreign_hidden_states(
         attend(scheme, q[:, :, :0], q, q, query_positions=places[:, :0], key_positions=places)
     with pytest.raises(ShapeError, match=r"Got hidden of shape \[1, 2, 8\]; expected \[1, 3, 8\]"):
         attend(scheme, q, q, q, query_positions=places, key_positions=places, hidden=torch.zeros(1, 2, 8))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_clipped"])
+def test_a_table_has_a_start_where_the_own_table_of_the_model_has_no_values(name: str) -> None:
+    own = NativeTable("t5", torch.zeros(32, 4, device="meta"), 128)
+    scheme = build(name, Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32, native=own))
+    for parameter in scheme.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    scheme.reset_parameters()
+    assert all(bool(parameter.isfinite().all()) for parameter in scheme.parameters())
