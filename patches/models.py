@@ -203,7 +203,7 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
     bodies = architecture.stacks(model)
     if all(surgery.SHARED in body._modules or _has_schemes(architecture, body) for body in bodies.values()):
         return  # A head builds its body through `AutoModel`, which has done it.
-    undo = undo or surgery.Undo()
+    is_new, undo = undo is None, undo or surgery.Undo()
     strengths = record.strengths_from_config(config)
     layers: dict[str, set[int]] = {name: set() for name in bodies}
     for group in groups:
@@ -232,7 +232,7 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
     surgery.swap_classes(undo, architecture, model, layers)
     for group in groups:
         try:
-            built = surgery.build_group(architecture, model, group)
+            built = surgery.build_group(architecture, model, group, is_new=is_new)
         except (DirectionError, LayerSelectionError) as error:
             raise CheckpointError(f"config.json has a scheme where it cannot be. {error} {_RESTORE}") from error
         except OptionError as error:

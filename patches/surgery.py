@@ -170,8 +170,12 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
     undo.swap_class(target, twin)
 
 
-def build_group(architecture: Architecture, model: nn.Module, group: Group) -> dict[str, dict[int, Scheme]]:
+def build_group(
+    architecture: Architecture, model: nn.Module, group: Group, *, is_new: bool = False
+) -> dict[str, dict[int, Scheme]]:
     """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers.
+
+    A new model, built from a config, has tables that nobody trained: its schemes see their shapes only.
 
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
 
@@ -195,6 +199,9 @@ def build_group(architecture: Architecture, model: nn.Module, group: Group) -> d
                 geometry = replace(
                     architecture.geometry(body, layer), first=layer == part.layers[0], last=layer == part.layers[-1]
                 )
+                if is_new and geometry.native is not None:
+                    blank = geometry.native.weight.to("meta")
+                    geometry = replace(geometry, native=replace(geometry.native, weight=blank))
                 scheme = registry.build(group.scheme, geometry, **part.options)
             if scheme.shared:
                 shared = scheme

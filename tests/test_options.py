@@ -720,6 +720,7 @@ def test_attend_refuses_negative_positions_no_queries_and_foreign_hidden_states(
 
 @pytest.mark.parametrize("name", ["t5", "t5_clipped"])
 def test_a_table_has_a_start_where_the_own_table_of_the_model_has_no_values(name: str) -> None:
+    # Models built from a config see such tables, on any device: two that are built with one seed are equal.
     own = NativeTable("t5", torch.zeros(32, 4, device="meta"), 128)
     scheme = build(name, Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32, native=own))
     for parameter in scheme.parameters():

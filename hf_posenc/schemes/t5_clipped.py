@@ -69,7 +69,7 @@ class T5Clipped(GridBias):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         native = self.geometry.native
-        if self.init == "native" and native is not None:
+        if self.init == "native" and native is not None and not native.weight.is_meta:
             index = _buckets(native, self.max_distance, causal=self.geometry.causal)
             set_start(self.r, native.weight.detach()[index.to(native.weight.device)].T)
         elif self.init == "normal":

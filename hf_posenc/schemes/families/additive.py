@@ -122,8 +122,11 @@ class DistanceBias(AdditiveBias):
 
 
 def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:
-    """Set a learned table to its start: the values of the model's own table, zeros, or normal noise."""
-    if init == "native" and native is not None:
+    """Set a learned table to its start: the values of the model's own table, zeros, or normal noise.
+
+    A table on the meta device has no values: the start is noise, as the model's own table would be.
+    """
+    if init == "native" and native is not None and not native.is_meta:
         set_start(table, native.detach())
     elif init == "zero":
         nn.init.zeros_(table)
