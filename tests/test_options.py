@@ -121,7 +121,6 @@ TYPED = [
     ("fire", "width", int, "expected int."),
     ("fire", "init", str, "expected 'paper' or 'zero'."),
     ("fire", "normalizer", str, "expected 'both' or 'query'."),
-    ("fire_s", "shared", bool, "expected bool."),
     ("kerple", "kernel", str, "expected 'log' or 'power'."),
     ("kerple", "weighted", bool, "expected bool."),
     ("learned", "num_positions", int, "expected int or None."),
@@ -415,7 +414,7 @@ def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> N
 @pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "hidden_size"])
 @pytest.mark.parametrize("got", [0, -2, 2.0, "4", None])
 def test_geometry_sizes(field: str, got: object) -> None:
-    with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer."):
+    with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer of at most 16,777,216."):
         geometry(**{field: got})
 
 
