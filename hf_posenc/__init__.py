@@ -87,29 +87,22 @@ __all__ = [
     "verify",
 ]
 
-# Module of each public name that needs torch, loaded on first use.
-_HOMES = {
-    "Geometry": "hf_posenc.operands",
-    "PosencLoraConfig": "hf_posenc.patches.adapters",
-    "Positions": "hf_posenc.operands",
-    "Scheme": "hf_posenc.scheme",
-    "SchemeInfo": "hf_posenc.registry",
-    "attend": "hf_posenc.attention",
-    "build": "hf_posenc.registry",
-    "describe": "hf_posenc.registry",
-    "disabled": "hf_posenc.patches.patch",
-    "drop_native": "hf_posenc.patches.strength",
-    "evaluate": "hf_posenc.recipes.evaluation.run",
-    "explain": "hf_posenc.patches.explanation",
-    "export_stock": "hf_posenc.patches.export.stock",
-    "patch": "hf_posenc.patches.patch",
-    "plan": "hf_posenc.patches.plan",
-    "register_architecture": "hf_posenc.patches.architecture",
-    "register_scheme": "hf_posenc.registry",
-    "set_strength": "hf_posenc.patches.strength",
-    "unpatch": "hf_posenc.patches.patch",
-    "verify": "hf_posenc.patches.plan",
+# Public names that need torch, by module; they load on first use.
+_NAMES = {
+    "attention": ("attend",),
+    "operands": ("Geometry", "Positions"),
+    "patches.adapters": ("PosencLoraConfig",),
+    "patches.architecture": ("register_architecture",),
+    "patches.explanation": ("explain",),
+    "patches.export.stock": ("export_stock",),
+    "patches.patch": ("disabled", "patch", "unpatch"),
+    "patches.plan": ("plan", "verify"),
+    "patches.strength": ("drop_native", "set_strength"),
+    "recipes.evaluation.run": ("evaluate",),
+    "registry": ("SchemeInfo", "build", "describe", "register_scheme"),
+    "scheme": ("Scheme",),
 }
+_HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names}
 
 # Modules that are attributes of the package, loaded on first use.
 _MODULES = {

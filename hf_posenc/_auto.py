@@ -1,116 +1,74 @@
 """Make converted checkpoints known to transformers' `Auto` classes and adapters to PEFT, without importing any of them.
 
 Both import torch, which takes seconds, and the patched models import the `Auto` modules themselves. So registration
-waits until the first import of one of them is complete.
+waits until one of these modules is loaded and the outermost import of a watched package ends: it imports from these
+packages, and must not meet a half loaded module.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
 
 
-class _Watch(NamedTuple):
-    """Modules to wait for, and the module that registers once they are loaded.
+class _Hook(importlib.abc.MetaPathFinder):
+    """A finder that leaves the finding to others, and notices when the imports of some packages end.
 
-    Attributes:
-        packages: Packages whose imports are watched. Registration imports from them, so it must not run while one of
-            their modules is half loaded.
-        modules: Modules of which the first loaded one starts the registration.
-        module: Module with the function `register_all`.
+    Args:
+        packages: Packages to watch.
+        triggers: Modules of which any loaded one starts the registration.
+        module: Module that registers, by its function `register_all`.
     """
 
-    packages: tuple[str, ...]
-    modules: tuple[str, ...]
-    module: str
+    def __init__(self, packages: tuple[str, ...], triggers: tuple[str, ...], module: str) -> None:
+        self.packages, self.triggers, self.module = packages, triggers, module
+        self._running = threading.local()
 
-
-_WATCHES = (
-    _Watch(
-        ("transformers", "hf_posenc"),
-        ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"),
-        "hf_posenc.patches.auto",
-    ),
-    _Watch(("peft",), ("peft",), "hf_posenc.patches.adapters"),
-)
-
-
-class _Depth(threading.local):
-    value = 0
-
-
-class _Loader(importlib.abc.Loader):
-    """A wrapper of a module's own loader that notices when the outermost import ends."""
-
-    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        # `python -m` asks the loader of a module for its code.
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module must not keep the wrapper: inspect and importlib ask it for its own loader.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        depth = self._finder.depth
-        depth.value += 1
-        try:
-            self._loader.exec_module(module)
-        finally:
-            depth.value -= 1
-        if depth.value == 0:
-            self._finder.settle()
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """A finder that asks the other finders for modules of the watched packages, and wraps their loaders."""
-
-    def __init__(self, watch: _Watch) -> None:
-        self.watch = watch
-        self.depth = _Depth()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in self.watch.packages:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self.packages:
             return None
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
-                return spec
-        return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: self._execute(execute, module)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, execute: Callable[[ModuleType], object], module: ModuleType) -> None:
+        depth = getattr(self._running, "depth", 0)
+        self._running.depth = depth + 1
+        try:
+            execute(module)
+        finally:
+            self._running.depth = depth
+        if depth == 0:
+            self.settle()
 
     def settle(self) -> None:
-        """Register and stop watching once one of the modules is loaded."""
-        if self in sys.meta_path and any(module in sys.modules for module in self.watch.modules):
+        """Register and stop watching, if a trigger is loaded."""
+        if self in sys.meta_path and any(trigger in sys.modules for trigger in self.triggers):
             sys.meta_path.remove(self)
-            module = importlib.import_module(self.watch.module)
             # A module without the function is still being imported, and registers at its own end.
-            getattr(module, "register_all", lambda: None)()
+            getattr(importlib.import_module(self.module), "register_all", lambda: None)()
 
 
 def register_on_import() -> None:
     """Register with packages that are loaded now, and with the others as soon as they load."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _Hook) for finder in sys.meta_path):
         return
-    for watch in _WATCHES:
-        finder = _Finder(watch)
-        sys.meta_path.insert(0, finder)
-        finder.settle()
+    auto = "transformers.models.auto."
+    for hook in (
+        _Hook(
+            ("transformers", "hf_posenc"),
+            (auto + "configuration_auto", auto + "modeling_auto"),
+            "hf_posenc.patches.auto",
+        ),
+        _Hook(("peft",), ("peft",), "hf_posenc.patches.adapters"),
+    ):
+        sys.meta_path.insert(0, hook)
+        hook.settle()

@@ -32,6 +32,13 @@ def is_number(value: object) -> bool:
     return value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
 
 
+def _are_frequencies(value: object, most: int) -> bool:
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 1 and 1 <= len(value) <= most):
+        return False
+    # Frequencies of a model that is still loading have no values yet.
+    return value.is_meta or bool(value.isfinite().all())
+
+
 @dataclass(frozen=True, eq=False)
 class NativeTable:
     """The table of a model's own encoding, from which a scheme of the same kind can start.
@@ -97,11 +104,7 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "hidden_size", "axes"):
             value = getattr(self, name)
-            self._require(
-                is_count(value) and value >= 1,
-                name,
-                "a positive integer" + (f" of at most {LARGEST_COUNT:,}" if type(value) is int and value > 0 else ""),
-            )
+            self._require(is_count(value) and value >= 1, name, f"a positive integer of at most {LARGEST_COUNT:,}")
         self._require(is_count(self.layer) and self.layer >= 0, "layer", "an integer of at least 0")
         if self.heads % self.kv_heads:
             raise OptionError(
@@ -115,17 +118,11 @@ class Geometry:
         for name in ("max_positions", "rotary_limit"):
             value = getattr(self, name)
             self._require(value is None or (type(value) is int and value >= 1), name, "None or a positive integer")
-        for name in ("inv_freq", "inv_freq_long"):
-            self._check_frequencies(name, getattr(self, name))
-
-    def _check_frequencies(self, name: str, given: Tensor | None) -> None:
-        if given is None:
-            return
         most = self.head_dim // 2
-        fits = isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 1 and 1 <= len(given) <= most
-        # Frequencies of a model that is still loading have no values yet.
-        finite = fits and (given.is_meta or bool(given.isfinite().all()))
-        self._require(finite, name, f"None or 1 to {most} finite frequencies, a float tensor of one dimension")
+        for name in ("inv_freq", "inv_freq_long"):
+            value = getattr(self, name)
+            expected = f"None or 1 to {most} finite frequencies, a float tensor of one dimension"
+            self._require(value is None or _are_frequencies(value, most), name, expected)
 
     def _require(self, condition: bool, name: str, expected: str) -> None:
         if not condition:

@@ -55,14 +55,9 @@ class SchemeInfo:
     @property
     def start(self) -> str:
         """The start of a model patched with the default options, in words."""
-        reproduced = {
-            "rotary": "exact on models with rotary encoding",
-            "learned": "exact on models with a learned table",
-            "t5": "exact on T5",
-        }
         parts = []
         if self.cls.reproduces is not None:
-            parts.append(reproduced[self.cls.reproduces])
+            parts.append(f"exact on models with {self.cls.reproduces} encoding")
         if self.cls.neutral_options is not None:
             given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
             near = self.cls.start_tolerance is not Scheme.start_tolerance
@@ -106,6 +101,7 @@ def register_scheme(
                 f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
                 "Choose another name."
             )
+        cls.name = name
         _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions)
         return cls
 
@@ -214,12 +210,6 @@ def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
             raise OptionError(f"{info.name}: option {name}={value!r}: expected {_expected(value, hints[name])}.")
-
-
-def require(condition: bool, scheme: str, option: str, got: object, expected: str) -> None:
-    """Raise `OptionError` unless a condition on an option holds."""
-    if not condition:
-        raise OptionError(f"{scheme}: option {option}={got!r}: expected {expected}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import ExportError
+from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import softmax_of_seen
@@ -44,6 +44,8 @@ class Scheme(nn.Module):
     meaning: the first integer that bfloat16 cannot hold is 257.
     """
 
+    # The registered name.
+    name: ClassVar[str] = ""
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
     # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if
@@ -63,6 +65,11 @@ class Scheme(nn.Module):
         self.geometry = geometry
         # The part that all layers share. `build` makes it; inside a model the body holds it.
         self.common: Scheme | None = None
+
+    def require(self, condition: bool, option: str, got: object, expected: str) -> None:
+        """Raise `OptionError` unless a condition on an option holds."""
+        if not condition:
+            raise OptionError(f"{self.name}: option {option}={got!r}: expected {expected}.")
 
     def reset_parameters(self) -> None:
         """Set the parameters to their start, with the functions of `torch.nn.init` only.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from hf_posenc.operands import Block
 
 
@@ -28,9 +30,9 @@ class Bias:
 
     of: Callable[..., Tensor]
 
-    def scaled(self, factor: float) -> Bias:
-        """Return the same at part of its strength."""
-        return replace(self, of=_scaled(self.of, factor))
+    def scaled(self, factor: float) -> Self:
+        """Return the same at part of its strength; here all fields are functions that return parts of the bias."""
+        return replace(self, **{field.name: _scaled(getattr(self, field.name), factor) for field in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +70,13 @@ class RelativeProducts(ContentBias):
 
     vectors: Callable[[Mapping[str, Tensor]], Vectors | None]
 
-    def scaled(self, factor: float) -> RelativeProducts:
+    def scaled(self, factor: float) -> Self:
         def scaled(tables: Mapping[str, Tensor]) -> Vectors | None:
             found = self.vectors(tables)
             if found is None:
                 return None
-            parts = (found.of_queries, found.of_keys, found.always)
-            of_queries, of_keys, always = (None if x is None else x * factor for x in parts)
-            return replace(found, of_queries=of_queries, of_keys=of_keys, always=always)
+            parts = {name: getattr(found, name) for name in ("of_queries", "of_keys", "always")}
+            return replace(found, **{name: x * factor for name, x in parts.items() if x is not None})
 
         return replace(self, of=_scaled(self.of, factor), vectors=scaled)
 
@@ -90,9 +91,6 @@ class KeyBias(Bias):
 
     at: Callable[[Mapping[str, Tensor]], Tensor]
 
-    def scaled(self, factor: float) -> KeyBias:
-        return replace(self, of=_scaled(self.of, factor), at=_scaled(self.at, factor))
-
 
 @dataclass(frozen=True, eq=False)
 class DistanceTable(Bias):
@@ -104,9 +102,6 @@ class DistanceTable(Bias):
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]
-
-    def scaled(self, factor: float) -> DistanceTable:
-        return replace(self, of=_scaled(self.of, factor), at=_scaled(self.at, factor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +131,7 @@ class PiecewiseLinear(Bias):
         piece = torch.searchsorted(ends, x.detach())
         return (slope[piece] * x[:, None] + offset[piece]).T
 
-    def scaled(self, factor: float) -> PiecewiseLinear:
+    def scaled(self, factor: float) -> Self:
         def pieces(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             ends, slope, offset = self.pieces(dtype)
             return ends, slope * factor, offset * factor

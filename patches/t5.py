@@ -29,7 +29,7 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
-from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.additive import Buckets
 
 
 class PosencT5Config(PosencConfig, T5Config):

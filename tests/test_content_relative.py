@@ -15,16 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, inputs, logits, new_parameters, stock, tokens
+from models import ARCHITECTURES, logits, new_parameters, stock, tokens
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import blocks
-from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes.disentangled import log_buckets
 from hf_posenc.schemes.transformer_xl import TransformerXL
@@ -175,11 +172,6 @@ def test_shaw_adds_to_values_in_float32() -> None:
     k = torch.zeros(1, 1, 1024, 4).bfloat16()
     got = attend(scheme, q, k, k, query_positions=torch.tensor([[5000]]), key_positions=torch.arange(1024)[None])
     assert torch.equal(got, torch.ones(1, 1, 1, 4).bfloat16())
-
-
-def test_shaw_without_values_has_one_table() -> None:
-    assert list(build("shaw", geometry(), values=False).state_dict()) == ["rel_k"]
-    assert list(build("shaw", geometry()).state_dict()) == ["rel_k", "rel_v"]
 
 
 def test_shaw_rows_ahead_are_there_but_unused_in_decoders() -> None:
@@ -339,15 +331,6 @@ def test_disentangled_few_queries_are_rows_of_many(queries: int, far: int, direc
     everything = logits_of(scheme, q, k, places, places)
     part = logits_of(scheme, q[:, :, -queries:], k, places[-queries:], places)
     near("rows", part, everything[:, :, -queries:].detach(), 1e-12)
-
-
-def test_disentangled_host_is_asked_for() -> None:
-    scheme = build("disentangled", geometry(), share_att_key=True)
-    q, places = torch.zeros(1, 3, 2, 8), torch.arange(2)[None]
-    with pytest.raises(
-        ShapeError, match=r"share_att_key=True uses the layer's own projections. Pass attend\(..., host=\)"
-    ):
-        attend(scheme, q, q, q, query_positions=places, key_positions=places)
 
 
 @pytest.mark.parametrize("share_bias", [False, True])
@@ -522,78 +505,6 @@ def test_transformer_xl_far_positions_in_float32() -> None:
 
 # -- all three ---------------------------------------------------------------------------------------------------------
 
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("shaw", {"max_distance": 2}),
-    ("shaw", {"max_distance": 2, "values": False}),
-    ("disentangled", {"max_distance": 2}),
-    ("disentangled", {"max_distance": 6, "buckets": 4, "normalize": True, "scale": "deberta"}),
-    ("transformer_xl", {}),
-    ("transformer_xl", {"untie": True, "clamp_len": 2}),
-]
-every_choice = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-@every_choice
-def test_gradients_are_derivatives(name: str, options: dict[str, Any], direction: str, executor: str) -> None:
-    shape = geometry(direction, heads=2, kv_heads=1, head_dim=2, hidden_size=4)
-    scheme = random_start(build(name, shape, **options)).double()
-    q, k, v = (randn(1, n, 5, 2, seed=n).requires_grad_() for n in (2, 1, 1))
-    places = torch.tensor([[0, 1, 2, 4, 7]])
-
-    def output(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
-        return attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
-
-    # The numerical derivative moves the parameters in place.
-    assert torch.autograd.gradcheck(output, (q, k, v, *scheme.parameters()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_exact_starts_learn_every_parameter_within_two_steps(name: str) -> None:
-    for options in ({}, {"normalize": True}) if name == "disentangled" else ({},):
-        scheme = build(name, geometry("bidir"), init="zero", **options)
-        assert scheme.starts_exact(native_kept=True)
-        assert not scheme.starts_exact(native_kept=False)
-        optimizer = torch.optim.SGD(scheme.parameters(), lr=1.0)
-        before = {key: value.detach().clone() for key, value in scheme.named_parameters()}
-        q, k, v = (randn(2, 3, 9, 8, seed=n, dtype=torch.float32) for n in range(3))
-        places = torch.arange(9)[None]
-        plain = attend(build("nope", geometry("bidir")), q, k, v, query_positions=places, key_positions=places)
-        for step in range(2):
-            output = attend(scheme, q, k, v, query_positions=places, key_positions=places)
-            if step == 0:
-                torch.testing.assert_close(output, plain, rtol=0, atol=1e-6)
-            optimizer.zero_grad()
-            output.pow(2).sum().backward()
-            optimizer.step()
-        assert [key for key, value in scheme.named_parameters() if torch.equal(value, before[key])] == []
-
-
-class Largest(TorchDispatchMode):
-    """Watches the results of all operations, in the forward and in the backward pass."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.size = max(self.size, tensor.numel())
-        return result
-
-
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-@every_choice
-def test_no_tensor_has_a_row_per_query_key_and_channel(name: str, options: dict[str, Any], direction: str) -> None:
-    length, width = 48, 64
-    scheme = build(name, geometry(direction, heads=2, kv_heads=1, head_dim=width), **options)
-    q, k, v = (torch.randn(1, n, length, width, requires_grad=True) for n in (2, 1, 1))
-    places = torch.arange(length)[None]
-    with Largest() as largest:
-        attend(scheme, q, k, v, query_positions=places, key_positions=places, executor="dense").sum().backward()
-    assert 2 * length * length <= largest.size < length * length * width // 4
-
 
 def test_which_starts_are_exact() -> None:
     def exact(name: str, **options: Any) -> bool:
@@ -626,25 +537,6 @@ def test_an_exact_start_beside_biased_projections(p2c: bool) -> None:
 
     moved = attend(scheme, q, k, v, host=host, **at) - attend(build("nope", geometry("bidir")), q, k, v, **at)
     assert (moved.abs().max() < 1e-12) == (not p2c)
-
-
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("shaw", {"max_distance": 0}, "max_distance=0: expected at least 1"),
-    ("shaw", {"init": "native"}, "init='native': expected 'zero' or 'normal'"),
-    ("disentangled", {"max_distance": 0}, "max_distance=0: expected at least 1"),
-    ("disentangled", {"buckets": 3}, "buckets=3: expected None or an even number"),
-    ("disentangled", {"buckets": 0}, "buckets=0: expected None or an even number"),
-    ("disentangled", {"buckets": 8, "max_distance": 5}, "max_distance=5: expected more than buckets / 2 \\+ 1 = 5"),
-    ("disentangled", {"c2p": False, "p2c": False}, "p2c=False: expected True with c2p=False"),
-    ("disentangled", {"share_bias": True}, "share_bias=True: expected False unless share_att_key=True"),
-    ("transformer_xl", {"clamp_len": 0}, "clamp_len=0: expected None or at least 1"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "message"), WRONG, ids=str)
-def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=f"{name}: option {message}"):
-        build(name, geometry(), **options)
 
 
 # -- in models ---------------------------------------------------------------------------------------------------------
@@ -704,32 +596,6 @@ def test_beside_rotary_positions_a_shift_changes_nothing(name: str, options: dic
     torch.testing.assert_close(there, here, rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("native", ["remove", "keep"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@every_moved
-def test_chunks_over_a_cache_away_from_the_start(
-    name: str, options: dict[str, Any], architecture: str, native: str
-) -> None:
-    """A cached key meets the tables as a fresh one does, also where the cache keeps it rotated."""
-    model = patched(architecture, name, options, native)
-    ids = tokens(architecture, 2, 23)
-    with torch.no_grad():
-        if architecture == "t5":
-            call = {"encoder_outputs": model.get_encoder()(ids)}
-            whole = model(**call, decoder_input_ids=ids, use_cache=False).logits
-            cache = None
-            parts = []
-            for chunk in ids.split((10, 4, 1, 8), dim=1):
-                out = model(**call, decoder_input_ids=chunk, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
-                parts.append(out.logits)
-        else:
-            whole = logits(model, architecture, ids)
-            cache = DynamicCache(config=model.config)
-            parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split((10, 4, 1, 8), dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=5e-4)
-
-
 @pytest.mark.parametrize("share_bias", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shared_projections_are_the_layers_own(architecture: str, share_bias: bool) -> None:
@@ -758,21 +624,3 @@ def test_shared_projections_are_the_layers_own(architecture: str, share_bias: bo
     torch.testing.assert_close(got, want, rtol=0, atol=5e-4)
     plain = hf_posenc.patch(stock(architecture), "nope")
     assert (got - logits(plain, architecture, ids)).abs().max() > 0.05
-
-
-@every_moved
-def test_padding_and_what_is_cached(name: str, options: dict[str, Any]) -> None:
-    """Nothing is cached with keys and values, but keys without a kept rotation for those that read them."""
-    plan = hf_posenc.plan(stock("llama"), name, native="keep", **options)
-    config = stock("llama").config
-    keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    positions = 8 * config.num_hidden_layers
-    assert plan.cache_bytes_per_token == positions + (0 if name == "shaw" else keys)
-    assert plan.start == "exact with native kept"
-    model = patched("llama", name, options, "remove")
-    ids = tokens("llama", 1, 9)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
-    mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones_like(ids)], dim=1)
-    with torch.no_grad():
-        got = model(**inputs("llama", padded, mask), use_cache=False).logits[:, 4:]
-    torch.testing.assert_close(got, logits(model, "llama", ids), rtol=0, atol=5e-4)

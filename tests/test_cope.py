@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import inputs, logits, stock, tokens
+from models import inputs, stock, tokens
 from places import PLACES
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,7 +19,6 @@ from torch import Tensor
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import blocks
-from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.operands import Block
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -33,7 +30,6 @@ ATOL = {
     torch.bfloat16: ABOUT["tolerance"]["bf16"],
 }
 EXECUTORS = ("dense", "blocks")
-few_examples = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 @pytest.fixture(autouse=True)
@@ -241,89 +237,7 @@ def test_loops(options: dict[str, Any], causal: bool, place: str, queries: int, 
     np.testing.assert_allclose(got.detach().numpy()[rows], want[rows], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.1])
-@pytest.mark.parametrize("divided", [True, False])
-def test_loops_at_another_scale(scale: float, divided: bool) -> None:
-    scheme = random_scheme({"npos": 4, "scale_position_logits": divided}, scale=scale)
-    q, k, v, hidden = random_operands(9)
-    at = {"query_positions": torch.arange(9)[None], "key_positions": torch.arange(9)[None]}
-    want = looped(scheme, q, k, v, hidden, np.stack([np.tri(9, dtype=bool)] * 2))
-    np.testing.assert_allclose(attend(scheme, q, k, v, **at).detach().numpy(), want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_gradients_are_derivatives(options: dict[str, Any], causal: bool) -> None:
-    scheme = random_scheme(options, causal=causal)
-    operands = random_operands(6, batch=1)
-    at = {"query_positions": torch.arange(6)[None], "key_positions": torch.arange(6)[None]}
-    names, parameters = zip(*scheme.named_parameters(), strict=True)
-
-    def output(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *values: Tensor) -> Tensor:
-        given = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(scheme, given, (attend, q, k, v), {"hidden": hidden, **at})
-
-    given = [x.detach().requires_grad_() for x in (*operands, *parameters)]
-    given[3].requires_grad_(scheme.separate_keys)
-    assert torch.autograd.gradcheck(output, given, eps=1e-7, atol=1e-5)
-
-
 # -- what follows from counting ----------------------------------------------------------------------------------------
-
-variants = pytest.mark.parametrize("options", VARIANTS, ids=str)
-directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-
-
-@directions
-@variants
-@given(pads=st.integers(0, 9), inside=st.integers(1, 8), seed=st.integers(0, 99))
-@few_examples
-def test_padding_counts_nothing(options: dict[str, Any], causal: bool, pads: int, inside: int, seed: int) -> None:
-    """Padding to the left and in between, of any content, against the tokens alone."""
-    scheme = random_scheme(options, causal=causal)
-    q, k, v, hidden = random_operands(9, seed)
-    places = torch.arange(9)[None]
-    alone = attend(scheme, q, k, v, query_positions=places, key_positions=places, hidden=hidden)
-    mask = torch.tensor([0] * pads + [1] * inside + [0] * 2 + [1] * (9 - inside)).bool().expand(2, -1)
-    wide = [x.new_zeros(*x.shape[:-2], mask.shape[1], x.shape[-1]) for x in (q, k, v, hidden)]
-    for x, original in zip(wide, (q, k, v, hidden), strict=True):
-        x.normal_(std=30, generator=torch.Generator().manual_seed(seed))
-        x[..., mask[0], :] = original
-    positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    at = {"query_positions": positions, "key_positions": positions, "mask": mask, "hidden": wide[3]}
-    for executor in EXECUTORS:
-        got = attend(scheme, *wide[:3], executor=executor, **at)[:, :, mask[0]]
-        torch.testing.assert_close(got, alone, rtol=0, atol=1e-12)
-
-
-@directions
-@variants
-@given(steps=st.lists(st.integers(1, 50), min_size=9, max_size=9), seed=st.integers(0, 99))
-@few_examples
-def test_positions_matter_by_their_order_only(
-    options: dict[str, Any], causal: bool, steps: list[int], seed: int
-) -> None:
-    scheme = random_scheme(options, causal=causal)
-    q, k, v, hidden = random_operands(9, seed)
-    outputs = []
-    for positions in (torch.arange(9)[None], torch.tensor([steps]).cumsum(-1)):
-        outputs.append(attend(scheme, q, k, v, query_positions=positions, key_positions=positions, hidden=hidden))
-    assert torch.equal(*outputs)
-
-
-@variants
-@given(seen=st.integers(1, 8), seed=st.integers(0, 99))
-@few_examples
-def test_the_future_is_not_counted(options: dict[str, Any], seen: int, seed: int) -> None:
-    scheme = random_scheme(options)
-    operands = random_operands(9, seed)
-    at = {"query_positions": torch.arange(9)[None], "key_positions": torch.arange(9)[None]}
-    changed = [x.clone() for x in operands]
-    for x in changed:
-        x[..., seen:, :] += 30
-    for executor in EXECUTORS:
-        before, after = (attend(scheme, *x[:3], hidden=x[3], executor=executor, **at) for x in (operands, changed))
-        assert torch.equal(before[:, :, :seen], after[:, :, :seen])
 
 
 def test_a_query_that_picks_every_token_counts_them() -> None:
@@ -376,14 +290,6 @@ def test_half_precision_does_not_touch_the_count(dtype: torch.dtype) -> None:
 
 # -- in models ---------------------------------------------------------------------------------------------------------
 
-SAME = {"atol": 2e-4, "rtol": 1e-4}
-IN_MODELS: list[dict[str, Any]] = [
-    {"npos": 6},
-    {"npos": 6, "native": "keep"},
-    {"npos": 6, "native": "keep", "separate_keys": True},
-    {"npos": 6, "native": "keep", "value_gates": True, "shared": True},
-]
-in_models = pytest.mark.parametrize("options", IN_MODELS, ids=str)
 architectures = pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 
 
@@ -436,56 +342,6 @@ def test_gates_beside_the_native_encoding_are_of_content(architecture: str, opti
     assert (got - native).abs().max() > 0.05
 
 
-@architectures
-@in_models
-def test_cache_equals_no_cache(options: dict[str, Any], architecture: str) -> None:
-    model = patched(architecture, options)
-    ids = tokens(architecture, 2, 17)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    call: dict[str, Any] = {}
-    if architecture == "t5":
-        call["encoder_outputs"] = model.get_encoder()(ids)
-    name, masked = ("decoder_" if architecture == "t5" else "") + "input_ids", "attention_mask"
-    if architecture == "t5":
-        masked = "decoder_attention_mask"
-    with torch.no_grad():
-        full = model(**call, **{name: ids, masked: mask}, use_cache=False).logits
-        cache, parts = None, []
-        for start, stop in ((0, 9), (9, 10), (10, 14), (14, 17)):
-            out = model(
-                **call, **{name: ids[:, start:stop], masked: mask[:, :stop]}, past_key_values=cache, use_cache=True
-            )
-            cache = out.past_key_values
-            parts.append(out.logits)
-        real = mask.bool()
-        torch.testing.assert_close(torch.cat(parts, dim=1)[real], full[real], **SAME)
-        # The same rows without their padding.
-        alone = model(**_rows(call, slice(0, 1)), **{name: ids[:1, 4:]}, use_cache=False).logits
-    torch.testing.assert_close(full[:1, 4:], alone, **SAME)
-
-
-def _rows(call: dict[str, Any], rows: slice) -> dict[str, Any]:
-    return {name: (value[0][rows],) for name, value in call.items()}
-
-
-@architectures
-@in_models
-def test_backends_agree(options: dict[str, Any], architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patched(architecture, options)
-    ids = tokens(architecture, 2, 23)
-    dense = logits(model, architecture, ids)
-    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
-    torch.testing.assert_close(logits(model, architecture, ids), dense, **SAME)
-    assert (dense - logits(stock(architecture), architecture, ids)).abs().max() > 0.1
-
-
-def test_one_table_for_the_stack() -> None:
-    model = patched("llama", {"shared": True})
-    assert len(schemes_in(model)) == 1
-    assert len(schemes_in(patched("llama", {}))) == model.config.num_hidden_layers
-
-
 def test_what_is_cached() -> None:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_size": 32}
     for options, reads, state in (
@@ -495,31 +351,6 @@ def test_what_is_cached() -> None:
     ):
         scheme = build("cope", Geometry(**shape), **options)
         assert (scheme.reads_keys, scheme.state_bytes(2)) == (reads, (state, 0))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"npos": 1}, "cope: option npos=1: expected at least 2"),
-        (
-            {"separate_keys": True, "value_gates": True},
-            "cope: option value_gates=True: expected False with separate_keys",
-        ),
-        ({"separate_keys": True, "shared": True}, "cope: option shared=True: expected False with separate_keys"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_go_together(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(OptionError, match=expected):
-        build("cope", Geometry(heads=4, kv_heads=2, head_dim=8, hidden_size=32), **options)
-
-
-def test_separate_keys_need_hidden_states() -> None:
-    scheme = random_scheme({"separate_keys": True})
-    q, k, v, _ = random_operands(5)
-    at = {"query_positions": torch.arange(5)[None], "key_positions": torch.arange(5)[None]}
-    with pytest.raises(ShapeError, match="cope reads the hidden states of the keys' tokens"):
-        attend(scheme, q, k, v, **at)
 
 
 def test_start() -> None:

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import hf_posenc
-from hf_posenc import Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
+from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
 from hf_posenc.operands import Block, Tokens
 
@@ -317,36 +316,3 @@ def test_the_official_start() -> None:
     assert build("fox", geometry(), forget_gate="fixed").options()["init"] == "timescale"
     assert build("fox", geometry(), forget_gate="bias_only").options()["init"] == "timescale"
     assert not build("fox", geometry(), forget_gate="bias_only", init="official").fgate_bias.any()
-
-
-def test_the_start_is_near_with_the_native_encoding_kept() -> None:
-    assert "near with native='keep' and init='horizon'; otherwise a break" in str(hf_posenc.describe("fox"))
-    info = hf_posenc.schemes()["fox"]
-    assert build("fox", geometry(), **info.cls.neutral_options).start_tolerance(native_kept=True) == pytest.approx(0.1)
-    assert build("fox", geometry()).start_tolerance(native_kept=True) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "option", "expected"),
-    [
-        ({"init": "timescale", "horizon": 10.0}, "horizon=10.0", "None unless init='horizon' is given"),
-        ({"init": "horizon", "decay_time_min": 3}, "decay_time_min=3", "None unless init='timescale' is given"),
-        ({"init": "official", "decay_time_max": 3.0}, "decay_time_max=3.0", "None unless init='timescale' is given"),
-        ({"init": "horizon", "horizon": 0.0}, "horizon=0.0", "a positive number of tokens"),
-        ({"init": "timescale", "decay_time_min": -1.0}, "decay_time_min=-1.0", "a positive number of tokens"),
-        ({"init": "timescale", "decay_time_max": 1.0}, "decay_time_max=1.0", "at least decay_time_min = 2.0"),
-        ({"forget_gate": "fixed", "init": "official"}, "init='official'", "'horizon' or 'timescale' for fixed gates"),
-        ({"forget_gate": "none"}, "forget_gate='none'", "'full' or 'bias_only' or 'fixed'"),
-    ],
-)
-def test_options_that_do_not_go_together(options: dict, option: str, expected: str) -> None:
-    with pytest.raises(OptionError, match=f"fox: option {option}: expected {expected}"):
-        build("fox", geometry(), **options)
-
-
-def test_hidden_states_are_needed_for_full_gates_only() -> None:
-    q, kv = torch.zeros(1, HEADS, 3, HEAD_DIM), torch.zeros(1, 2, 3, HEAD_DIM)
-    at = {"query_positions": count(3), "key_positions": count(3)}
-    with pytest.raises(ShapeError, match="fox reads the hidden states of the keys' tokens"):
-        attend(build("fox", geometry()), q, kv, kv, **at)
-    assert not attend(build("fox", geometry(), forget_gate="fixed"), q, kv, kv, **at).any()

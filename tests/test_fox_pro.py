@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -14,15 +13,12 @@ import torch
 from forgetting import DTYPES, HEAD_DIM, HEADS, WIDTH, OfficialLayer, about, new_cache, small_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import new_parameters, stock, tokens
 from torch import Tensor
-from transformers import Cache, LlamaModel, T5Config, T5Model
+from transformers import Cache, LlamaModel
 
 import hf_posenc
-from hf_posenc import CacheError, DirectionError, Geometry, OptionError, Positions, Scheme, ShapeError, attend, build
+from hf_posenc import CacheError, Geometry, Scheme, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.operands import Tokens
-from hf_posenc.patches.cache import PosencDynamicLayer
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}
@@ -172,26 +168,8 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
-cuts = st.sets(st.integers(1, LENGTH - 1))
-
-
 def chunks(found: set[int], length: int = LENGTH) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *sorted(found), length]))
-
-
-@both
-@given(pads=st.integers(1, LENGTH - 1), found=cuts, kind=st.sampled_from(["dynamic", "static"]))
-@few_examples
-def test_left_padding_and_chunks_change_nothing(scheme: str, pads: int, found: set[int], kind: str) -> None:
-    hidden = inputs()
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[0, :pads] = 0
-    alone = run(scheme, hidden[:1, pads:]), run(scheme, hidden[1:])
-    cache = new_cache(model_of(scheme), kind)
-    parts = [run(scheme, hidden[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in chunks(found)]
-    for together in (run(scheme, hidden, attention_mask=mask), torch.cat(parts, dim=1)):
-        same(together[:1, pads:], alone[0])
-        same(together[1:], alone[1])
 
 
 @both
@@ -219,43 +197,6 @@ def test_padding_inside_of_a_row_changes_nothing(
     for row, output in enumerate(torch.cat(parts, dim=1)):
         if keep[row].any():
             same(output[keep[row]], run(scheme, hidden[row, keep[row]][None])[0])
-
-
-@both
-@given(shift=st.integers(1, 5000), found=cuts)
-@few_examples
-def test_only_the_order_of_positions_counts(scheme: str, shift: int, found: set[int]) -> None:
-    hidden, places = inputs(), torch.arange(LENGTH)[None]
-    plain = run(scheme, hidden)
-    jumps = torch.where(places > 6, places + 300, places)
-    for moved in (places + shift, jumps):
-        same(run(scheme, hidden, position_ids=moved), plain)
-        cache = new_cache(model_of(scheme), "dynamic")
-        parts = [run(scheme, hidden[:, a:b], cache, position_ids=moved[:, a:b]) for a, b in chunks(found)]
-        same(torch.cat(parts, dim=1), plain)
-
-
-@both
-@given(found=st.sets(st.integers(1, LENGTH - 1), min_size=1, max_size=4))
-@few_examples
-def test_packed_sequences_are_separate(scheme: str, found: set[int]) -> None:
-    hidden = inputs(1)
-    parts = chunks(found)
-    positions = torch.cat([torch.arange(b - a) for a, b in parts])[None]
-    together = run(scheme, hidden, position_ids=positions)
-    same(together, torch.cat([run(scheme, hidden[:, a:b]) for a, b in parts], dim=1))
-
-
-@both
-@given(seen=st.integers(1, LENGTH - 1))
-@few_examples
-def test_the_future_changes_nothing_before_it(scheme: str, seen: int) -> None:
-    hidden = inputs()
-    changed = hidden.clone()
-    changed[:, seen:] += 1
-    before, after = run(scheme, hidden), run(scheme, changed)
-    assert torch.equal(before[:, :seen], after[:, :seen])
-    assert not torch.equal(before[:, seen], after[:, seen])
 
 
 @both
@@ -344,86 +285,11 @@ def test_plain_fox_can_go_back_as_far_as_you_like() -> None:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=SCHEMES)
-def generator(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    model = hf_posenc.patch(stock("llama"), request.param)
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    new = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
-    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **new, **options)
-    return output
-
-
-@pytest.mark.parametrize("candidates", ["assistant", "prompt_lookup"])
-def test_assisted_decoding(generator: Any, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken_back: list[int] = []
-    crop = PosencDynamicLayer.crop
-
-    def counted(self: PosencDynamicLayer, tokens_to_remove: int) -> None:
-        taken_back.append(tokens_to_remove)
-        crop(self, tokens_to_remove)
-
-    ids = tokens("llama", 1, 7).repeat(1, 3)
-    plain = generated(generator, ids, use_cache=False)
-    if candidates == "assistant":
-        options: dict[str, Any] = {"assistant_model": copy.deepcopy(generator)}
-        with torch.no_grad():  # it must be wrong at times
-            weight = options["assistant_model"].get_input_embeddings().weight
-            weight.mul_(1 + 0.2 * torch.randn_like(weight))
-    else:
-        options = {"prompt_lookup_num_tokens": 3}
-    monkeypatch.setattr(PosencDynamicLayer, "crop", counted)
-    assert torch.equal(generated(generator, ids, **options), plain)
-    assert min(taken_back) < 0
-
-
-def test_beam_search(generator: Any) -> None:
-    ids = tokens("llama", 2, 11)
-    plain = generated(generator, ids, num_beams=4, use_cache=False)
-    assert torch.equal(generated(generator, ids, num_beams=4), plain)
-    assert not torch.equal(generated(generator, ids), plain)
-
-
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
 def geometry(**changes) -> Geometry:
     return Geometry(**{"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM, "hidden_size": WIDTH, **changes})
-
-
-@pytest.mark.parametrize(
-    ("options", "option", "expected"),
-    [
-        ({"gate_activation": "silu"}, "gate_activation='silu'", "'sigmoid', unless output_norm=False"),
-        ({"shift_history": 0}, "shift_history=0", "at least 1 token"),
-        ({"init": "official", "horizon": 3.0}, "horizon=3.0", "None unless init='horizon' is given"),
-    ],
-)
-def test_options_that_do_not_go_together(options: dict, option: str, expected: str) -> None:
-    with pytest.raises(OptionError, match=f"fox_pro: option {option}: expected {expected}"):
-        build("fox_pro", geometry(), **options)
-
-
-def test_encoders_are_refused() -> None:
-    model = T5Model(T5Config(d_model=WIDTH, d_kv=HEAD_DIM, num_heads=HEADS, num_layers=1, d_ff=8, vocab_size=9))
-    with pytest.raises(
-        DirectionError, match="fox_pro is defined for causal attention, and the encoder is bidirectional"
-    ):
-        hf_posenc.patch(model, "fox_pro")
-    assert hf_posenc.verify(hf_posenc.patch(model, "fox_pro", stacks="decoder"))
-
-
-def test_hidden_states_are_needed_for_the_output_gate_too() -> None:
-    scheme = build("fox_pro", geometry(), **{**PLAIN, "output_gate": True}, forget_gate="fixed")
-    q, kv, places = torch.zeros(1, HEADS, 3, HEAD_DIM), torch.zeros(1, 2, 3, HEAD_DIM), torch.arange(3)[None]
-    with pytest.raises(ShapeError, match="fox_pro reads the hidden states"):
-        attend(scheme, q, kv, kv, query_positions=places, key_positions=places)
 
 
 def test_parts_that_are_off_have_no_parameters_and_keep_nothing() -> None:
@@ -468,19 +334,3 @@ def test_the_output_gate_is_computed_in_the_models_dtype(dtype: torch.dtype) -> 
     scheme.ogate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     output = scheme.finish(torch.randn(1, HEADS, 3, HEAD_DIM, dtype=dtype), torch.randn(1, 3, WIDTH, dtype=dtype))
     assert seen == [output.dtype] == [dtype]
-
-
-def test_half_precision_is_rounded_once() -> None:
-    """Mixing and norms happen between two roundings, those of the projections and those of what is cached."""
-    scheme = build("fox_pro", geometry())
-    generator = torch.Generator().manual_seed(0)
-    q, kv, hidden = (
-        torch.randn(shape, generator=generator).bfloat16()
-        for shape in ((1, HEADS, 9, HEAD_DIM), (1, 2, 9, HEAD_DIM), (1, 9, WIDTH))
-    )
-    places = torch.arange(9)[None]
-    at = Tokens(positions=Positions(places, places), hidden=hidden)
-    got = scheme.project(at, q, kv, kv)
-    want = scheme.project(at, q.float(), kv.float(), kv.float())
-    for name in "qkv":
-        assert torch.equal(getattr(got, name), getattr(want, name).bfloat16())

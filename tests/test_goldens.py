@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
 from hf_posenc.operands import Block, NativeTable, Tokens
-from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.additive import Buckets
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXECUTORS = ("dense", "blocks")

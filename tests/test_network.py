@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc.ops import network as op
-from hf_posenc.schemes.families.network import PairNetwork
+from hf_posenc.schemes.families.layers import PairNetwork
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,6 @@ TYPED = [
     ("fire", "width", int, "expected int."),
     ("fire", "init", str, "expected 'paper' or 'zero'."),
     ("fire", "normalizer", str, "expected 'both' or 'query'."),
-    ("fire_s", "shared", bool, "expected bool."),
     ("kerple", "kernel", str, "expected 'log' or 'power'."),
     ("kerple", "weighted", bool, "expected bool."),
     ("learned", "num_positions", int, "expected int or None."),
@@ -157,7 +156,8 @@ def test_an_integer_is_a_number() -> None:
     assert build("rope", geometry(), theta=500).theta == 500
 
 
-CAUSAL, BOTH_WAYS = geometry(), geometry(causal=False)
+CAUSAL, BOTH_WAYS, WIDE = geometry(), geometry(causal=False), geometry(head_dim=16)
+BLOCKS = ("liere", "comrope_ap", "comrope_ld")
 OUT_OF_RANGE = [
     ("fire", CAUSAL, "init_c", 0, {}, "another number than 0, from which c never learns"),
     ("fire", CAUSAL, "threshold", 0, {}, "a positive number"),
@@ -185,6 +185,50 @@ OUT_OF_RANGE = [
     ("t5", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no such table"),
     ("t5_clipped", CAUSAL, "max_distance", 0, {}, "at least 1"),
     ("t5_clipped", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no T5 table"),
+    ("cape", CAUSAL, "mlp_width", 0, {}, "at least 1"),
+    ("cape", CAUSAL, "form", "add", {"base": "nope"}, "'concat_residual' with base='nope'"),
+    ("cape", CAUSAL, "base", "shaw", {}, "'alibi' or 'kerple' or 'fire' or 't5'"),
+    ("cope", CAUSAL, "npos", 1, {}, "at least 2"),
+    ("cope", CAUSAL, "value_gates", True, {"separate_keys": True}, "False with separate_keys"),
+    ("cope", CAUSAL, "shared", True, {"separate_keys": True}, "False with separate_keys"),
+    ("disentangled", CAUSAL, "max_distance", 0, {}, "at least 1"),
+    ("disentangled", CAUSAL, "buckets", 3, {}, "None or an even number"),
+    ("disentangled", CAUSAL, "buckets", 0, {}, "None or an even number"),
+    ("disentangled", CAUSAL, "max_distance", 5, {"buckets": 8}, "more than buckets / 2 + 1 = 5"),
+    ("disentangled", CAUSAL, "p2c", False, {"c2p": False}, "True with c2p=False"),
+    ("disentangled", CAUSAL, "share_bias", True, {}, "False unless share_att_key=True"),
+    ("fope", CAUSAL, "official_layout", True, {}, "False, unless clip=True"),
+    ("fope", CAUSAL, "official_layout", False, {"official_sin_pad": True}, "True"),
+    ("fope", CAUSAL, "fourier_dim", 4, {"official_layout": True, "clip": True}, "an even number of at least head_dim"),
+    ("fope", CAUSAL, "max_length", 6, {"clip": True}, "a length within which one frequency has a whole turn"),
+    ("fope", CAUSAL, "sigma", -0.1, {}, "a number of at least 0"),
+    ("fox", CAUSAL, "horizon", 10.0, {"init": "timescale"}, "None unless init='horizon' is given"),
+    ("fox", CAUSAL, "decay_time_min", 3, {"init": "horizon"}, "None unless init='timescale' is given"),
+    ("fox", CAUSAL, "decay_time_max", 3.0, {"init": "official"}, "None unless init='timescale' is given"),
+    ("fox", CAUSAL, "horizon", 0.0, {"init": "horizon"}, "a positive number of tokens"),
+    ("fox", CAUSAL, "decay_time_min", -1.0, {"init": "timescale"}, "a positive number of tokens"),
+    ("fox", CAUSAL, "decay_time_max", 1.0, {"init": "timescale"}, "at least decay_time_min = 2.0"),
+    ("fox", CAUSAL, "init", "official", {"forget_gate": "fixed"}, "'horizon' or 'timescale' for fixed gates"),
+    ("fox", CAUSAL, "forget_gate", "none", {}, "'full' or 'bias_only' or 'fixed'"),
+    ("fox_pro", CAUSAL, "gate_activation", "silu", {}, "'sigmoid', unless output_norm=False"),
+    ("fox_pro", CAUSAL, "shift_history", 0, {}, "at least 1 token"),
+    ("fox_pro", CAUSAL, "horizon", 3.0, {"init": "official"}, "None unless init='horizon' is given"),
+    *((name, CAUSAL, "block_size", size, {}, "an even ") for name in BLOCKS for size in (3, 0, 18)),
+    *((name, CAUSAL, "block_size", 2.0, {}, "int or None") for name in BLOCKS),
+    *((name, CAUSAL, "axes", 0, {}, "at least 1") for name in BLOCKS),
+    *((name, CAUSAL, "unit", unit, {}, "a number above 0") for name in BLOCKS for unit in (0.0, -2)),
+    *((name, CAUSAL, "init", "random", {}, "'native' or 'zero' or 'official'") for name in BLOCKS),
+    ("comrope_ld", CAUSAL, "block_size", 4, {"axes": 2}, "an even divisor of the 6 channels of a head."),
+    ("comrope_ap", WIDE, "block_size", 4, {"axes": 3}, "an even divisor of the 16 channels of a head cut into 3"),
+    ("comrope_ap", WIDE, "block_size", 16, {"axes": 2}, "an even divisor of the 16 channels of a head cut into 2"),
+    ("comrope_ld", geometry(head_dim=7), "block_size", None, {}, "an even divisor of the 7 channels"),
+    ("liere", geometry(head_dim=1), "block_size", None, {}, "an even number from 2 to 1"),
+    ("rope2d", geometry(inv_freq=torch.ones(3)), "theta", 5.0, {}, "None where the frequencies are the model's own"),
+    ("rope2d", CAUSAL, "axes", 9, {}, "at most the 3 channel pairs"),
+    ("rope2d", CAUSAL, "axes", 0, {}, "at least 1"),
+    ("shaw", CAUSAL, "max_distance", 0, {}, "at least 1"),
+    ("shaw", CAUSAL, "init", "native", {}, "'zero' or 'normal'"),
+    ("transformer_xl", CAUSAL, "clamp_len", 0, {}, "None or at least 1"),
 ]
 
 
@@ -415,7 +459,7 @@ def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> N
 @pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "hidden_size"])
 @pytest.mark.parametrize("got", [0, -2, 2.0, "4", None])
 def test_geometry_sizes(field: str, got: object) -> None:
-    with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer."):
+    with refused(OptionError, f"Geometry({field}={got!r}): expected a positive integer of at most 16,777,216."):
         geometry(**{field: got})
 
 
@@ -681,6 +725,22 @@ def test_an_executor_that_cannot_run_the_scheme(executor: str, name: str) -> Non
     which, available = type(scheme).__name__, ", ".join(executors(scheme))
     with refused(OptionError, f"Executor {executor!r} cannot run {which}. Available: {available}."):
         call(name, executor=executor)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("fox", {}, "fox reads the hidden states of the keys' tokens. Pass attend(..., hidden=)"),
+        ("cope", {"separate_keys": True}, "cope reads the hidden states"),
+        ("fox_pro", {"forget_gate": "fixed", "k_shift": False, "v_shift": False}, "fox_pro reads the hidden states"),
+        ("disentangled", {"share_att_key": True}, "uses the layer's own projections. Pass attend(..., host=)"),
+    ],
+)
+def test_schemes_ask_for_what_they_read(name: str, options: dict, expected: str) -> None:
+    places = torch.arange(3)[None]
+    q, kv = torch.zeros(1, HEADS, 3, HEAD_DIM), torch.zeros(1, KV_HEADS, 3, HEAD_DIM)
+    with refused(ShapeError, expected):
+        attend(build(name, CAUSAL, **options), q, kv, kv, query_positions=places, key_positions=places)
 
 
 def test_an_executor_that_does_not_exist() -> None:

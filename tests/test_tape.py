@@ -217,19 +217,6 @@ def llama(**options: Any) -> Any:
     return randomised(hf_posenc.patch(stock("llama").model, "tape", **options))
 
 
-@given(shift=st.integers(1, 3000), pad=st.integers(1, 7))
-@few_examples
-def test_padding_and_offset_change_nothing(shift: int, pad: int) -> None:
-    model, ids = llama(), tokens("llama", 2, 11)
-    trace = Trace(model)
-    plain = trace.run(model, input_ids=ids, use_cache=False)
-    shifted = trace.run(model, input_ids=ids, position_ids=torch.arange(11)[None] + shift, use_cache=False)
-    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-8)
-    padded = torch.nn.functional.pad(ids, (pad, 0))
-    out = trace.run(model, input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False)
-    torch.testing.assert_close(out[:, pad:], plain, rtol=0, atol=1e-9)
-
-
 @given(seed=st.integers(0, 99))
 @few_examples
 def test_a_common_rotation_of_all_states_turns_them_and_nothing_else(seed: int) -> None:

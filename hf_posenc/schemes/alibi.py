@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes.families.grid import GridBias
+from hf_posenc.schemes.families.additive import GridBias
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive")

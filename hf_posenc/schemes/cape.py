@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.families.additive import AdditiveBias
-from hf_posenc.schemes.families.network import PairNetwork
+from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.kerple import KERPLE
 from hf_posenc.schemes.nope import NoPE
@@ -76,8 +76,8 @@ class CAPE(Scheme):
         init: Literal["paper", "zero"] = "paper",
     ) -> None:
         super().__init__(geometry)
-        require(mlp_width >= 1, "cape", "mlp_width", mlp_width, "at least 1")
-        require(base != "nope" or form == "concat_residual", "cape", "form", form, "'concat_residual' with base='nope'")
+        self.require(mlp_width >= 1, "mlp_width", mlp_width, "at least 1")
+        self.require(base != "nope" or form == "concat_residual", "form", form, "'concat_residual' with base='nope'")
         self.base, self.form, self.mlp_width, self.init = base, form, mlp_width, init
         self.base_bias = self._make_base()
         heads = geometry.heads

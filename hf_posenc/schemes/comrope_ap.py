@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes.families.comrope import ComRoPE
+from hf_posenc.schemes.families.block_rotary import ComRoPE
 
 
 @register_scheme("comrope_ap", paper="2506.03737", family="rotary")
@@ -31,26 +28,9 @@ class ComRoPEAP(ComRoPE):
     have no jitter in training.
 
     Args:
-        geometry: Shape of the layer.
-        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
         block_size: Channels in a block, an even number that divides the channels of a head divided by axes. `None` is
             the largest such number up to 8.
-        init: Start, see above.
-        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
-            trained extent: the length of a text, or the side of a square of patches.
     """
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        axes: int | None = None,
-        block_size: int | None = None,
-        init: Literal["native", "zero", "official"] = "native",
-        unit: float | None = None,
-    ) -> None:
-        super().__init__(geometry, name="comrope_ap", axes=axes, block_size=block_size, init=init, unit=unit)
-        self.reset_parameters()
 
     def parts(self) -> int:
         return self.axes

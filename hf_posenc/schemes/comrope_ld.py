@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes.families.comrope import ComRoPE
+from hf_posenc.schemes.families.block_rotary import ComRoPE
 
 
 @register_scheme("comrope_ld", paper="2506.03737", family="rotary")
@@ -35,34 +32,13 @@ class ComRoPELD(ComRoPE):
     have no jitter in training.
 
     Args:
-        geometry: Shape of the layer.
-        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
         block_size: Channels in a block, an even number that divides the channels of a head. `None` is the largest such
             number up to 8.
-        init: Start, see above.
-        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
-            trained extent: the length of a text, or the side of a square of patches.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        axes: int | None = None,
-        block_size: int | None = None,
-        init: Literal["native", "zero", "official"] = "native",
-        unit: float | None = None,
-    ) -> None:
-        super().__init__(geometry, name="comrope_ld", axes=axes, block_size=block_size, init=init, unit=unit)
+    def make_parameters(self) -> None:
+        super().make_parameters()
         self.multiplier = nn.Parameter(torch.empty(1, self.axes, self._count, 1, 1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.init == "official":
-            nn.init.normal_(self.multiplier)
-        else:
-            nn.init.zeros_(self.multiplier)
 
     def factors(self) -> Tensor:
         """Return the factor of each coordinate in the time of a block, float64 `[axes, m]`."""

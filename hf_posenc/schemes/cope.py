@@ -7,9 +7,9 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
 
 # Name of the keys of `separate_keys` in the cache.
@@ -60,13 +60,10 @@ class CoPE(Scheme):
         shared: bool = False,
     ) -> None:
         super().__init__(geometry)
-        require(npos >= 2, "cope", "npos", npos, "at least 2 (with one embedding all positions are the same)")
-        require(
-            not (separate_keys and value_gates), "cope", "value_gates", value_gates, "False with separate_keys=True"
-        )
-        require(
+        self.require(npos >= 2, "npos", npos, "at least 2 (with one embedding all positions are the same)")
+        self.require(not (separate_keys and value_gates), "value_gates", value_gates, "False with separate_keys=True")
+        self.require(
             not (separate_keys and shared),
-            "cope",
             "shared",
             shared,
             "False with separate_keys=True (the projections of these keys belong to their layers)",
@@ -92,7 +89,7 @@ class CoPE(Scheme):
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         if self.gate_proj is None:
             return Projection(q, k, v)
-        hidden = tokens.hidden_states("cope")
+        hidden = tokens.hidden_states(self.name)
         keys = self.gate_proj(hidden).to(k)
         return Projection(q, k, v, {_GATE_KEYS: keys.view(*keys.shape[:2], self.geometry.kv_heads, -1)})
 

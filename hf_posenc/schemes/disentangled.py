@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.buckets import LONGEST
-from hf_posenc.schemes.families.linear import Linear
+from hf_posenc.schemes.families.additive import LONGEST
+from hf_posenc.schemes.families.layers import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
@@ -119,21 +119,19 @@ class Disentangled(Scheme):
         init: Literal["normal", "zero"] = "normal",
     ) -> None:
         super().__init__(geometry)
-        name = "disentangled"
-        require(max_distance >= 1, name, "max_distance", max_distance, "at least 1")
-        require(max_distance <= LONGEST, name, "max_distance", max_distance, f"at most {LONGEST:,}")
-        require(
-            buckets is None or (buckets >= 2 and buckets % 2 == 0), name, "buckets", buckets, "None or an even number"
+        self.require(max_distance >= 1, "max_distance", max_distance, "at least 1")
+        self.require(max_distance <= LONGEST, "max_distance", max_distance, f"at most {LONGEST:,}")
+        self.require(
+            buckets is None or (buckets >= 2 and buckets % 2 == 0), "buckets", buckets, "None or an even number"
         )
-        require(
+        self.require(
             buckets is None or max_distance > buckets // 2 + 1,
-            name,
             "max_distance",
             max_distance,
             f"more than buckets / 2 + 1 = {(buckets or 0) // 2 + 1} (half of the buckets hold one distance each)",
         )
-        require(c2p or p2c, name, "p2c", p2c, "True with c2p=False: at least one of both terms")
-        require(share_att_key or not share_bias, name, "share_bias", share_bias, "False unless share_att_key=True")
+        self.require(c2p or p2c, "p2c", p2c, "True with c2p=False: at least one of both terms")
+        self.require(share_att_key or not share_bias, "share_bias", share_bias, "False unless share_att_key=True")
         self.max_distance, self.buckets, self.c2p, self.p2c = max_distance, buckets, c2p, p2c
         self.share_att_key, self.share_bias, self.normalize = share_att_key, share_bias, normalize
         self.scale, self.init = scale, init

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
-from hf_posenc.schemes.families.network import PairNetwork
+from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.structures import Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
@@ -36,12 +36,12 @@ class FIRE(AdditiveBias):
             stays below 1 (our extension); `"query"` is the paper's listing. In decoders both are the same.
         directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
             encoder cannot tell left from right. (Our extension; no effect in decoders.)
-        shared: Use one network for the whole stack (FIRE-S).
+        shared: Use one network for the whole stack; `None` is true for FIRE-S and false for FIRE.
     """
 
     neutral_options = {"init": "zero"}
     init_L: Tensor
-    _name = "fire"
+    _shared = False
     _negative_slope = 0.0
 
     def __init__(
@@ -55,7 +55,7 @@ class FIRE(AdditiveBias):
         normalizer: Literal["both", "query"] = "both",
         directed: bool = False,
         gate: bool = False,
-        shared: bool = False,
+        shared: bool | None = None,
     ) -> None:
         ahead = None
         if directed and not geometry.causal:
@@ -68,10 +68,10 @@ class FIRE(AdditiveBias):
                 normalizer=normalizer,
                 gate=gate,
             )
-        super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
-        require(init_c != 0, self._name, "init_c", init_c, "another number than 0, from which c never learns")
-        require(threshold > 0, self._name, "threshold", threshold, "a positive number")
-        require(width >= 1, self._name, "width", width, "at least 1")
+        super().__init__(geometry, gate=gate, shared=self._shared if shared is None else shared, ahead=ahead)
+        self.require(init_c != 0, "init_c", init_c, "another number than 0, from which c never learns")
+        self.require(threshold > 0, "threshold", threshold, "a positive number")
+        self.require(width >= 1, "width", width, "at least 1")
         self.init_c, self.threshold, self.width = init_c, threshold, width
         self.init, self.normalizer, self.directed = init, normalizer, directed
         self.c = nn.Parameter(torch.empty(1))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import turn_pairs
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent
 
@@ -77,30 +77,27 @@ class FoPE(Annealed, RotaryScheme):
         official_layout: bool = False,
         official_sin_pad: bool = False,
     ) -> None:
-        super().__init__(geometry, name="fope", theta=theta, rotary_dim=None, gate=False)
+        super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
         self.set_annealing(anneal)
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
         self.max_length = max_length or geometry.max_positions or _CONTEXT
         self.fourier_dim, self.official_layout, self.official_sin_pad = fourier_dim, official_layout, official_sin_pad
-        require(sigma >= 0, "fope", "sigma", sigma, "a number of at least 0")
-        require(max_length is None or max_length >= 1, "fope", "max_length", max_length, "at least 1 token")
-        require(
+        self.require(sigma >= 0, "sigma", sigma, "a number of at least 0")
+        self.require(max_length is None or max_length >= 1, "max_length", max_length, "at least 1 token")
+        self.require(
             official_layout or (fourier_dim is None and not official_sin_pad),
-            "fope",
             "official_layout",
             official_layout,
             "True, since fourier_dim and official_sin_pad belong to that layout",
         )
-        require(
+        self.require(
             not official_layout or (clip and init == "native" and not anneal),
-            "fope",
             "official_layout",
             official_layout,
             "False, unless clip=True, init='native' and anneal=False",
         )
-        require(
+        self.require(
             fourier_dim is None or (fourier_dim >= geometry.head_dim and fourier_dim % 2 == 0),
-            "fope",
             "fourier_dim",
             fourier_dim,
             f"an even number of at least head_dim = {geometry.head_dim}",
@@ -109,9 +106,7 @@ class FoPE(Annealed, RotaryScheme):
         self._clipped = (table < 2 * math.pi / self.max_length) & clip
         self._loses = bool(table[self._clipped].any())
         kept = int((~self._clipped).sum())
-        require(
-            kept >= 1, "fope", "max_length", self.max_length, "a length within which one frequency has a whole turn"
-        )
+        self.require(kept >= 1, "max_length", self.max_length, "a length within which one frequency has a whole turn")
         inputs = kept + (init == "zero")
         pairs = min(kept, geometry.head_dim // 4) if official_layout else kept
         for name in ("sin_coef", "cos_coef"):

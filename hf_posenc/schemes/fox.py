@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Bias, KeyBias
 
 # The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
@@ -60,7 +60,6 @@ class FoX(Scheme):
 
     neutral_options: ClassVar[Mapping[str, Any] | None] = {"init": "horizon"}
     fgate_bias: Tensor | None
-    _name = "fox"
 
     def __init__(
         self,
@@ -76,12 +75,8 @@ class FoX(Scheme):
         self._context = geometry.max_positions or _CONTEXT
         if init is None:
             init = "official" if forget_gate == "full" else "timescale"
-        require(
-            forget_gate != "fixed" or init != "official",
-            self._name,
-            "init",
-            init,
-            "'horizon' or 'timescale' for fixed gates",
+        self.require(
+            forget_gate != "fixed" or init != "official", "init", init, "'horizon' or 'timescale' for fixed gates"
         )
         if init == "horizon":
             horizon = 10.0 * self._context if horizon is None else horizon
@@ -93,11 +88,10 @@ class FoX(Scheme):
             ("decay_time_min", decay_time_min, "timescale"),
             ("decay_time_max", decay_time_max, "timescale"),
         ):
-            require(got is None or init == needed, self._name, option, got, f"None unless init={needed!r} is given")
-            require(got is None or got > 0, self._name, option, got, "a positive number of tokens")
-        require(
+            self.require(got is None or init == needed, option, got, f"None unless init={needed!r} is given")
+            self.require(got is None or got > 0, option, got, "a positive number of tokens")
+        self.require(
             decay_time_min is None or decay_time_max is None or decay_time_min <= decay_time_max,
-            self._name,
             "decay_time_max",
             decay_time_max,
             f"at least decay_time_min = {decay_time_min}",
@@ -150,7 +144,7 @@ class FoX(Scheme):
         precise = torch.promote_types(k.dtype, torch.float32)
         with torch.autocast(k.device.type, enabled=False):
             if self.fgate_proj is not None:
-                logits = self.fgate_proj(tokens.hidden_states(self._name).to(precise))
+                logits = self.fgate_proj(tokens.hidden_states(self.name).to(precise))
             else:
                 assert self.fgate_bias is not None
                 logits = self.fgate_bias.to(precise).expand(k.shape[0], k.shape[2], -1)

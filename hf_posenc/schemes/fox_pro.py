@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme, require
-from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.registry import register_scheme
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.fox import FoX
 
 # Epsilons of the official code, which differ.
@@ -70,7 +70,6 @@ class FoXPro(FoX):
     """
 
     neutral_options = None
-    _name = "fox_pro"
 
     def __init__(
         self,
@@ -90,14 +89,13 @@ class FoXPro(FoX):
         gate_activation: Literal["sigmoid", "silu"] = "sigmoid",
         shift_history: int = 64,
     ) -> None:
-        require(
+        self.require(
             gate_activation == "sigmoid" or not output_norm,
-            self._name,
             "gate_activation",
             gate_activation,
             "'sigmoid', unless output_norm=False",
         )
-        require(shift_history >= 1, self._name, "shift_history", shift_history, "at least 1 token")
+        self.require(shift_history >= 1, "shift_history", shift_history, "at least 1 token")
         super().__init__(
             geometry,
             forget_gate=forget_gate,
@@ -133,7 +131,7 @@ class FoXPro(FoX):
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         if self.ogate_proj is not None:
-            tokens.hidden_states(self._name)  # `finish` would miss them too late
+            tokens.hidden_states(self.name)  # `finish` would miss them too late
         precise = torch.promote_types(q.dtype, torch.float32)
         state = super().project(tokens, q, k, v).state
         recent: dict[str, Tensor] = {}
@@ -153,7 +151,7 @@ class FoXPro(FoX):
         before, needed = tokens.previous(fresh, name)
         recent.update(needed)
         precise = torch.promote_types(x.dtype, torch.float32)
-        share: Tensor = gate(tokens.hidden_states(self._name).to(precise)).sigmoid()[..., None]  # [B, S, G, 1]
+        share: Tensor = gate(tokens.hidden_states(self.name).to(precise)).sigmoid()[..., None]  # [B, S, G, 1]
         return (share * before.to(precise) + (1 - share) * fresh.to(precise)).transpose(1, 2)
 
     def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import learned_table_start
 from hf_posenc.structures import Nothing, PositionTable
@@ -38,9 +38,8 @@ class Learned(Scheme):
         native = geometry.native_table("learned")
         if num_positions is None:
             num_positions = native.weight.shape[0] if native is not None else geometry.max_positions
-        require(
+        self.require(
             num_positions is not None and num_positions >= 1,
-            "learned",
             "num_positions",
             num_positions,
             "a number of rows, at least 1 (needed where the model states no length of its own)",
@@ -49,9 +48,8 @@ class Learned(Scheme):
         fits = native is not None and native.weight.shape[0] == num_positions
         if init == "auto":
             init = "native" if fits else "normal"
-        require(
+        self.require(
             init != "native" or fits,
-            "learned",
             "init",
             init,
             f"'normal' or 'zero': the model has no learned table of {num_positions} positions",

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
 from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
@@ -42,27 +40,12 @@ class LieRE(BlockRotary):
     pretrained models.
 
     Args:
-        geometry: Shape of the layer.
-        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
         block_size: Channels in a block, an even number; `None` is 8, or less in smaller heads.
-        init: Start, see above.
-        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
-            trained extent: the length of a text, or the side of a square of patches.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        axes: int | None = None,
-        block_size: int | None = None,
-        init: Literal["native", "zero", "official"] = "native",
-        unit: float | None = None,
-    ) -> None:
-        super().__init__(geometry, name="liere", axes=axes, block_size=block_size, init=init, unit=unit)
-        blocks = geometry.kv_heads * self._count
+    def make_parameters(self) -> None:
+        blocks = self.geometry.kv_heads * self._count
         self.generator_raw_params = nn.Parameter(torch.empty(self.axes, 1, blocks, *[self.block_size] * 2))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.init == "official":

@@ -44,7 +44,7 @@ class RoPE(RotaryScheme):
         gate: bool = False,
         freeze: Literal["short", "long"] = "short",
     ) -> None:
-        super().__init__(geometry, name="rope", theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
+        super().__init__(geometry, theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
         self.layout = layout
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:

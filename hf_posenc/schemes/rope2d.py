@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.rotary import frozen_cautions, geometric_frequencies
 from hf_posenc.structures import Rotation
@@ -74,29 +74,22 @@ class RoPE2D(Scheme):
         self.kind, self.init, self.theta = kind, init, theta
         length = geometry.max_positions if geometry.axes == 1 else None
         self.unit = float(length or 1) if unit is None else float(unit)
-        require(self.unit > 0, "rope2d", "unit", unit, "a number above 0")
+        self.require(self.unit > 0, "unit", unit, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if own is None else "half")
         self._native = init == "native" and own is not None
         # Axial pairs need frequencies even if the start is zero.
         self._own = own if init == "native" or (init == "zero" and kind == "axial" and theta is None) else None
         self._pairs = geometry.head_dim // 2 if own is None or init == "official" else own.numel()
-        require(self.axes >= 1, "rope2d", "axes", axes, "at least 1")
+        self.require(self.axes >= 1, "axes", axes, "at least 1")
         self._pairs_per_axis = -(-self._pairs // self.axes)
-        require(theta is None or theta > 1, "rope2d", "theta", theta, "a number above 1")
-        require(
+        self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
+        self.require(
             not (self._native and theta is not None),
-            "rope2d",
             "theta",
             theta,
             "None where the frequencies are the model's own; init='official' has a table of its own",
         )
-        require(
-            self._pairs >= self.axes,
-            "rope2d",
-            "axes",
-            self.axes,
-            f"at most the {self._pairs} channel pairs of a head",
-        )
+        self.require(self._pairs >= self.axes, "axes", self.axes, f"at most the {self._pairs} channel pairs of a head")
         self.freqs = None
         if kind == "mixed":
             self.freqs = nn.Parameter(torch.empty(self.axes, geometry.kv_heads, self._pairs))
@@ -135,7 +128,7 @@ class RoPE2D(Scheme):
         return self.init == "zero" if native_kept else self._native and self.layout == "half"
 
     def cautions(self, *, native_kept: bool) -> list[str]:
-        return frozen_cautions(self.geometry, "rope2d") if self._native else []
+        return frozen_cautions(self.geometry, self.name) if self._native else []
 
     def stock_equivalent(self) -> Rotation:
         # In a text, a token at 1 has 1 on every axis.

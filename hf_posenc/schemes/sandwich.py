@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
 
 # Bound on memory: each distance needs half as many cosines.
@@ -43,8 +43,8 @@ class Sandwich(DistanceBias):
     ) -> None:
         super().__init__(geometry, gate=gate, shared=shared)
         fits = 2 <= dim <= _WIDEST and dim % 2 == 0
-        require(fits, "sandwich", "dim", dim, f"an even number, at least 2 and at most {_WIDEST:,}")
-        require(base > 1, "sandwich", "base", base, "a number above 1")
+        self.require(fits, "dim", dim, f"an even number, at least 2 and at most {_WIDEST:,}")
+        self.require(base > 1, "base", base, "a number above 1")
         self.dim, self.base, self.freq_start = dim, base, freq_start
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:

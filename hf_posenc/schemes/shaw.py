@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.skew import by_distance, sums_by_distance
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Equivalent, Locality, Nothing
 
@@ -46,7 +46,7 @@ class Shaw(Scheme):
         init: Literal["zero", "normal"] = "zero",
     ) -> None:
         super().__init__(geometry)
-        require(max_distance >= 1, "shaw", "max_distance", max_distance, "at least 1")
+        self.require(max_distance >= 1, "max_distance", max_distance, "at least 1")
         self.max_distance, self.values, self.init = max_distance, values, init
         shape = (2 * max_distance + 1, geometry.head_dim)
         self.rel_k = nn.Parameter(torch.empty(shape))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Positions
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Nothing, PositionTable
 
@@ -48,12 +48,11 @@ class Sinusoidal(Scheme):
         gate: bool = False,
     ) -> None:
         super().__init__(geometry)
-        require(base > 1, "sinusoidal", "base", base, "a number above 1")
+        self.require(base > 1, "base", base, "a number above 1")
         if scale is None:
             rms = geometry.embedding_rms
-            require(
+            self.require(
                 rms is None or math.isfinite(rms),
-                "sinusoidal",
                 "scale",
                 scale,
                 "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights again",

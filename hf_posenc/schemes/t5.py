@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme, require
-from hf_posenc.schemes.families.additive import DistanceBias, learned_table_start
-from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.registry import register_scheme
+from hf_posenc.schemes.families.additive import Buckets, DistanceBias, learned_table_start
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")
@@ -49,15 +48,14 @@ class T5Bias(DistanceBias):
             max_distance = 128 if native is None else native.max_distance
         assert max_distance is not None
         least = 2 if geometry.causal else 4
-        require(
+        self.require(
             num_buckets >= least and num_buckets % 2 == 0,
-            "t5",
             "num_buckets",
             num_buckets,
             f"an even number, at least {least} in this direction",
         )
         exact = num_buckets // (2 if geometry.causal else 4)
-        require(max_distance > exact, "t5", "max_distance", max_distance, f"more than {exact}")
+        self.require(max_distance > exact, "max_distance", max_distance, f"more than {exact}")
         fits = (
             native is not None
             and native.weight.shape == (num_buckets, geometry.heads)
@@ -65,7 +63,7 @@ class T5Bias(DistanceBias):
         )
         if init == "auto":
             init = "native" if fits else "normal"
-        require(init != "native" or fits, "t5", "init", init, "'normal' or 'zero': the model has no such table")
+        self.require(init != "native" or fits, "init", init, "'normal' or 'zero': the model has no such table")
         self.num_buckets, self.max_distance, self.init = num_buckets, max_distance, init
         self._buckets = Buckets(num_buckets=num_buckets, max_distance=max_distance, causal=geometry.causal)
         self.weight = nn.Parameter(torch.empty(num_buckets, geometry.heads))

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes.families.buckets import Buckets
-from hf_posenc.schemes.families.grid import GridBias
+from hf_posenc.schemes.families.additive import Buckets, GridBias
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
@@ -50,13 +49,12 @@ class T5Clipped(GridBias):
             max_distance = max(1, math.isqrt(geometry.max_positions) - 1)
         elif max_distance is None:
             max_distance = 128 if needed is None else needed
-        require(max_distance >= 1, "t5_clipped", "max_distance", max_distance, "at least 1")
+        self.require(max_distance >= 1, "max_distance", max_distance, "at least 1")
         fits = needed is not None and max_distance >= needed
         if init == "auto":
             init = "native" if fits else "zero"
-        require(
+        self.require(
             init != "native" or fits,
-            "t5_clipped",
             "init",
             init,
             "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance",

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import rotate_halves
-from hf_posenc.registry import register_scheme, require
-from hf_posenc.schemes.families.linear import AnyDtypeLinear
+from hf_posenc.registry import register_scheme
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
@@ -61,12 +61,12 @@ class TaPE(RotaryScheme):
         theta: float | None = None,
         gate: bool = False,
     ) -> None:
-        super().__init__(geometry, name="tape", theta=theta, rotary_dim=None, gate=gate)
+        super().__init__(geometry, theta=theta, rotary_dim=None, gate=gate)
         if not geometry.first:
             self.gate_weight = None  # The angles are made in the first layer only.
         heads = geometry.heads
         size = 4 * heads if position_size is None else position_size
-        require(size >= 1, "tape", "position_size", position_size, "at least 1")
+        self.require(size >= 1, "position_size", position_size, "at least 1")
         self.position_size, self.head_mix = size, head_mix
         self.post_attention_linear: AnyDtypeLinear | None = None
         self.pe: nn.ModuleDict | None = None

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.linear import Linear
+from hf_posenc.schemes.families.layers import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
@@ -89,7 +89,7 @@ class TransformerXL(Scheme):
         init: Literal["normal", "zero"] = "normal",
     ) -> None:
         super().__init__(geometry)
-        require(clamp_len is None or clamp_len >= 1, "transformer_xl", "clamp_len", clamp_len, "None or at least 1")
+        self.require(clamp_len is None or clamp_len >= 1, "clamp_len", clamp_len, "None or at least 1")
         self.untie, self.clamp_len, self.init = untie, clamp_len, init
         self.r_net = PositionProjection(geometry.hidden_size, geometry.heads * geometry.head_dim, bias=False)
         shape = (geometry.heads, geometry.head_dim)

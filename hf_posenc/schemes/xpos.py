@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import Layout
-from hf_posenc.registry import register_scheme, require
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
 
@@ -66,12 +66,12 @@ class XPos(Annealed, RotaryScheme):
         block_length: int | None = None,
         gate: bool = False,
     ) -> None:
-        super().__init__(geometry, name="xpos", theta=theta, rotary_dim=None, gate=gate)
+        super().__init__(geometry, theta=theta, rotary_dim=None, gate=gate)
         self.set_annealing(anneal)
-        require(scale_base > 0, "xpos", "scale_base", scale_base, "a number above 0")
+        self.require(scale_base > 0, "scale_base", scale_base, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if geometry.inv_freq is None else "half")
-        require(
-            block_length is None or block_length > 0, "xpos", "block_length", block_length, "a number above 0, or None"
+        self.require(
+            block_length is None or block_length > 0, "block_length", block_length, "a number above 0, or None"
         )
         self.scale_base = scale_base
         self.block_length = block_length

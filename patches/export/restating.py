@@ -16,7 +16,7 @@ from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.export.folding import Folded, fold
 from hf_posenc.patches.export.inventory import KEEP, Layer, Stack, unfit
-from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.additive import Buckets
 from hf_posenc.structures import Nothing, PositionTable, Rotation, StockBias
 
 # Stands for no rotation, since stock models store reciprocals of frequencies: the angle at a million positions is

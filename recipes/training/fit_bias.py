@@ -20,8 +20,7 @@ from hf_posenc.patches.modes import evaluating
 from hf_posenc.patches.patch import disabled
 from hf_posenc.recipes.training.restore import kept
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.additive import AdditiveBias
-from hf_posenc.schemes.families.buckets import Buckets
+from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
 _ROWS = 16

@@ -1,13 +1,19 @@
-"""Base classes of the schemes that add a bias to the logits."""
+"""Base classes of the schemes that add a bias to the logits, and the logarithmic distance buckets of T5."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
+
+# Bound on the table of all distances: a number in a file must not be able to claim any amount of memory.
+LONGEST = 2**20
 
 
 class AdditiveBias(Scheme):
@@ -119,6 +125,64 @@ class DistanceBias(AdditiveBias):
         far = distance.abs().max()
         block = Block(Positions(far.view(1, 1), far - distance[None]), reach=int(far))
         return self.gated_bias(block, torch.empty(0, dtype=dtype, device=distance.device))[0, :, 0]
+
+
+class GridBias(DistanceBias):
+    """A bias of the distance in texts, and of the offset between patches in images (`Geometry(axes=2)`).
+
+    In an image the token at position 0 is the class token; it has no place and no bias, neither as a query nor as a
+    key.
+    """
+
+    def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:
+        super().__init__(geometry, gate=gate, shared=shared)
+        self.axes = 2 if geometry.axes == 2 else 0
+
+    def grid_values(self, offset: Tensor) -> Tensor:
+        """Return the bias `[H, N]` at offsets `[N, 2]`: row and column of the query minus those of the key."""
+        raise NotImplementedError
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        if not self.axes:
+            return super().bias(block, dtype)
+        places = block.positions
+        offset = places.of_queries(2, dtype)[:, :, None] - places.of_keys(2, dtype)[:, None]  # [B|1, q, K, 2]
+        values = self.grid_values(offset.flatten(0, 2)).view(-1, *offset.shape[:-1]).transpose(0, 1)
+        patches = (places.query != 0)[:, :, None] & (places.key != 0)[:, None]  # [B|1, q, K]
+        return values.where(patches[:, None].to(values.device), values.new_zeros(()))
+
+
+class Buckets:
+    """A map from distances to T5's buckets.
+
+    Args:
+        num_buckets: Number of buckets.
+        max_distance: Distance from which all keys share the last bucket.
+        causal: Count keys ahead of the query as distance 0; otherwise they have the upper half of the buckets.
+
+    Raises:
+        OptionError: `max_distance` is beyond a million.
+    """
+
+    def __init__(self, *, num_buckets: int, max_distance: int, causal: bool) -> None:
+        if max_distance > LONGEST:
+            raise OptionError(f"max_distance={max_distance}: expected at most {LONGEST:,}.")
+        self.causal = causal
+        self.max_distance = max_distance
+        self.per_side = num_buckets if causal else num_buckets // 2
+        # A table from the CPU: a GPU's logarithm may round a boundary to the other side. float32 as in T5.
+        exact = self.per_side // 2
+        distance = torch.arange(max_distance + 1, device="cpu")
+        log = torch.log(distance.clamp_min(1).float() / exact)
+        large = exact + (log / math.log(max_distance / exact) * (self.per_side - exact)).long()
+        self.lookup = torch.where(distance < exact, distance, large.clamp_max(self.per_side - 1))
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """Return the bucket of each distance (query minus key), int64 of the same shape."""
+        lookup = self.lookup.to(distance.device)
+        if self.causal:
+            return lookup[distance.clamp(0, self.max_distance)]
+        return lookup[distance.abs().clamp_max(self.max_distance)] + (distance < 0) * self.per_side
 
 
 def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:

@@ -1,4 +1,4 @@
-"""Base class of the schemes that rotate blocks of channels by learned generators."""
+"""Base classes of the schemes that rotate blocks of channels by learned generators."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
-from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate
+from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
 from hf_posenc.schemes.families.rotary import frozen_cautions
 from hf_posenc.structures import Equivalent, Rotation
 
 # The block size that LieRE's authors found best.
 _BLOCK = 8
 
-Init: TypeAlias = Literal["native", "zero", "official"]
 # A rotation of queries or keys `[B, G, R, S, W]`, float32 or wider, where R query heads share a kv head.
 Turn: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -28,16 +26,15 @@ Turn: TypeAlias = Callable[[Tensor], Tensor]
 class BlockRotary(Scheme):
     """A rotation of queries and keys, block by block, by `exp(t A)` with a generator A per kv head and block.
 
-    A subclass has the parameters; its `flow` returns the generators, and the time t of each token and block.
+    A subclass makes the parameters; its `flow` returns the generators, and the time t of each token and block.
 
     Args:
         geometry: Shape of the layer.
-        name: Name of the scheme, for messages.
-        axes: Number of coordinates of a token; `None` is that of the model.
-        block_size: Channels in a block; `None` is the largest allowed size up to 8.
-        init: Start: `"native"`, `"zero"` or `"official"`.
-        unit: Divisor of coordinates where they meet parameters; `None` is the trained extent: the length of a text, or
-            the side of a square of patches.
+        axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
+        block_size: Channels in a block, an even number; `None` is the largest allowed one up to 8.
+        init: Start, see above.
+        unit: Divisor of coordinates where they meet parameters, so that learning rates suit any length; `None` is the
+            trained extent: the length of a text, or the side of a square of patches.
     """
 
     reproduces = "rotary"
@@ -47,11 +44,10 @@ class BlockRotary(Scheme):
         self,
         geometry: Geometry,
         *,
-        name: str,
-        axes: int | None,
-        block_size: int | None,
-        init: Init,
-        unit: float | None,
+        axes: int | None = None,
+        block_size: int | None = None,
+        init: Literal["native", "zero", "official"] = "native",
+        unit: float | None = None,
     ) -> None:
         super().__init__(geometry)
         native = geometry.inv_freq if init == "native" else None
@@ -60,18 +56,24 @@ class BlockRotary(Scheme):
         # Images have a class token too; rounding drops it.
         extent = round((geometry.max_positions or 1) ** (1 / geometry.axes))
         self.unit = float(extent if unit is None else unit)
-        require(self.axes >= 1, name, "axes", axes, "at least 1")
+        self.require(self.axes >= 1, "axes", axes, "at least 1")
         sizes, allowed = self.block_sizes(width)
         fitting = [size for size in sizes if size <= _BLOCK] if block_size is None else {block_size} & {*sizes}
-        require(bool(fitting), name, "block_size", block_size, allowed)
+        self.require(bool(fitting), "block_size", block_size, allowed)
         self.block_size, self.init = max(fitting), init
-        require(self.unit > 0, name, "unit", unit, "a number above 0")
-        self._name, self._native = name, native
+        self.require(self.unit > 0, "unit", unit, "a number above 0")
+        self._native = native
         self._layout: Layout = "interleaved" if native is None else "half"
         self._count = width // self.block_size
         self._width = self._count * self.block_size if native is None else width
         # Generators and their planes, kept from the last call without gradients.
         self._known: tuple[Tensor, Planes] | None = None
+        self.make_parameters()
+        self.reset_parameters()
+
+    def make_parameters(self) -> None:
+        """Create the parameters, without values."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": None}
@@ -206,15 +208,47 @@ class BlockRotary(Scheme):
     def cautions(self, *, native_kept: bool) -> list[str]:
         found = []
         if self._native is not None:
-            found += frozen_cautions(self.geometry, self._name)
+            found += frozen_cautions(self.geometry, self.name)
             if native_kept:
                 found.append(
-                    f"{self._name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
+                    f"{self.name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
                     "init='zero' with a kept native encoding."
                 )
         elif native_kept and self.geometry.inv_freq is not None:
             found.append(
-                f"With a kept rotation, {self._name} sees more than distances once it is trained: the two do not "
+                f"With a kept rotation, {self.name} sees more than distances once it is trained: the two do not "
                 "commute."
             )
         return found
+
+
+class ComRoPE(BlockRotary):
+    """A rotation with one learned generator per kv head and block, so that generators of different axes commute.
+
+    The axes only set the time for which it acts.
+    """
+
+    def make_parameters(self) -> None:
+        self.freqs = nn.Parameter(torch.empty(self.geometry.kv_heads, 1, self._count, *[self.block_size] * 2))
+
+    def block_sizes(self, width: int) -> tuple[list[int], str]:
+        parts = self.parts()
+        sizes = [size for size in range(2, width + 1, 2) if width % (parts * size) == 0]
+        cut = f" cut into {parts}, one part per axis" if parts > 1 else ""
+        return sizes, f"an even divisor of the {width} channels of a head{cut}"
+
+    def parts(self) -> int:
+        """Return the number of equal parts, each of whole blocks, into which a head is cut."""
+        return 1
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            if self.init == "official":
+                nn.init.normal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+    def generators(self) -> Tensor:
+        """Return the generators, float64 `[G, m, b, b]`."""
+        learned = skew(self.freqs.double()).squeeze(1)
+        return self.native_generators(learned.device) + learned / self.unit

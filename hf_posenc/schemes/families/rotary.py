@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Positions
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.registry import require
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Rotation
 
@@ -20,7 +19,6 @@ class RotaryScheme(Scheme):
 
     Args:
         geometry: Shape of the layer.
-        name: Name of the scheme, for messages.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
         gate: Multiply all angles by one learned factor that starts at 0.
@@ -34,7 +32,6 @@ class RotaryScheme(Scheme):
         self,
         geometry: Geometry,
         *,
-        name: str,
         theta: float | None,
         rotary_dim: int | None,
         gate: bool,
@@ -44,26 +41,23 @@ class RotaryScheme(Scheme):
         own = geometry.inv_freq if theta is None else None
         if rotary_dim is None:
             rotary_dim = geometry.head_dim if own is None else 2 * own.numel()
-        require(theta is None or theta > 1, name, "theta", theta, "a number above 1")
-        require(
+        self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
+        self.require(
             2 <= rotary_dim <= geometry.head_dim and rotary_dim % 2 == 0,
-            name,
             "rotary_dim",
             rotary_dim,
             f"an even number from 2 to head_dim = {geometry.head_dim} (rotations act on pairs of channels)",
         )
-        require(
+        self.require(
             own is None or rotary_dim == 2 * own.numel(),
-            name,
             "rotary_dim",
             rotary_dim,
             f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is "
             "given too",
         )
         if freeze == "long":
-            require(
+            self.require(
                 own is not None and geometry.inv_freq_long is not None,
-                name,
                 "freeze",
                 freeze,
                 "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not "
@@ -73,7 +67,6 @@ class RotaryScheme(Scheme):
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
         self._own = own
         self._native = own is not None
-        self._name = name
         self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
 
     def reset_parameters(self) -> None:
@@ -129,7 +122,7 @@ class RotaryScheme(Scheme):
         return Rotation.of_pairs(rows, self.geometry.head_dim, layout, factor)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
-        return frozen_cautions(self.geometry, self._name, self.freeze) if self._native else []
+        return frozen_cautions(self.geometry, self.name, self.freeze) if self._native else []
 
 
 class Annealed(Scheme):

@@ -1,0 +1,151 @@
+"""What every scheme promises as a module, with all its options: derivatives, padding, order, memory, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc import DirectionError, Geometry, Scheme, attend, build, schemes
+from hf_posenc.attention import blocks
+
+# Options that lead through other code than the defaults; every scheme takes part with its defaults, too.
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("cape", {"base": "alibi", "form": "add", "mlp_width": 3}),
+    ("cape", {"base": "fire", "form": "add_residual", "mlp_width": 3}),
+    ("cape", {"base": "nope", "mlp_width": 3}),
+    ("cope", {"npos": 3}),
+    ("cope", {"npos": 4, "scale_position_logits": False}),
+    ("cope", {"npos": 4, "separate_keys": True}),
+    ("cope", {"npos": 4, "value_gates": True}),
+    ("disentangled", {"max_distance": 2}),
+    ("disentangled", {"max_distance": 6, "buckets": 4, "normalize": True, "scale": "deberta"}),
+    ("fire", {"directed": True, "gate": True, "threshold": 3.0}),
+    ("fope", {"sigma": 0.3, "clip": True, "max_length": 64}),
+    ("fox", {"forget_gate": "bias_only"}),
+    ("fox_pro", {"share_qk_norm": True, "gate_activation": "silu", "output_norm": False}),
+    ("liere", {"axes": 2, "init": "official"}),
+    ("rope", {"gate": True, "layout": "interleaved"}),
+    ("shaw", {"max_distance": 2, "init": "normal"}),
+    ("shaw", {"max_distance": 2, "values": False}),
+    ("stick_breaking", {"attend_current": True}),
+    ("stick_breaking", {"remainder": "self", "start_bias": True}),
+    ("stick_breaking", {"remainder": "head_bias"}),
+    ("transformer_xl", {"untie": True, "clamp_len": 2}),
+    ("xpos", {"block_length": 3, "scale_base": 20.0}),
+]
+CASES = [
+    (name, direction, options)
+    for name, options in [(name, {}) for name in schemes()] + OPTIONS
+    for direction in schemes()[name].directions
+]
+every_case = pytest.mark.parametrize(("name", "direction", "options"), CASES, ids=str)
+HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 4, 7
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or the sequences here would be one block.
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
+
+
+def make(name: str, direction: str, options: dict[str, Any], **shape: Any) -> Scheme:
+    """A scheme in float64 whose parameters are away from their start, and within any bounds."""
+    torch.manual_seed(0)
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH, "hidden_size": HIDDEN, "max_positions": 64}
+    scheme = build(name, Geometry(**{**sizes, **shape}, causal=direction == "causal"), **options).double()
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter += 0.3 * torch.rand(parameter.shape, dtype=torch.float64)
+    return scheme
+
+
+def operands(scheme: Scheme, length: int, batch: int = 2) -> list[Tensor]:
+    """Queries, keys, values and hidden states, float64."""
+    shape, generator = scheme.geometry, torch.Generator().manual_seed(1)
+    heads = [(batch, count, length, shape.head_dim) for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    sizes = [*heads, (batch, length, shape.hidden_size)]
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def run(scheme: Scheme, given: list[Tensor], places: Tensor, **call: Any) -> Tensor:
+    q, k, v, hidden = given
+    output: Tensor = attend(scheme, q, k, v, hidden=hidden, query_positions=places, key_positions=places, **call)
+    return output
+
+
+@every_case
+def test_gradients_are_derivatives(name: str, direction: str, options: dict[str, Any]) -> None:
+    scheme = make(name, direction, options, heads=2, kv_heads=1, head_dim=4, hidden_size=4)
+    given = [x.requires_grad_() for x in operands(scheme, 4, batch=1)]
+    places = torch.tensor([[0, 1, 2, 7]])
+
+    def output(*given: Tensor) -> Tensor:
+        return run(scheme, list(given[:4]), places, executor="dense")
+
+    # The numerical derivative moves the parameters in place.
+    assert torch.autograd.gradcheck(output, (*given, *scheme.parameters()), eps=1e-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1, 0]], ids=str)
+@every_case
+def test_padding_changes_nothing(name: str, direction: str, options: dict[str, Any], mask: list[int]) -> None:
+    """Padding to the left, in between and to the right, of any content, against the tokens alone."""
+    scheme, real = make(name, direction, options), torch.tensor(mask).bool()
+    given = operands(scheme, 5)
+    alone = run(scheme, given, torch.arange(5)[None])
+    wide = []
+    for x in given:
+        x_wide = 30 * torch.randn(*x.shape[:-2], len(mask), x.shape[-1], dtype=torch.float64)
+        x_wide[..., real, :] = x
+        wide.append(x_wide)
+    places = (real.long().cumsum(-1) - 1).clamp_min(0)[None]
+    for executor in ("dense", "blocks"):
+        got = run(scheme, wide, places, mask=real.expand(2, -1), executor=executor)[:, :, real]
+        torch.testing.assert_close(got, alone, rtol=0, atol=1e-11)
+
+
+BY_ORDER = [case for case in CASES if case[0] in ("cope", "fox", "fox_pro", "nope", "stick_breaking")]
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), BY_ORDER, ids=str)
+def test_positions_matter_by_their_order_only(name: str, direction: str, options: dict[str, Any]) -> None:
+    scheme = make(name, direction, options)
+    given, jumps = operands(scheme, 9), torch.tensor([[0, 1, 2, 9, 10, 40, 41, 300, 3000]])
+    assert torch.equal(run(scheme, given, torch.arange(9)[None]), run(scheme, given, jumps))
+
+
+class Largest(TorchDispatchMode):
+    """Watches the results of all operations, in the forward and in the backward pass."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.numel())
+        return result
+
+
+# A network of pairs has hidden numbers for each; a table of 512 distances is larger than the matrix here.
+SMALL = [case for case in CASES if schemes()[case[0]].family != "additive" and case[::2] != ("disentangled", {})]
+
+
+@pytest.mark.parametrize(("name", "direction", "options"), SMALL, ids=str)
+def test_no_tensor_has_a_row_per_query_key_and_channel(name: str, direction: str, options: dict[str, Any]) -> None:
+    length = 48
+    scheme = make(name, direction, options, heads=2, kv_heads=1, head_dim=64)
+    given = [x.requires_grad_() for x in operands(scheme, length, batch=1)]
+    with Largest() as largest:
+        run(scheme, given, torch.arange(length)[None], executor="dense").sum().backward()
+    assert 2 * length * length <= largest.size < length * length * 64 // 4
+
+
+@pytest.mark.parametrize("name", [name for name, info in schemes().items() if info.directions == ("causal",)])
+def test_schemes_of_one_direction_refuse_the_other(name: str) -> None:
+    with pytest.raises(DirectionError, match=f"{name} is defined for causal attention, got Geometry\\(causal=False"):
+        make(name, "bidirectional", {})
