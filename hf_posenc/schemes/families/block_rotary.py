@@ -67,7 +67,7 @@ class BlockRotary(Scheme):
         self.block_size, self.init = max(fitting), init
         require(self.unit > 0, name, "unit", unit, "a number above 0")
         self._name, self._native = name, native
-        self._layout: Layout = "interleaved" if native is None else "half"
+        self._layout: Layout = "interleaved" if native is None else geometry.layout
         self._count = width // self.block_size
         self._width = self._count * self.block_size if native is None else width
         # Generators and their planes, kept from the last call without gradients.
