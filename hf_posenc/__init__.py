@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from hf_posenc.operands import Geometry, Positions
     from hf_posenc.patches.adapters import PosencLoraConfig
     from hf_posenc.patches.architecture import register_architecture
-    from hf_posenc.patches.explanation import explain
     from hf_posenc.patches.export.stock import export_stock
     from hf_posenc.patches.patch import disabled, patch, unpatch
-    from hf_posenc.patches.plan import plan, verify
+    from hf_posenc.patches.plan import explain, plan, verify
     from hf_posenc.patches.strength import drop_native, set_strength
     from hf_posenc.recipes.evaluation.run import evaluate
     from hf_posenc.registry import SchemeInfo, build, describe, register_scheme, schemes
@@ -100,7 +99,7 @@ _HOMES = {
     "disabled": "hf_posenc.patches.patch",
     "drop_native": "hf_posenc.patches.strength",
     "evaluate": "hf_posenc.recipes.evaluation.run",
-    "explain": "hf_posenc.patches.explanation",
+    "explain": "hf_posenc.patches.plan",
     "export_stock": "hf_posenc.patches.export.stock",
     "patch": "hf_posenc.patches.patch",
     "plan": "hf_posenc.patches.plan",
