@@ -63,8 +63,8 @@ BREAKS = [
     Break("stick-breaking takes from the query's own key", S + "stick_breaking.py", "distance >= 0 if self.attend_current else distance > 0", "distance >= 0", "stick_breaking"),
     Break("TaPE's states do not move with the feed-forward", S + "tape.py", "return carried + update.transpose(-1, -2)", "return carried + 0 * update.transpose(-1, -2)", "tape"),
     # Operations.
-    Break("hidden keys get a finite weight", "hf_posenc/ops/masking.py", "torch.finfo(logits.dtype).min).softmax(dim=-1)", "-10.0).softmax(dim=-1)", "hiding attend"),
-    Break("the fast softmax leaves a gradient at hidden keys", "hf_posenc/ops/masking.py", "return fill_hidden_(of_logits, keep, 0.0), None", "return of_logits + 1e-3 * (~keep), None", "hiding"),
+    Break("hidden keys get a finite weight", "hf_posenc/ops/masking.py", "torch.finfo(logits.dtype).min).softmax(dim=-1)", "-10.0).softmax(dim=-1)", "masking attend"),
+    Break("the fast softmax leaves a gradient at hidden keys", "hf_posenc/ops/masking.py", "return fill_hidden_(of_logits, keep, 0.0), None", "return of_logits + 1e-3 * (~keep), None", "masking"),
     Break("sums by distance lose what is beyond the first vector", "hf_posenc/ops/skew.py", "sums[..., 0] += values[..., :begin].sum(-1)", "sums[..., 0] += 0 * values[..., :begin].sum(-1)", "attend engine content_relative"),
     Break("counts are interpolated from the wrong side", "hf_posenc/ops/counting.py", "+ (place - below) * steps.gather(-1, index)", "- (place - below) * steps.gather(-1, index)", "cope"),
     Break("the gradient of counts runs from the wrong end", "hf_posenc/ops/counting.py", "(grad * slope).cumsum_(-1), gates", "(grad * slope).flip(-1).cumsum(-1).flip(-1), gates", "cope attend"),
