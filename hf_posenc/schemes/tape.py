@@ -10,6 +10,7 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
 from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded
@@ -86,12 +87,8 @@ class TaPE(RotaryScheme):
         super().reset_parameters()
         if self.post_attention_linear is not None:
             nn.init.zeros_(self.post_attention_linear.weight)
-        for name, layer in ({} if self.pe is None else self.pe).items():
-            assert isinstance(layer, AnyDtypeLinear)
-            if name == "up_proj":
-                nn.init.zeros_(layer.weight)
-            else:
-                nn.init.normal_(layer.weight, std=0.02)
+        for name, weight in () if self.pe is None else self.pe.named_parameters():
+            draw_start(weight, "zero" if name == "up_proj.weight" else "normal", std=0.02)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         states = self._states(tokens, k)  # [B, S, H, R]

@@ -87,12 +87,10 @@ class BlockRotary(Scheme):
         raise NotImplementedError
 
     def native_generators(self, device: torch.device) -> Tensor:
-        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without `init="native"` or
-        rotation."""
+        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without a base."""
         size = self._count * self.block_size // 2
-        if self._native is None:
-            return plane_generators(torch.zeros(size, dtype=torch.float64, device=device), self.block_size)
-        return plane_generators(self._native[:size].to(device, torch.float64), self.block_size)
+        own = torch.zeros(size) if self._native is None else self._native[:size]
+        return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         positions = tokens.positions
@@ -109,26 +107,16 @@ class BlockRotary(Scheme):
         return torch.cat((turned, x[..., self._width :]), dim=-1) if self._width < x.shape[-1] else turned
 
     def rotation(self, positions: Tensor, coords: Tensor | None, like: Tensor) -> Turn:
-        """Return the rotation of queries or keys `[B, G, R, S, W]`.
-
-        Args:
-            positions: Positions of the tokens, int64 `[B|1, S]`.
-            coords: Coordinates of the tokens, `[B|1, S, axes]`; `None` in a text.
-            like: Tensor with the dtype of queries and keys.
-        """
+        """Return the rotation of queries or keys at positions `[B|1, S]` or, if given, coordinates `[B|1, S, axes]`."""
         if coords is None:
             coords = positions[..., None].expand(*positions.shape, self.axes)
         coords = coords.to(positions.device, torch.float64)
         return self.flowing(*self.flow(coords), coords[..., 0], like)
 
     def flowing(self, generators: Tensor, times: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation by `exp(t A)`.
+        """Return the rotation by `exp(t A)`, given generators `[G, m, b, b]` and times `[B|1, S, m|1]`, float64.
 
-        Args:
-            generators: Generators A, float64 `[G, m, b, b]`.
-            times: Times t, float64 `[B|1, S, m|1]`.
-            first: Coordinates on the first axis, float64 `[B|1, S]`; they turn the channels outside of blocks.
-            like: Tensor with the dtype of queries and keys.
+        The coordinates on the first axis `[B|1, S]` turn the channels outside of blocks.
         """
         if self.block_size == 2:
             return self.turning(times[:, None] * generators[:, None, :, 1, 0], first, like)
