@@ -275,7 +275,7 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
     if not wanted:
         raise PositionError(
             "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a "
-            "scheme that has axes (rope2d, liere, comrope_ap, comrope_ld)."
+            "scheme that has the option axes."
         )
     shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
     if (

@@ -16,7 +16,6 @@ from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
-from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
     Context,
     Passage,
@@ -31,6 +30,7 @@ from hf_posenc.patches.context import (
     this_thread,
 )
 from hf_posenc.patches.record import FULL, Strengths
+from hf_posenc.patches.strength import Blended
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Scheme
 

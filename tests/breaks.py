@@ -80,8 +80,8 @@ BREAKS = [
     Break("undo takes its steps back in the order they were made", P + "surgery.py", "self._steps.pop()()", "self._steps.pop(0)()", "bad_input"),
     Break("a table that was frozen by patch stays so after unpatch", P + "surgery.py", "undo.set_grad(parameters[index], True)", "undo.set_grad(parameters[index], False)", "matrix::test_unpatch_is_bit_identical_also_after_training"),
     Break("an attention with a forward of its own is patched", P + "surgery.py", 'if "forward" in vars(target) and', 'if "forward" in vars(target) and False and', "bad_input"),
-    Break("every:2 begins with the first layer", P + "selection.py", "everything[int(step) - 1 :: int(step)]", "everything[:: int(step)]", "exporting cli"),
-    Break("a blend keeps queries as they were", P + "blend.py", "q=self._between(q, there.q)", "q=q", "strength"),
+    Break("every:2 begins with the first layer", P + "preparation.py", "everything[int(step) - 1 :: int(step)]", "everything[:: int(step)]", "exporting cli"),
+    Break("a blend keeps queries as they were", P + "strength.py", "q=self._between(q, there.q)", "q=q", "strength"),
     # Checkpoints and adapters.
     Break("a record of a newer format is read", P + "record.py", "version > FORMAT_VERSION", "version > FORMAT_VERSION + 1000", "bad_input"),
     Break("the digest of a record leaves out its groups", P + "record.py", '("plugin_version", "digest")}', '("plugin_version", "digest", "groups")}', "checkpoints_checked"),

@@ -16,7 +16,7 @@ from hf_posenc.cli.directories import listing, whole_directory
 from hf_posenc.errors import CheckpointError, LayerSelectionError, OptionError
 
 if TYPE_CHECKING:
-    from hf_posenc.patches.selection import Layers
+    from hf_posenc.patches.preparation import Layers
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
