@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, DynamicCache, LlamaForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, QuantizedLayer
 
 import hf_posenc
 from hf_posenc import Geometry, PosencError, build, errors, patch
@@ -59,11 +58,11 @@ def t5() -> Any:
     return stock("t5")
 
 
-def altered(change: Callable[[Any], object]) -> Callable[[], Any]:
-    """A Llama to which something was done in place."""
+def altered(change: Callable[[Any], object], make: Callable[[], Any] = llama) -> Callable[[], Any]:
+    """A model to which something was done in place."""
 
     def made() -> Any:
-        model = llama()
+        model = make()
         change(model)
         return model
 
@@ -119,7 +118,6 @@ gpt2_keeping = patched(gpt2, "alibi", native="keep")
 # -- what is done to a subject -----------------------------------------------------------------------------------------
 
 Act = Callable[[Any], object]
-SLIDING = functools.partial(DynamicSlidingWindowLayer, sliding_window=4)
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_size": 32}
 GEOMETRY = Geometry(**SHAPE)
 
@@ -256,12 +254,12 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
     ],
     errors.ArchitectureError: [
         (lambda: transformers.BertModel(BertConfig(num_hidden_layers=1)).eval(), to("alibi"),
-            "BertModel ... Supported: gpt2 ... LlamaForCausalLM"),
-        (lambda: nn.Linear(2, 2), to("alibi"), "Linear ... Supported: gpt2"),
+            "BertModel ... Supported: ... LlamaForCausalLM"),
+        (lambda: nn.Linear(2, 2), to("alibi"), "Linear ... Supported: ... gpt2"),
         (lambda: "gpt2", to("alibi"), "transformers model ... str: 'gpt2'"),
         (lambda: LlamaForCausalLM, to("alibi"), "transformers model ... got type"),
-        (altered(lambda m: become("LocalLlama", m)), to("alibi"), "LocalLlama ... Supported: gpt2"),
-        (None, lambda _: hf_posenc.plan(BertConfig(), "alibi"), "'bert' ... Supported: gpt2"),
+        (altered(lambda m: become("LocalLlama", m)), to("alibi"), "LocalLlama ... Supported: ... gpt2"),
+        (None, lambda _: hf_posenc.plan(BertConfig(), "alibi"), "'bert' ... Supported: ... gpt2"),
         (lambda: "gpt2", hf_posenc.unpatch, "str: 'gpt2'"),
         # The inside of a model alone, and a config that is not the model's own.
         (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... copy.deepcopy"),
@@ -278,8 +276,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             "LlamaAttention has a forward of its own ... Patch with hf_posenc first"),
         (altered(lambda m: own_forward(m.model)), to("alibi"),
             "LlamaModel has a forward of its own ... Patch with hf_posenc first"),
-        (altered(lambda m: delattr(m.model.layers[2].self_attn, "q_proj")), to("alibi"),
-            "Layer 2 of the decoder ... no q_proj ... patch it first"),
+        (altered(lambda m: delattr(m.transformer.h[2].attn, "c_attn"), gpt2), to("alibi"),
+            "Layer 2 of the decoder ... no c_attn ... patch it first"),
     ],
     errors.WrappedModelError: [
         (lambda: with_lora(llama()), to("alibi"), f"PEFT adapters ... {PLAIN_FIRST}"),
@@ -360,16 +358,14 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (gpt2_keeping, hf_posenc.explain, "length=256 and one more token ... pass a smaller length"),
     ],
     errors.CacheError: [
-        (alibi, with_cache(lambda: Cache(layers=[SLIDING() for _ in range(LAYERS)])),
-            "DynamicSlidingWindowLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: Cache(layers=[QuantisedLayer() for _ in range(LAYERS)])),
             "QuantisedLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: Cache(layer_class_to_replicate=QuantisedLayer)),
             "QuantisedLayer ... dynamic or a static cache"),
-        (alibi, with_cache(lambda: Cache(layers=[DynamicLayer(), DynamicLayer(), DynamicLayer(), SLIDING()])),
-            "DynamicSlidingWindowLayer ... dynamic or a static cache"),
-        (t5_alibi, with_cache(lambda: EncoderDecoderCache(Cache(layers=[SLIDING(), SLIDING()]), DynamicCache()),
-            decoder_input_ids=IDS), "DynamicSlidingWindowLayer ... dynamic or a static cache"),
+        (alibi, with_cache(lambda: Cache(layers=[DynamicLayer(), DynamicLayer(), DynamicLayer(), QuantisedLayer()])),
+            "QuantisedLayer ... dynamic or a static cache"),
+        (t5_alibi, with_cache(lambda: EncoderDecoderCache(Cache(layers=[QuantisedLayer()] * 2), DynamicCache()),
+            decoder_input_ids=IDS), "QuantisedLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: llama()(IDS, use_cache=True).past_key_values),
             "holds 7 tokens without their positions ... Start with an empty cache"),
         (alibi, tune_prefix, "holds 2 tokens ... PEFT's prefix tuning ... use prompt tuning"),
