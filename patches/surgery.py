@@ -191,13 +191,17 @@ def build_group(
             continue
         built[name] = {}
         shared: Scheme | None = None
-        for layer in part.layers:
+        with where:
+            geometries = [architecture.geometry(body, layer) for layer in part.layers]
+        own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
+        uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
+        for layer, geometry in zip(part.layers, geometries, strict=True):
             if shared is not None:
                 built[name][layer] = shared
                 continue
             with where:
                 geometry = replace(
-                    architecture.geometry(body, layer), first=layer == part.layers[0], last=layer == part.layers[-1]
+                    geometry, first=layer == part.layers[0], last=layer == part.layers[-1], uniform=uniform
                 )
                 if is_new and geometry.native is not None:
                     blank = geometry.native.weight.to("meta")
@@ -237,6 +241,8 @@ def attach(
             device = next(chain(attention.parameters(), body.parameters())).device
             undo.set(attention, "posenc_group", group.id)
             undo.set(attention, "posenc_keeps_native", group.native == "keep")
+            for attribute, value in architecture.attributes(body, layer).items():
+                undo.set(attention, attribute, value)
             common = scheme if scheme.shared else take_common(scheme)
             undo.add_module(attention, OWN, None if scheme.shared else _placed(scheme, device))
             if common is None:
