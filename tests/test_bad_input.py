@@ -43,7 +43,7 @@ from transformers import (
     T5EncoderModel,
     T5ForConditionalGeneration,
 )
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, EncoderDecoderCache, QuantizedLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_posenc
@@ -310,7 +310,7 @@ def with_cache(make: Callable[[], Cache], **more: Any) -> Callable[[Any, Path], 
 
 def mixed_cache() -> Cache:
     """A cache whose last layer is of a kind that cannot hold positions."""
-    return Cache(layers=[DynamicLayer(), DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4)])
+    return Cache(layers=[DynamicLayer(), DynamicLayer(), DynamicIndexedLayer()])
 
 
 def filled_cache() -> Cache:
@@ -322,7 +322,7 @@ def filled_cache() -> Cache:
 
 
 def wrong_encoder_decoder_cache(model: Any, folder: Path) -> None:
-    layers = [DynamicSlidingWindowLayer(sliding_window=4) for _ in range(3)]
+    layers = [DynamicIndexedLayer() for _ in range(3)]
     cache = EncoderDecoderCache(Cache(layers=layers), DynamicCache())
     model(input_ids=IDS, decoder_input_ids=IDS, past_key_values=cache, use_cache=True)
 
@@ -842,8 +842,8 @@ def cases() -> list[Case]:
             PositionError, "length=256 and one more token", "pass a smaller length"),
         # Caches.
         acting("<alibi llama>(sliding cache)", alibi,
-            with_cache(lambda: Cache(layers=[DynamicSlidingWindowLayer(sliding_window=4) for _ in range(3)])),
-            CacheError, "DynamicSlidingWindowLayer", "dynamic or a static cache"),
+            with_cache(lambda: Cache(layers=[DynamicIndexedLayer() for _ in range(3)])),
+            CacheError, "DynamicIndexedLayer", "dynamic or a static cache"),
         acting("<alibi llama>(quantised cache)", alibi,
             with_cache(lambda: Cache(layers=[QuantisedLayer() for _ in range(3)])), CacheError, "QuantisedLayer",
             "dynamic or a static cache"),
@@ -851,9 +851,9 @@ def cases() -> list[Case]:
             with_cache(lambda: Cache(layer_class_to_replicate=QuantisedLayer)), CacheError, "QuantisedLayer",
             "dynamic or a static cache"),
         acting("<alibi llama>(cache with one sliding layer, the last)", alibi, with_cache(mixed_cache), CacheError,
-            "DynamicSlidingWindowLayer", "dynamic or a static cache"),
+            "DynamicIndexedLayer", "dynamic or a static cache"),
         acting("<alibi t5>(sliding cache)", t5_alibi, wrong_encoder_decoder_cache, CacheError,
-            "DynamicSlidingWindowLayer", "dynamic or a static cache"),
+            "DynamicIndexedLayer", "dynamic or a static cache"),
         acting("<alibi llama>(cache filled by an unpatched model)", alibi, with_cache(filled_cache), CacheError,
             "holds 7 tokens without their positions", "Start with an empty cache"),
         calling("get_peft_model(<alibi llama>, PrefixTuningConfig(num_virtual_tokens=2))(ids)", alibi, prefix_tuning,
