@@ -14,7 +14,7 @@ from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.kinds import Kind, all_kinds
+from hf_posenc.recipes.plots.pictures import Kind, all_kinds
 from hf_posenc.recipes.plots.subject import Part, Subject, layer_names, patched
 
 # One page about a model: what each of its schemes does, in the pictures that fit it.
