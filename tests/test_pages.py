@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import hf_posenc
-from hf_posenc.recipes.plots.portraits import portrait
+from portraits import portrait
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "schemes"

@@ -10,6 +10,7 @@ from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias
+from hf_posenc.structures import Portrait
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
@@ -32,6 +33,8 @@ class T5Clipped(GridBias):
 
     reproduces = "t5"
     neutral_options = {"init": "zero"}
+
+    portrait = Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48)
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded
+from hf_posenc.structures import Equivalent, Folded, Numbers, Picture, Portrait
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.
@@ -52,6 +52,8 @@ class TaPE(RotaryScheme):
         gate: Multiply the first angles by one learned factor that starts at 0: no rotation, an exact no-op if the
             native encoding is kept.
     """
+
+    portrait = Portrait(noise=0.15)
 
     def __init__(
         self,
@@ -171,3 +173,18 @@ class TaPE(RotaryScheme):
         rotate = rotate_halves if self._layout == "half" else rotate_neighbours
         turned = rotate(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
+
+    def lengths(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return the root mean square of each token's position state, `[B, H, K]`; 1 before any update."""
+        real, imaginary = block.state[_STATES].transpose(1, 2).chunk(2, dim=-1)
+        return (real.square() + imaginary.square()).mean(-1).sqrt()
+
+    pictures = (
+        Picture(
+            "states",
+            "lengths of the position states over a text, with its tokens",
+            "lengths of the position states",
+            "tokens",
+            (Numbers(lengths, "length of the state (1 at the start)", "length", centre=1.0),),
+        ),
+    )
