@@ -88,9 +88,9 @@ BREAKS = [
     Break("the original value behind the lock is lost", P + "checkpoint.py", '"locked": data.get(field, getattr(self, field))}', '"locked": None}', "matrix::test_save_and_load_are_bit_equal checkpoints_on_disk"),
     Break("an adapter of other schemes is loaded", P + "adapters.py", 'if wanted["groups"] != own["groups"]:', 'if len(wanted["groups"]) != len(own["groups"]):', "adapters"),
     # Recipes and evaluation.
-    Break("scheme parameters decay", R + "training/optimizer.py", '"lr": scheme_learning_rate, "weight_decay": 0.0}', '"lr": scheme_learning_rate, "weight_decay": weight_decay}', "levers recipes run"),
-    Break("the handover stops before the end", R + "training/handover.py", "native=1 - gone, scheme=gone)", "native=1 - gone, scheme=gone / 2)", "levers"),
-    Break("packed documents learn the first token of the next", R + "data/packing.py", "for label in (-100, *ids[1:])]", "for label in ids]", "data"),
+    Break("scheme parameters decay", R + "training/callbacks.py", '"lr": scheme_learning_rate, "weight_decay": 0.0}', '"lr": scheme_learning_rate, "weight_decay": weight_decay}', "levers recipes run"),
+    Break("the handover stops before the end", R + "training/callbacks.py", "native=1 - gone, scheme=gone)", "native=1 - gone, scheme=gone / 2)", "levers"),
+    Break("packed documents learn the first token of the next", R + "data/windows.py", "for label in (-100, *ids[1:])]", "for label in ids]", "data"),
     Break("the interval of a mean is that of one sample", R + "evaluation/intervals.py", "half = _student(count - 1) * float(values.std()) / math.sqrt(count)", "half = _student(count - 1) * float(values.std())", "measurements evaluating evaluation"),
     Break("needles stand at the other end of the text", R + "evaluation/needle.py", "place = round(depth * room)", "place = round((1 - depth) * room)", "evaluating"),
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, PosencLoraConfig, ShapeError, cli
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.evaluation import (
     AttentionSimilarity,
     ContextPerplexity,

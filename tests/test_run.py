@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
 from hf_posenc.patches.directories import publish, write_text
+from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files as saving
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
-from hf_posenc.recipes.training.threads import enough_threads
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
@@ -608,7 +608,7 @@ def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.
         assert threads(1) == 3
         monkeypatch.delenv("OMP_NUM_THREADS")
         monkeypatch.setattr(
-            "hf_posenc.recipes.training.threads.processes", lambda: SimpleNamespace(device=torch.device("cuda"))
+            "hf_posenc.recipes.processes.processes", lambda: SimpleNamespace(device=torch.device("cuda"))
         )
         assert threads(1) == 3
     finally:

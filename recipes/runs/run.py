@@ -38,7 +38,7 @@ from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
 from hf_posenc.recipes.loading import load
-from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
@@ -46,11 +46,10 @@ from hf_posenc.recipes.runs.progress import Progress, counting
 from hf_posenc.recipes.schema import consistency, fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
+from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_attention import Match, match
 from hf_posenc.recipes.training.fit_bias import Fit, fit
-from hf_posenc.recipes.training.handover import Handover
-from hf_posenc.recipes.training.threads import enough_threads
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
