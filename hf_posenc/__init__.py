@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from hf_posenc.operands import Geometry, Positions
     from hf_posenc.patches.adapters import PosencLoraConfig
     from hf_posenc.patches.architecture import register_architecture
-    from hf_posenc.patches.explanation import explain
     from hf_posenc.patches.export.stock import export_stock
     from hf_posenc.patches.patch import disabled, patch, unpatch
-    from hf_posenc.patches.plan import plan, verify
+    from hf_posenc.patches.plan import explain, plan, verify
     from hf_posenc.patches.strength import drop_native, set_strength
     from hf_posenc.recipes.evaluation.run import evaluate
     from hf_posenc.registry import SchemeInfo, build, describe, register_scheme, schemes
@@ -93,10 +92,9 @@ _NAMES = {
     "operands": ("Geometry", "Positions"),
     "patches.adapters": ("PosencLoraConfig",),
     "patches.architecture": ("register_architecture",),
-    "patches.explanation": ("explain",),
     "patches.export.stock": ("export_stock",),
     "patches.patch": ("disabled", "patch", "unpatch"),
-    "patches.plan": ("plan", "verify"),
+    "patches.plan": ("explain", "plan", "verify"),
     "patches.strength": ("drop_native", "set_strength"),
     "recipes.evaluation.run": ("evaluate",),
     "registry": ("SchemeInfo", "build", "describe", "register_scheme"),

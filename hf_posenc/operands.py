@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,9 @@ class Geometry:
         causal: True if queries see only earlier keys (decoders), False if they see all keys (encoders).
         axes: Coordinates of a token: 1 in a text; 2 in an image, where the class token has position 0.
         inv_freq: Frequencies of the model's own rotary encoding, float `[D / 2]`, if it has one; fewer than D / 2 turn
-            only the first channels.
+            only the first channels. In a layer that the model does not rotate they are zero.
+        layout: Pairing of the channels that it rotates: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1).
+        uniform: True if it is the same in all layers of the stack.
         max_positions: The trained length of the model, if its config states one.
         rotary_scaling: Factor on rotated queries and keys that belongs to `inv_freq` (YaRN, longrope).
         rotary_limit: The length up to which the model uses `inv_freq`, if it changes frequencies beyond (dynamic,
@@ -92,6 +95,8 @@ class Geometry:
     causal: bool = True
     axes: int = 1
     inv_freq: Tensor | None = None
+    layout: Literal["half", "interleaved"] = "half"
+    uniform: bool = True
     max_positions: int | None = None
     rotary_scaling: float = 1.0
     rotary_limit: int | None = None
@@ -112,6 +117,7 @@ class Geometry:
             )
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
+        self._require(self.layout in ("half", "interleaved"), "layout", "'half' or 'interleaved'")
         for name in ("scale", "rotary_scaling"):
             value = getattr(self, name)
             self._require(is_number(value) and value > 0, name, "a positive number, neither tiny nor huge")

@@ -10,7 +10,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -156,14 +156,20 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
     info = get(name)
     if not isinstance(geometry, Geometry):
         raise OptionError(f"build({name!r}): expected a Geometry as second argument, got {geometry!r}.")
+    return make(info, geometry, options)
+
+
+def make(info: SchemeInfo, geometry: Geometry, options: Mapping[str, Any]) -> Scheme:
+    """Make a scheme whose record is at hand; otherwise as `build`."""
     check_options(info, options)
     direction: Direction = "causal" if geometry.causal else "bidirectional"
     if direction not in info.directions:
         raise DirectionError(
-            f"{name} is defined for {' and '.join(info.directions)} attention, got Geometry(causal={geometry.causal})."
+            f"{info.name} is defined for {' and '.join(info.directions)} attention, got "
+            f"Geometry(causal={geometry.causal})."
         )
     # Parameters made in inference mode can never be trained.
-    with torch.inference_mode(False), _Making(name, options):
+    with torch.inference_mode(False), _Making(info.name, options):
         scheme = info.cls(geometry, **options)
         scheme.common = scheme.make_common()
     # Values taken from the model can be wrong too, and could then not be read back from a config.
@@ -182,7 +188,7 @@ class _Making(TorchFunctionMode):
         OptionError: A tensor is too large; it is not allocated.
     """
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.name, self.options = name, options
 
@@ -201,7 +207,7 @@ class _Making(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_options(info: SchemeInfo, options: dict[str, Any]) -> None:
+def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
     """Raise `OptionError` unless every option exists and has the annotated type."""
     names = option_names(info.cls)
     hints = typing.get_type_hints(info.cls.__init__)

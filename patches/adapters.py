@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
-from hf_posenc.patches import auto, belonging, binding, record, surgery, unsaved
+from hf_posenc.patches import auto, belonging, binding, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import refuse_wrapped
@@ -91,14 +91,42 @@ class PosencAdapter:
         self.posenc = copy.deepcopy(model_config.posenc)
         self._model_config = model_config
 
-    def settle(self) -> None:
-        """Note that the weights of a saved adapter are checked and loaded."""
+    @contextlib.contextmanager
+    def loading(self, model: Any, name: str, files: Sequence[str | Path] | None) -> Iterator[None]:
+        """Check the weights of a saved adapter against a model, then load them in the block; all or nothing.
+
+        Args:
+            model: Model with the adapter in it.
+            name: Name of the adapter.
+            files: Paths of the weights; nothing is checked without.
+
+        Raises:
+            CheckpointError: The weights are damaged or do not fit.
+        """
+        if not files or not self._pending:
+            yield
+            return
+        try:
+            expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            binding.check(Path(files[0]), expected)
+            yield
+        except BaseException:
+            if self._undo is not None:
+                self._undo()
+            raise
         self._pending, self._undo = False, None
 
-    def take_back(self) -> None:
-        """Take back the changes that an adapter made to the model, after its loading failed."""
-        if self._undo is not None:
-            self._undo()
+    def refuse_unused(self, names: Collection[str], files: Sequence[str | Path] | None) -> None:
+        """Raise if transformers finds no place for some tensors of an adapter that it loads."""
+        if files and self._pending and names:
+            raise CheckpointError(
+                f"transformers has no place for {min(names)} of {files}: it does not know this kind of adapter well. "
+                "Load it with PeftModel.from_pretrained."
+            )
+
+    def bind(self, folder: Path) -> None:
+        """Bind the weights in a folder to the configuration there, see `binding.bind`."""
+        binding.bind(folder)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `adapter_config.json`, with the current schemes."""
@@ -169,9 +197,9 @@ class PosencTuner:
             config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name], undo)
             surgery.remember(undo, model)
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
-            if config._pending and config._weights is not None:
-                check(_whole(self, adapter_name), adapter_name, config._weights)
-                config.settle()
+            if config._weights is not None:
+                with config.loading(_whole(self, adapter_name), adapter_name, [config._weights]):
+                    pass
             elif config._pending:
                 config._undo = undo.roll_back  # transformers looks for the weights after this
 
@@ -253,59 +281,15 @@ class Kind:
                     raise CheckpointError(
                         "The folder of an adapter on a converted model is checked as a whole: leave out config=."
                     )
-                check(model, adapter_name, config._weights)
+                with config.loading(model, adapter_name, [config._weights]):
+                    pass
             except BaseException:
                 if not config.is_prompt_learning and adapter_name in model.peft_config:
                     model.delete_adapter(adapter_name)
-                config.take_back()
+                if config._undo is not None:
+                    config._undo()
                 raise
-            config.settle()
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-
-
-def check(model: Any, adapter_name: str, weights: Path) -> None:
-    """Raise unless the weights of a saved adapter are complete and fit the adapter that was put into a model.
-
-    Raises:
-        CheckpointError: The weights are damaged or do not fit.
-    """
-    expected = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-    binding.check_tensors(weights, binding.read(weights), expected)
-
-
-@contextlib.contextmanager
-def loading(model: Any, files: list[str] | None) -> Iterator[list[str]]:
-    """Check an adapter in a model while transformers loads its weights; all or nothing.
-
-    Args:
-        model: Model with the adapter in it.
-        files: Paths of the weights that transformers found.
-
-    Yields:
-        A list for the names of the tensors that find no place in the model.
-
-    Raises:
-        CheckpointError: The weights are damaged or do not fit.
-    """
-    pending = {
-        name: config for name, config in model.peft_config.items() if files and getattr(config, "_pending", False)
-    }
-    unused: list[str] = []
-    try:
-        for name in pending:
-            check(model, name, Path(cast("list[str]", files)[0]))
-        yield unused
-        if pending and unused:
-            raise CheckpointError(
-                f"transformers has no place for {min(unused)} of {files}: it does not know this kind of adapter well. "
-                "Load it with PeftModel.from_pretrained."
-            )
-    except BaseException:
-        for config in pending.values():
-            config.take_back()
-        raise
-    for config in pending.values():
-        config.settle()
 
 
 def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
@@ -354,8 +338,8 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     if config._pending and not config.any_base:
         _check_base(config, model, weights)
     config.base_weights = weights
-    if config.base_model_name_or_path == unsaved.NAME:
-        config.base_model_name_or_path = unsaved.origin(model.config)  # the adapter makes of it what the model is
+    if config.base_model_name_or_path == belonging.UNSAVED:
+        config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
     config.follow(model.config)
     return config
 
@@ -375,8 +359,8 @@ def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    belonging.own_configs(undo, model)
-    unsaved.rename(undo, model)
+    belonging.own_configs(undo, architecture, model)
+    belonging.rename(undo, model)
     for config in surgery.configs(model):
         undo.set(config, "posenc", copy.deepcopy(schemes))
     attach_recorded(architecture, model, undo)

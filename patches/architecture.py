@@ -67,6 +67,10 @@ class Architecture(ABC):
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         """Return the submodules that the patched forward calls, by name; `None` marks a missing one."""
 
+    def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
+        """Return what a patched attention needs to know besides its stock attributes; names begin with `posenc_`."""
+        return {}
+
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()

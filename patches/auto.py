@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from hf_posenc.patches import unsaved  # noqa: F401 - registers itself
+from hf_posenc.patches import belonging  # noqa: F401 - registers itself
 from hf_posenc.patches.architecture import Architecture, architectures
 
 

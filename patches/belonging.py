@@ -1,39 +1,87 @@
-"""Guards against half a change: a model, its parts and their configs change together or not at all."""
+"""What belongs to a model and changes with it: its configs, its name, and the parts inside it.
+
+A model with a head gets a config of its own. A body writes into the config that it has, which a head around it shares.
+"""
 
 from __future__ import annotations
 
 import copy
-import gc
-import sys
 import weakref
+from pathlib import Path
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.errors import ArchitectureError
+from hf_posenc.errors import ArchitectureError, CheckpointError
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.surgery import Undo, configs, is_patched, stock_class
 
+# The name of a model that was changed in memory. Other libraries load a model again by the name in its config, for a
+# reference model or a tokenizer, and after `patch` the old name leads to another model. It is a folder, because
+# libraries write names that are not folders into model cards, and says what to do, because some loaders show it only.
+UNSAVED = str(Path(__file__).parent / "unsaved_model__save_it_or_pass_ref_model_and_processing_class")
 
-class Whole:
-    """The patched model that a body is a part of. A copy or pickle of the body alone is a part of nothing.
 
-    Args:
-        model: That model, held by a weak reference.
-    """
+class UnsavedConfig(PreTrainedConfig):
+    """The config in that folder, which always raises."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = None if model is None else weakref.ref(model)
+    model_type = "hf_posenc_unsaved"
 
-    def __reduce__(self) -> tuple[type[Whole], tuple[()]]:
-        return Whole, ()  # a copy of the whole model marks its own parts
+    def __post_init__(self, **kwargs: Any) -> None:
+        raise CheckpointError(
+            "A model that hf_posenc changed in memory was to be loaded again by its name, and it has none, since it "
+            "was not saved. Save it and load the folder, or pass the object that is missing: "
+            "ref_model=copy.deepcopy(model) for a reference model, processing_class=tokenizer for a tokenizer."
+        )
 
-    def of(self, part: nn.Module) -> nn.Module | None:
-        """Return the model, if it still is one, is patched, and has the part in it."""
-        model = None if self._model is None else self._model()
-        if model is None or not is_patched(model) or not any(module is part for module in model.modules()):
-            return None
-        return model
+
+AutoConfig.register(UnsavedConfig.model_type, UnsavedConfig)
+
+
+def rename(undo: Undo, model: nn.Module) -> None:
+    """Replace the name of a model that is about to change; the old one is remembered if it names the stock model."""
+    for config in configs(model):
+        stock = vars(config).get("posenc_origin") if is_patched(config) else config._name_or_path
+        undo.set(config, "posenc_origin", stock)
+    _name(undo, model, stock=False)
+
+
+def rename_stock(undo: Undo, model: nn.Module) -> None:
+    """Give a model that is about to be unpatched the name of its stock model, where that is known."""
+    _name(undo, model, stock=True)
+
+
+def _name(undo: Undo, model: nn.Module, *, stock: bool) -> None:
+    for config in configs(model):
+        undo.set(config, "_name_or_path", (stock and vars(config).get("posenc_origin")) or UNSAVED)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            undo.set(module, "name_or_path", configs(model)[0]._name_or_path)
+
+
+def origin(config: Any) -> str:
+    """Return the name of the model that a config was loaded with, for model cards; empty if it is not known."""
+    name = str(getattr(config, "_name_or_path", "") or "")
+    return str(vars(config).get("posenc_origin") or "") if name == UNSAVED else name
+
+
+def own_configs(undo: Undo, architecture: Architecture, model: nn.Module) -> None:
+    """Give a model with a head copies of its configs, from which other models may have been made."""
+    if any(model is body for body in architecture.stacks(model).values()):
+        return
+    for config in configs(model):
+        own = copy.deepcopy(config)
+        for module in model.modules():
+            for name in [name for name, value in vars(module).items() if value is config]:
+                undo.set(module, name, own)
+
+
+class _Whole(weakref.ref[nn.Module]):
+    """The patched model that a body is a part of. A copy or pickle of the body alone is a part of nothing."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the whole model marks its own parts
 
 
 def mark_parts(undo: Undo, model: nn.Module) -> None:
@@ -41,7 +89,7 @@ def mark_parts(undo: Undo, model: nn.Module) -> None:
     undo.unset(model, "posenc_whole")
     for module in model.modules():
         if module is not model and is_patched(module) and isinstance(module, PreTrainedModel):
-            undo.set(module, "posenc_whole", Whole(model))
+            undo.set(module, "posenc_whole", _Whole(model))
 
 
 def refuse_part(architecture: Architecture, model: nn.Module) -> None:
@@ -56,50 +104,10 @@ def refuse_part(architecture: Architecture, model: nn.Module) -> None:
             f"Got a {name}, which is saved with the model around it only, so that one must know of the scheme. Pass "
             "the whole model; patch takes stacks=."
         )
-    whole = vars(model).get("posenc_whole", Whole()).of(model)
-    if whole is not None:
+    mark = vars(model).get("posenc_whole")
+    whole = None if mark is None else mark()
+    if whole is not None and is_patched(whole) and any(module is model for module in whole.modules()):
         raise ArchitectureError(
             f"Got the {name} inside of a patched {stock_class(type(whole)).__name__}, which would be left half "
             f"changed. Pass the whole model, or a copy.deepcopy of the {name}."
         )
-
-
-def own_configs(undo: Undo, model: nn.Module) -> None:
-    """Copy the configs of a model that somebody else holds too: other models may have been made from them.
-
-    A part of another model, such as the body under a head, keeps the shared config: through that object, the outer
-    model knows of the schemes when it is saved.
-    """
-    alone = nn.Module()
-    vars(alone)["config"] = object()
-    # Both counts are taken in the same kind of loop, so its own references cancel out.
-    (least,) = [_references(alone, config) for config in [vars(alone)["config"]]]
-    held = [_references(model, config) > least for config in configs(model)]
-    if not any(held) or _is_inside(model):
-        return
-    for config in configs(model):
-        own = copy.deepcopy(config)
-        for module in model.modules():
-            for name in [name for name, value in vars(module).items() if value is config]:
-                undo.set(module, name, own)
-
-
-def _references(model: nn.Module, config: object) -> int:
-    """Count the references to a config that are not held by a model's modules."""
-    inside = sum(value is config for module in model.modules() for value in vars(module).values())
-    return sys.getrefcount(config) - inside
-
-
-def _is_inside(model: nn.Module) -> bool:
-    """Whether a living module holds the model. torch keeps no link from a module to its parent."""
-    holders = [x for x in gc.get_referrers(model) if type(x) is dict and any(value is model for value in x.values())]
-    # A holder is a module's dict of parts, or any other dict of models. A module's attributes may lie in a dict or in
-    # the module itself.
-    return any(_parts_of(owner) is holder for holder in holders for owner in gc.get_referrers(holder))
-
-
-def _parts_of(owner: object) -> object:
-    if type(owner) is dict:
-        return owner.get("_modules")
-    # `type`, since reading `__class__` would trigger objects that load on first use.
-    return vars(owner).get("_modules") if issubclass(type(owner), nn.Module) else None

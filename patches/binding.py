@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
-from hf_posenc.patches.checkpoint import is_of_scheme, read_header
+from hf_posenc.patches.checkpoint import check_complete, is_of_scheme, misshapen, read_header
 from hf_posenc.patches.directories import published
 
 _BOUND = "hf_posenc"
@@ -34,16 +34,14 @@ def bind(folder: Path) -> None:
     Raises:
         CheckpointError: The weights are pickled.
     """
-    weights = folder / SAFETENSORS_WEIGHTS_NAME
-    if (folder / WEIGHTS_NAME).exists():
+    weights, pickled = folder / SAFETENSORS_WEIGHTS_NAME, folder / WEIGHTS_NAME
+    if pickled.exists():
         raise CheckpointError(
-            f"{folder / WEIGHTS_NAME} is pickled, and cannot be bound to its scheme. Delete it, and save with "
-            "safe_serialization=True."
+            f"{pickled} is pickled, and cannot be bound to its scheme. Delete it, and save with safe_serialization=True."
         )
-    if not weights.exists():
-        return
-    with published(weights) as unfinished:
-        save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
+    if weights.exists():
+        with published(weights) as unfinished:
+            save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
 
 
 def read(weights: Path) -> dict[str, tuple[int, ...]]:
@@ -70,35 +68,28 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
             f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was "
             "edited or exchanged. Restore both, or save the adapter again."
         )
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return {name.removeprefix("base_model.model."): tensor.shape for name, tensor in tensors.items()}
 
 
-def check_tensors(weights: Path, found: Mapping[str, Collection[int]], expected: Mapping[str, Tensor]) -> None:
+def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
     """Raise unless an adapter's file has the tensors that its config asks for.
 
     Args:
-        weights: The file, for the message.
-        found: The shape of each tensor in it.
+        weights: The file.
         expected: The tensors that saving the adapter would write.
 
     Raises:
-        CheckpointError: One is missing or misshapen, or the file has unknown weights of schemes.
+        CheckpointError: The file is damaged, a tensor is missing or misshapen, or a scheme's weights are unknown.
     """
-    found = {name.removeprefix("base_model.model."): tuple(shape) for name, shape in found.items()}
+    found = read(weights)
     wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
-    faults = [f"misses {name}" for name in wanted if name not in found]
-    faults += [
-        f"has {name} of shape {found[name]} where {shape} is expected"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
-    faults += [f"has an unknown {name}" for name in found if name not in wanted and is_of_scheme(name)]
-    if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise CheckpointError(
-            f"{weights} {'; '.join(sorted(faults)[:3])}{more}. It does not fit the model, or is damaged: load it onto "
-            "the model that it was trained on, or save the adapter again."
-        )
+    check_complete(
+        f"adapter {weights}",
+        missing=[name for name in wanted if name not in found],
+        unknown=[name for name in found if name not in wanted and is_of_scheme(name)],
+        misshapen=[misshapen(n, found[n], wanted[n]) for n in found if found[n] != wanted.get(n, found[n])],
+        remedy="Load it onto the model that it was trained on, or save the adapter again",
+    )
 
 
 def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
@@ -165,8 +156,7 @@ def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Para
 def _config(weights: Path) -> dict[str, Any]:
     file = weights.with_name(CONFIG_NAME)
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return dict(found)
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read {file} ({error}). Download or save the adapter again.") from error
 

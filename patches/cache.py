@@ -2,8 +2,8 @@
 
 A cache layer is given the state by swapping its class for one with the same behaviour plus `token_state`, a dict of
 tensors that grows, is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`,
-of which only the last tokens are kept. Both layer kinds that grow by tokens are covered; any other (quantised, sliding)
-raises before it is touched.
+of which only the last tokens are kept. Dynamic and static layers are covered, with a sliding window or without; any
+other kind (quantised) raises before it is touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from hf_posenc.errors import CacheError
 
@@ -65,17 +73,18 @@ class _TokenState(CacheLayerMixin):
 class PosencDynamicLayer(_TokenState, DynamicLayer):
     """A growing cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Append the state of the tokens that `update` just added; return that of all tokens."""
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
+        """Append the state of the tokens that `update` just added; return that of the `shown` last tokens."""
         full = {
             name: torch.cat([self.token_state[name].to(new.device), new], dim=_TOKENS)
             if name in self.token_state
             else new
             for name, new in fresh.items()
         }
-        # An offloaded layer keeps its state where its keys are.
-        self.token_state = {name: tensor.to(self.keys.device) for name, tensor in full.items()}
-        return full
+        # An offloaded layer keeps its state where its keys are, and a sliding one that of as many tokens.
+        kept = self.keys.shape[-2]
+        self.token_state = {name: _last(tensor, kept).to(self.keys.device) for name, tensor in full.items()}
+        return {name: _last(tensor, shown) for name, tensor in full.items()}
 
     def _remember(self) -> None:
         for tensor in self.recent_state.values():
@@ -102,8 +111,11 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
                     f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
                 )
         super().crop(tokens_to_remove)
-        length = self.get_seq_length()
-        self.token_state = {name: tensor[:, :length] for name, tensor in self.token_state.items()}
+        kept = self.keys.shape[-2] if self.is_initialized else 0
+        self.token_state = {
+            name: _last(tensor[:, : max(0, tensor.shape[_TOKENS] - removed)], kept)
+            for name, tensor in self.token_state.items()
+        }
         self.recent_state = {
             name: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)] for name, tensor in self.recent_state.items()
         }
@@ -118,10 +130,14 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         self._map_state(lambda tensor: tensor[indices])
 
 
+class PosencDynamicSlidingLayer(PosencDynamicLayer, DynamicSlidingWindowLayer):
+    """A cache layer that keeps the tokens of a window, with per-token state."""
+
+
 class PosencStaticLayer(_TokenState, StaticLayer):
     """A preallocated cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
         """Write the state of the tokens that `update` just added; return that of all slots, filled or not."""
         full = {}
         for name, new in fresh.items():
@@ -130,11 +146,14 @@ class PosencStaticLayer(_TokenState, StaticLayer):
                 shape = (new.shape[0], self.max_cache_len, *new.shape[2:])
                 store = torch.zeros(shape, dtype=new.dtype, device=new.device)
             store = store.to(new.device)
-            slots = torch.arange(new.shape[_TOKENS], device=new.device) + self.cumulative_length - new.shape[_TOKENS]
-            store.index_copy_(_TOKENS, slots, new)
-            full[name] = store
-        self.token_state = {name: tensor.to(self.keys.device) for name, tensor in full.items()}
+            full[name] = self._write(store, new)
+            self.token_state[name] = store.to(self.keys.device)
         return full
+
+    def _write(self, store: Tensor, new: Tensor) -> Tensor:
+        """Write fresh state into that of all slots; return the state of the tokens that `update` returned."""
+        slots = torch.arange(new.shape[_TOKENS], device=new.device) + self.cumulative_length - new.shape[_TOKENS]
+        return store.index_copy_(_TOKENS, slots, new)
 
     def last_state(self) -> dict[str, Tensor]:
         """Return the state of the last token, each `[B, 1, ...]`; zeros if there is none."""
@@ -149,7 +168,37 @@ class PosencStaticLayer(_TokenState, StaticLayer):
         self._map_state(torch.zeros_like)
 
 
-_WITH_STATE: dict[type, type] = {DynamicLayer: PosencDynamicLayer, StaticLayer: PosencStaticLayer}
+class PosencStaticSlidingLayer(PosencStaticLayer, StaticSlidingWindowLayer):
+    """A preallocated cache layer that keeps the tokens of a window, with per-token state."""
+
+    def _write(self, store: Tensor, new: Tensor) -> Tensor:
+        size, count = self.max_cache_len, new.shape[_TOKENS]
+        held = self.cumulative_length_int - count
+        if held + count <= size:
+            store[:, held : held + count] = new
+            return store
+        # One of the tokens that fill a window leaves it with the next query.
+        full = torch.cat((store[:, 1:] if held >= size else store[:, :held], new), dim=_TOKENS)
+        store.copy_(full[:, -size:])
+        return full
+
+    def last_state(self) -> dict[str, Tensor]:
+        last = max(0, min(self.cumulative_length_int, self.max_cache_len) - 1)
+        state = {name: tensor[:, last : last + 1] for name, tensor in self.token_state.items()}
+        return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
+
+
+_WITH_STATE: dict[type, type] = {
+    DynamicLayer: PosencDynamicLayer,
+    DynamicSlidingWindowLayer: PosencDynamicSlidingLayer,
+    StaticLayer: PosencStaticLayer,
+    StaticSlidingWindowLayer: PosencStaticSlidingLayer,
+}
+
+
+def _last(tensor: Tensor, count: int) -> Tensor:
+    """Return the state of the last tokens; of all if they are no more."""
+    return tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
 
 
 def mark_packed(output: Any) -> None:
@@ -168,7 +217,8 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
     if not getattr(cache, "posenc_packed", False):
         return None
     whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    slot: Any = next(layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state)
+    filled = [layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state]
+    slot: Any = max(filled, key=lambda layer: layer.token_state["positions"].shape[_TOKENS])  # not a sliding one
     if isinstance(slot, PosencStaticLayer):
         raise CacheError(
             "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
@@ -200,7 +250,7 @@ def update(
     """Add fresh tokens to one layer of a cache.
 
     Args:
-        cache: A dynamic or static cache; of an encoder-decoder cache, the self-attention part is used.
+        cache: A dynamic or static cache, sliding or not; of an encoder-decoder cache, the self-attention part is used.
         layer: Index of the layer.
         k: Fresh keys `[B, G, new, D]`.
         v: Fresh values `[B, G, new, D]`.
@@ -228,7 +278,7 @@ def update(
         # Layers before this one will be cropped before it.
         for index in range(layer):
             _give_state(cache, index)
-    complete = filled.append_state(state)
+    complete = filled.append_state(state, keys.shape[-2])
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:

@@ -183,7 +183,7 @@ def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Stored]]:
         return dict(file.metadata() or {}), tensors
 
 
-def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
+def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
     """Return all tensors in the weight files of a converted checkpoint by name, from the files' headers alone.
 
     Args:
@@ -203,8 +203,8 @@ def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> di
             )
     found: dict[str, Stored] = {}
     stamps: dict[str, str | None] = {}
-    for path in files:
-        if not str(path).endswith(".safetensors"):
+    for path in map(str, files):
+        if not path.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path} is no safetensors file, and converted checkpoints are loaded from these only: others can be "
                 "neither checked before they are read, nor told to belong to config.json. Save the model again with "
@@ -216,7 +216,7 @@ def read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> di
             raise unreadable(path, error) from error
         except OSError as error:
             raise CheckpointError(f"Cannot read the weights in {path} ({error}). Get the missing file.") from error
-        stamps[str(path)] = metadata.get(DIGEST)
+        stamps[path] = metadata.get(DIGEST)
         found |= tensors
     # Checkpoints of earlier releases have no digest, and tools that rewrite weights drop it from all files.
     known = digests(config) if any(stamps.values()) else [None]
@@ -250,21 +250,15 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         )
     if files:
         shards = (load_config.sharded_metadata or {}).get("weight_map", {}).values()
-        stored = read_headers(files, shards, model.config)
+        stored = _read_headers(files, shards, model.config)
     elif state_dict:
         stored = {n: Stored(tuple(x.shape), x.is_floating_point()) for n, x in state_dict.items()}
     else:
         return  # An empty state dict asks for a freshly initialised model.
     wanted = model.state_dict(keep_vars=True)
-    found: dict[str, Stored] = {}
-    # Quantised and merged tensors have names and shapes of their own.
-    exact = load_config.hf_quantizer is None
-    for name, tensor in stored.items():
-        target, merged = _target(name, model, wanted, mapping)
-        found[target] = tensor
-        exact = exact and not merged
-    misshapen = [n for n, tensor in found.items() if n in wanted and not _fits(tensor, wanted[n])]
-    # One of several tied tensors is enough.
+    targets = {name: _target(name, model, wanted, mapping) for name in stored}
+    found = {target: stored[name] for name, (target, _) in targets.items()}
+    # Only one of several tied tensors has to be there.
     tied = getattr(model, "all_tied_weights_keys", {})
     present = {tied.get(name, name) for name in found}
     left = SimpleNamespace(
@@ -272,22 +266,32 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         unexpected_keys=set(found) - set(wanted),
     )
     model._adjust_missing_and_unexpected_keys(left)
-    missing, unknown = owed(model, left.missing_keys, mapping), _of_layers(model, left.unexpected_keys)
-    lists = [missing, unknown, misshapen]
-    if not exact:
+    lists = [
+        owed(model, left.missing_keys, mapping),
+        _of_layers(model, left.unexpected_keys),
+        [
+            misshapen(name, tensor.shape, _shape(wanted[name]))
+            for name, tensor in found.items()
+            if name in wanted and not _fits(tensor, wanted[name])
+        ],
+    ]
+    if load_config.hf_quantizer is not None or any(merged for _, merged in targets.values()):
+        # Quantised and merged tensors have names and shapes of their own.
         lists = [[name for name in names if is_of_scheme(name)] for names in lists]
-    check_complete(source, *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
+    check_complete(f"checkpoint {source}", *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
 
 
 def owed(model: Any, missing: Iterable[str], mapping: Iterable[Any] = ()) -> list[str]:
     """Return the missing tensors that a checkpoint should have, leaving out a head that it was saved without."""
     saved = model.config.architectures or ()
-    is_same = type(model).__name__.removeprefix("FSDP") in saved
     architecture, wanted = of_model(model), model.state_dict(keep_vars=True)
     bodies = architecture.stacks(model).values()
-    inside = {id(x) for body in bodies for x in body.state_dict(keep_vars=True).values()}
     layers = [layer for body in bodies for layer in architecture.layers(body)]
-    in_layers = {id(x) for layer in layers for x in layer.state_dict(keep_vars=True).values()}
+    inside, in_layers = (
+        {id(tensor) for module in modules for tensor in module.state_dict(keep_vars=True).values()}
+        for modules in (bodies, layers)
+    )
+    is_same = type(model).__name__.removeprefix("FSDP") in saved
     sure = [name for name in missing if id(wanted.get(name)) in in_layers or is_of_scheme(name)]
     rest = [name for name in missing if (is_same or id(wanted.get(name)) in inside) and name not in sure]
     kinds: list[Any] = [kind for kind in architecture.twins.values() if kind.__name__ in saved]
@@ -322,59 +326,68 @@ def _target(name: str, model: Any, wanted: dict[str, Any], mapping: Iterable[Any
     return target, pattern is not None
 
 
+def _shape(wanted: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter. DeepSpeed keeps the full one of a partitioned parameter apart."""
+    return tuple(getattr(wanted, "ds_shape", wanted.shape))
+
+
 def _fits(stored: Stored, wanted: Any) -> bool:
-    """Whether a checkpoint's tensor fits one of a model. DeepSpeed keeps the full shape of a partitioned one apart."""
-    shape = tuple(getattr(wanted, "ds_shape", wanted.shape))
-    return stored.shape == shape and (stored.floating or not wanted.is_floating_point())
+    return stored.shape == _shape(wanted) and (stored.floating or not wanted.is_floating_point())
+
+
+_FOREIGN = "config.json and the weights do not belong together: restore both"
+_INCOMPLETE = (
+    "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, too, the "
+    "file is incomplete, or the weights are those of an unconverted model: save it again"
+)
+_ACCEPT = "Restore both, or pass ignore_mismatched_sizes=True to start them from scratch"
 
 
 def check_complete(
-    source: object, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str], *, accepts_misshapen: bool
+    source: str,
+    missing: Sequence[str],
+    unknown: Sequence[str] = (),
+    misshapen: Sequence[str] = (),
+    *,
+    accepts_misshapen: bool = False,
+    remedy: str | None = None,
 ) -> None:
-    """Raise if a checkpoint does not hold the tensors that its config asks for.
+    """Raise if a checkpoint or an adapter does not hold the tensors that its config asks for.
 
     Args:
-        source: Path or name of the checkpoint.
-        missing: Tensors of the model that the checkpoint lacks.
-        unknown: Tensors of the checkpoint that the model lacks.
-        misshapen: Tensors of another shape, or without floating-point numbers.
+        source: What it is, with its path or name.
+        missing: Tensors of the model that it lacks.
+        unknown: Tensors in it that the model lacks.
+        misshapen: Results of the function `misshapen`.
         accepts_misshapen: Whether the user accepts those, except in schemes (`ignore_mismatched_sizes`).
+        remedy: What to do; `None` for that of checkpoints.
 
     Raises:
         CheckpointError: transformers would initialise the missing parameters and drop the unknown ones.
     """
-    for names, (what, remedy) in zip((missing, unknown, misshapen), _REMEDIES, strict=True):
-        ours = [name for name in names if is_of_scheme(name)]
-        if ours:
+    kinds = (
+        ("misses", missing, _INCOMPLETE, _INCOMPLETE),
+        ("has unknown", unknown, _FOREIGN, _FOREIGN),
+        ("has misshapen", misshapen, _FOREIGN, _ACCEPT),
+    )
+    for whose in ("positional scheme", "model"):
+        for what, names, *remedies in kinds:
+            ours = sorted(name for name in names if is_of_scheme(name) == (whose == "positional scheme"))
+            if not ours or (whose == "model" and names is misshapen and accepts_misshapen):
+                continue
+            more = f" and {len(ours) - 3} more" if len(ours) > 3 else ""
             raise CheckpointError(
-                f"The checkpoint {source} {what} weights of the positional scheme: {_shown(ours)}. {remedy}."
+                f"The {source} {what} weights of the {whose}: {', '.join(ours[:3])}{more}. "
+                f"{remedy or remedies[whose == 'model']}."
             )
-    for names, (what, remedy) in zip((missing, unknown), _REMEDIES[:2], strict=True):
-        if names := list(names):
-            raise CheckpointError(f"The checkpoint {source} {what} weights of the model: {_shown(names)}. {remedy}.")
-    if not accepts_misshapen and (names := list(misshapen)):
-        raise CheckpointError(
-            f"The checkpoint {source} has weights of another shape than config.json says, or of whole numbers: "
-            f"{_shown(names)}. Restore both, or pass ignore_mismatched_sizes=True to start them from scratch."
-        )
 
 
-_REMEDIES = (
-    (
-        "misses",
-        "Load it with the class that config.json names, since others may call its parts otherwise; if that fails, "
-        "too, the file is incomplete, or the weights are those of an unconverted model: save it again",
-    ),
-    ("has unknown", "config.json and the weights do not belong together: restore both"),
-    ("has misshapen", "config.json and the weights do not belong together: restore both"),
-)
+def misshapen(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Return the name of a tensor that does not fit, with the reason."""
+    shape = f"{list(found)}, expected {list(expected)}"
+    return f"{name} ({'whole numbers' if found == expected else shape})"
 
 
 def is_of_scheme(name: str) -> bool:
     """Whether a tensor is a weight of a positional scheme, by its name."""
     return ".hf_posenc" in f".{name}"
-
-
-def _shown(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,10 +71,12 @@ class Context:
         strength: Strength of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
         native_parameters: The trained tensors that it reads.
-        native_rotation: Cosines and sines of the model's own rotation at part of its strength; `None` at full strength.
+        native_rotation: Cosines and sines of the model's own rotation at part of its strength, by type of layer (the
+            empty string where there is one rotation); empty at full strength.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The present layer's share of it.
+        ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
         packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
             one sequence.
     """
@@ -85,13 +87,14 @@ class Context:
     strength: float = 1.0
     native_score: Callable[[Tensor, Block], Tensor] | None = None
     native_parameters: tuple[Tensor, ...] = ()
-    native_rotation: tuple[Tensor, Tensor] | None = None
+    native_rotation: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     passes_native_bias: bool = False
     real: Tensor | None = None
     carried: dict[int, Tensor | None] = field(default_factory=dict)
     passage: Passage | None = None
     coords: Tensor | None = None
     packed: Tensor | None = None
+    ruled: bool = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
@@ -99,10 +102,10 @@ class Context:
             return self
         real = None if self.real is None else self.real.to(device, non_blocking=non_blocking)
         coords = None if self.coords is None else self.coords.to(device, non_blocking=non_blocking)
-        rotation = self.native_rotation
-        if rotation is not None:
-            cos, sin = rotation
-            rotation = cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking)
+        rotation = {
+            kind: (cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking))
+            for kind, (cos, sin) in self.native_rotation.items()
+        }
         positions = self.positions.to(device, non_blocking=non_blocking)
         return replace(self, positions=positions, coords=coords, real=real, native_rotation=rotation)
 
@@ -275,7 +278,7 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
     if not wanted:
         raise PositionError(
             "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a "
-            "scheme that has axes (rope2d, liere, comrope_ap, comrope_ld)."
+            "scheme that has the option axes."
         )
     shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
     if (

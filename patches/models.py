@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc import registry
 from hf_posenc.errors import CheckpointError, DirectionError, LayerSelectionError, OptionError, UnknownSchemeError
-from hf_posenc.patches import belonging, checkpoint, companions, record, surgery, unsaved
+from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.directories import storing, whole_files
 from hf_posenc.patches.seams import check_backend, with_signature_of
@@ -102,7 +104,7 @@ class PosencModel:
         if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
             # Headers do not tell all, for instance of quantised weights.
             missing = checkpoint.owed(model, info["missing_keys"])
-            checkpoint.check_complete(pretrained_model_name_or_path, missing, (), (), accepts_misshapen=True)
+            checkpoint.check_complete(f"checkpoint {pretrained_model_name_or_path}", missing)
         # Loading makes new parameters, all trainable.
         architecture = of_model(model)
         for body in architecture.stacks(model).values():
@@ -119,11 +121,13 @@ class PosencModel:
             if expected_keys is None:
                 checkpoint.check_stored(model, state_dict, checkpoint_files, load_config)
             return load(model, state_dict, checkpoint_files, load_config, expected_keys)
-        from hf_posenc.patches import adapters
-
-        with adapters.loading(model, checkpoint_files) as unused:
+        # Adapters on patched models have configurations of this package, which check their own weights.
+        with contextlib.ExitStack() as checked:
+            for name, adapter in model.peft_config.items():
+                checked.enter_context(adapter.loading(model, name, checkpoint_files))
             found = load(model, state_dict, checkpoint_files, load_config, expected_keys)
-            unused += found[0].unexpected_keys
+            for adapter in model.peft_config.values():
+                adapter.refuse_unused(found[0].unexpected_keys, checkpoint_files)
         return found
 
     def save_pretrained(
@@ -156,11 +160,9 @@ class PosencModel:
             with storing(folder, needed=size) if in_place else whole_files(folder, needed=size, stale=_SHARD) as fresh:
                 place = save_directory if fresh is None else fresh
                 super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
-                if is_main_process and getattr(self, "peft_config", None):
-                    # PEFT writes the weights after the configuration, which so far was bound to none or to old ones.
-                    from hf_posenc.patches import binding
-
-                    binding.bind(Path(place))
+                # The weights of an adapter are written after its configuration, which so far is bound to older ones.
+                for adapter in getattr(self, "peft_config", {}).values() if is_main_process else ():
+                    adapter.bind(Path(place))
         finally:
             undo.roll_back()
         if is_main_process:
@@ -179,7 +181,7 @@ class PosencModel:
             self.config,
             type(self).__name__.removeprefix("FSDP").removeprefix("Posenc"),
             starts(self),
-            unsaved.origin(self.config),
+            belonging.origin(self.config),
         )
 
     @classmethod
@@ -232,7 +234,8 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
     surgery.swap_classes(undo, architecture, model, layers)
     for group in groups:
         try:
-            built = surgery.build_group(architecture, model, group, is_new=is_new)
+            info = registry.get(group.scheme)
+            built = surgery.build_group(architecture, model, group, info, is_new=is_new)
         except (DirectionError, LayerSelectionError) as error:
             raise CheckpointError(f"config.json has a scheme where it cannot be. {error} {_RESTORE}") from error
         except OptionError as error:

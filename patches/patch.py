@@ -1,4 +1,4 @@
-"""`patch`, `unpatch` and `disabled`: the public operations on a loaded model."""
+"""`patch`, `unpatch`, `disabled`, and evaluation mode for a while: the operations on a loaded model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import NotPatchedError
-from hf_posenc.patches import belonging, record, surgery, unsaved
+from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.preparation import prepare, refuse_wrapped
-from hf_posenc.patches.selection import Layers
+from hf_posenc.patches.preparation import Layers, prepare, refuse_wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ def patch(
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     architecture, group = prepared.architecture, prepared.group
     with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, model)
-        unsaved.rename(undo, model)
+        belonging.own_configs(undo, architecture, model)
+        belonging.rename(undo, model)
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
         surgery.swap_classes(undo, architecture, model, chosen)
         belonging.mark_parts(undo, model)
@@ -98,8 +97,8 @@ def unpatch(model: Model) -> Model:
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, model)
-        unsaved.rename_stock(undo, model)
+        belonging.own_configs(undo, architecture, model)
+        belonging.rename_stock(undo, model)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
             surgery.release(undo, architecture, body, patched)
@@ -142,3 +141,18 @@ def disabled(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         DISABLED.modules -= mine
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a while; afterwards restore the mode of each module.
+
+    `train(True)` would not restore it: parts of a model in training, such as frozen ones, may be in evaluation mode.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

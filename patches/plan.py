@@ -1,4 +1,4 @@
-"""`plan`, a dry run of a patch, and `verify`, the proof that a patch is active."""
+"""`plan`, a dry run of a patch; `verify`, the proof that it is active; `explain`, how its attention is computed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import attention
-from hf_posenc.errors import NotPatchedError
+from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.models import describe_start, schemes_of
-from hf_posenc.patches.modes import evaluating
-from hf_posenc.patches.patch import disabled
-from hf_posenc.patches.preparation import Preparation, prepare
-from hf_posenc.patches.selection import Layers
+from hf_posenc.patches.patch import disabled, evaluating
+from hf_posenc.patches.preparation import Layers, Preparation, prepare
 from hf_posenc.scheme import Scheme
 
 # Positions are cached as int64.
@@ -287,3 +285,101 @@ def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.T
 
 def _short(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"
+
+
+@dataclass(frozen=True)
+class LayerExecution:
+    """The execution of one layer's attention.
+
+    Attributes:
+        stack: Name of the stack.
+        layer: Index of the layer in it.
+        scheme: Name of its scheme.
+        sequence: The executor for a whole sequence, with the form in which positions enter in parentheses.
+        step: The executor for one more token with a cache; `None` in encoders.
+    """
+
+    stack: str
+    layer: int
+    scheme: str
+    sequence: str
+    step: str | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Result of `explain`.
+
+    Attributes:
+        layers: One entry per patched layer.
+        length: Number of tokens in the sequence.
+    """
+
+    layers: tuple[LayerExecution, ...]
+    length: int
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':<16} {'scheme':<16} {f'{self.length} tokens':<28} one more token"]
+        lines += [f"{f'{x.stack} {x.layer}':<16} {x.scheme:<16} {x.sequence:<28} {x.step or '-'}" for x in self.layers]
+        return "\n".join(lines)
+
+
+def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
+    """Say which executor computes the attention of each patched layer, by running the model once.
+
+    The choice depends on the scheme, the length, the device, the dtype and the attention implementation of the model;
+    padding, explicit positions or dropout may change it too. `model.set_attn_implementation("eager")` makes it dense.
+
+    Args:
+        model: A patched model.
+        length: Tokens of the sequence to run. Images have their own length.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        OptionError: The length is no positive number.
+        PositionError: The model has no positions for that many tokens and one more.
+    """
+    if not surgery.is_patched(model):
+        raise NotPatchedError(f"explain: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
+    architecture = of_model(model)
+    groups = record.from_config(model.config)
+    found: list[LayerExecution] = []
+    try:
+        with evaluating(model):
+            for stack, body in architecture.stacks(model).items():
+                schemes = {
+                    layer: group.scheme
+                    for group in groups
+                    if stack in group.stacks
+                    for layer in group.stacks[stack].layers
+                }
+                sequence, step = _choices(body, architecture.example(body), length)
+                found += [
+                    LayerExecution(stack, layer, schemes[layer], str(whole), None if one is None else str(one))
+                    for layer, whole, one in zip(sorted(schemes), sequence, step, strict=True)
+                ]
+    except PositionError as error:
+        raise PositionError(
+            f"explain: length={length} and one more token: {error} Or pass a smaller length."
+        ) from error
+    return Explanation(tuple(found), length)
+
+
+def _choices(
+    body: Any, example: dict[str, Any], length: int
+) -> tuple[list[attention.Choice], Sequence[attention.Choice | None]]:
+    """Return what ran in each patched layer of a stack for a sequence, and for one more token."""
+    tokens = example.get("input_ids")
+    if tokens is not None:
+        example = {**example, "input_ids": tokens.repeat(1, -(-length // tokens.shape[1]))[:, :length]}
+    with torch.no_grad(), attention.recorded() as sequence:
+        body(**example)
+    if tokens is None or not body.is_causal_stack():
+        return sequence, [None] * len(sequence)
+    with torch.no_grad():
+        cache = body(**example, use_cache=True).past_key_values
+        with attention.recorded() as step:
+            body(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+    return sequence, step

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +23,10 @@ from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.record import Group, Native, Part
 from hf_posenc.patches.seams import check_backend
-from hf_posenc.patches.selection import Layers, choose_layers, choose_stacks, divide, free_id
 from hf_posenc.scheme import Scheme
+
+# A selection of layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
+Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
 
 _OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
 
@@ -37,7 +40,6 @@ class Preparation:
         group: The new group.
         built: Its schemes, by stack and layer.
         kept: Earlier groups that stay.
-        replaced: Earlier groups whose layers are all given to the new one.
         warnings: Warnings for the user.
     """
 
@@ -45,7 +47,6 @@ class Preparation:
     group: Group
     built: dict[str, dict[int, Scheme]]
     kept: list[Group]
-    replaced: list[Group]
     warnings: list[str]
 
     @property
@@ -74,9 +75,35 @@ def prepare(
         raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
     registry.check_options(info, options)
     check_backend(getattr(model.config, "_attn_implementation", None))
-    bodies = choose_stacks(architecture, model, stacks)
+    bodies = _choose_stacks(architecture, model, stacks)
     chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
-    check_layers(architecture, bodies, chosen)
+    _check_layers(architecture, bodies, chosen)
+    _check_directions(architecture, model, bodies, info)
+    kept = _kept(record.from_config(model.config), chosen)
+    if any(group.native != native for group in kept) and not architecture.native_per_layer:
+        raise LayerSelectionError(
+            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
+            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
+            "Use the same, or unpatch first."
+        )
+    neutral = info.cls.neutral_options or {}
+    # The caller already decided on the start if an option is given that a neutral start would set.
+    if native == "keep" and neutral.keys().isdisjoint(options):
+        options = {**neutral, **options}
+    taken = {group.id for group in kept}
+    number = next(number for number in range(len(taken) + 1) if number not in taken)
+    parts = {name: Part(layers, options) for name, layers in chosen.items()}
+    draft = Group(number, scheme, cast("Native", native), parts)
+    built = surgery.build_group(architecture, model, draft, info)
+    resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
+    group = Group(draft.id, scheme, draft.native, resolved)
+    return Preparation(architecture, group, built, kept, _warnings(architecture, bodies, group, kept, built))
+
+
+def _check_directions(
+    architecture: Architecture, model: Any, bodies: dict[str, nn.Module], info: registry.SchemeInfo
+) -> None:
+    """Raise if the scheme is not defined for the direction of a stack."""
     for name, body in bodies.items():
         direction: registry.Direction = "causal" if architecture.geometry(body, 0).causal else "bidirectional"
         if direction == "causal" and getattr(model.config, "is_causal", True) is False:
@@ -85,43 +112,22 @@ def prepare(
                 "attention only. Use a model whose tokens see earlier ones."
             )
         if direction not in info.directions:
+            remedy = "Choose another scheme, see hf_posenc.schemes()."
+            if len(architecture.stacks(model)) > 1:
+                remedy = "Pass stacks='decoder' to leave the encoder as it is."
             raise DirectionError(
-                f"{scheme} is defined for {' and '.join(info.directions)} attention, and the {name} is {direction}. "
-                + (
-                    "Pass stacks='decoder' to leave the encoder as it is."
-                    if len(architecture.stacks(model)) > 1
-                    else "Choose another scheme, see hf_posenc.schemes()."
-                )
+                f"{info.name} is defined for {' and '.join(info.directions)} attention, and the {name} is {direction}. "
+                f"{remedy}"
             )
-    kept, replaced = divide(record.from_config(model.config), chosen)
-    check_native(architecture, native, kept)
-    if native == "keep" and info.cls.neutral_options:
-        options = {**info.cls.neutral_options, **options} if not exclusive(info, options) else options
-    draft = Group(free_id(kept), scheme, _native(native), {n: Part(c, options) for n, c in chosen.items()})
-    built = surgery.build_group(architecture, model, draft)
-    group = Group(
-        draft.id,
-        scheme,
-        draft.native,
-        {name: Part(chosen[name], next(iter(schemes.values())).options()) for name, schemes in built.items()},
-    )
-    warnings = advise(architecture, bodies, group, kept, built)
-    return Preparation(architecture, group, built, kept, replaced, warnings)
 
 
-def exclusive(info: registry.SchemeInfo, options: dict[str, Any]) -> bool:
-    """Whether the caller already decided on the start: an option that a neutral start would set is given."""
-    return any(name in options for name in info.cls.neutral_options or {})
-
-
-def advise(
+def _warnings(
     architecture: Architecture,
     bodies: dict[str, nn.Module],
     group: Group,
     kept: list[Group],
     built: dict[str, dict[int, Scheme]],
 ) -> list[str]:
-    """Return the warnings of a patch."""
     found = []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
@@ -137,17 +143,71 @@ def advise(
     return found
 
 
-def check_native(architecture: Architecture, native: str, kept: list[Group]) -> None:
-    """Raise if an encoding that is there for all layers or for none would be both kept and removed."""
-    if any(group.native != native for group in kept) and not architecture.native_per_layer:
+# -- stacks and layers -------------------------------------------------------------------------------------------------
+
+
+def _choose_stacks(
+    architecture: Architecture, model: nn.Module, stacks: str | Sequence[str] | None
+) -> dict[str, nn.Module]:
+    """Return the chosen bodies by stack name."""
+    bodies = architecture.stacks(model)
+    if stacks is None:
+        return bodies
+    wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
+    if not wanted or any(name not in bodies for name in wanted):
         raise LayerSelectionError(
-            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
-            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
-            "Use the same, or unpatch first."
+            f"stacks={stacks!r}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
         )
+    return {name: body for name, body in bodies.items() if name in wanted}
 
 
-def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chosen: dict[str, tuple[int, ...]]) -> None:
+def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
+    """Turn a selector into sorted layer indices.
+
+    Raises:
+        LayerSelectionError: It is malformed, out of range, or matches nothing.
+    """
+    everything = range(count)
+    malformed = LayerSelectionError(
+        f"layers={layers!r}: expected a list of indices, a slice, 'every:N' or a function of the index."
+    )
+    if layers is None:
+        chosen: Iterable[int] = everything
+    elif isinstance(layers, slice):
+        try:
+            chosen = everything[layers]
+        except (TypeError, ValueError):
+            raise malformed from None
+    elif isinstance(layers, str):
+        kind, _, step = layers.partition(":")
+        if kind != "every" or not step.isdecimal() or int(step) < 1:
+            raise malformed
+        chosen = everything[int(step) - 1 :: int(step)]
+    elif callable(layers):
+        chosen = [index for index in everything if layers(index)]
+    elif isinstance(layers, Iterable):
+        chosen = [_index(layers, name, count) for name in layers]
+        if len(set(chosen)) < len(chosen):
+            raise LayerSelectionError(f"layers={layers!r} names a layer twice.")
+    else:
+        raise malformed
+    if not list(chosen):
+        raise LayerSelectionError(f"layers={layers!r} matches none of the {count} layers.")
+    return tuple(sorted(chosen))
+
+
+def _index(layers: object, name: Any, count: int) -> int:
+    """Return a whole number of any library (numpy, torch) as the index of a layer."""
+    try:
+        index = count if isinstance(name, bool) else operator.index(name)
+    except TypeError:
+        index = count
+    if not -count <= index < count:
+        raise LayerSelectionError(f"layers={layers!r}: {name!r} is no layer; the stack has layers 0 to {count - 1}.")
+    return index % count
+
+
+def _check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chosen: dict[str, tuple[int, ...]]) -> None:
     """Raise unless every chosen attention is a plain one of the architecture, with all it needs."""
     for name, body in bodies.items():
         attentions = architecture.attentions(body)
@@ -168,15 +228,35 @@ def check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chose
                 )
 
 
+def _kept(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> list[Group]:
+    """Return the earlier groups that stay.
+
+    Raises:
+        LayerSelectionError: A group would lose some of its layers but not all.
+    """
+    ours = {(name, layer) for name, part in chosen.items() for layer in part}
+    for group in groups:
+        lost = group.places() & ours
+        if lost and lost != group.places():
+            name, layer = min(lost)
+            raise LayerSelectionError(
+                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers "
+                "layers outside this selection. Select all of its layers or none of them, or unpatch first."
+            )
+    return [group for group in groups if group.places().isdisjoint(ours)]
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
 def refuse_wrapped(model: object) -> None:
     """Raise if the model is inside a wrapper, which would keep running the unpatched model."""
     advice = "Patch the plain model first, then wrap it."
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
-    names = _class_names(model)
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
-    if any(name.startswith("peft.") for name in names) or _has_adapters(model):
+    if any(name.startswith("peft.") for name in _class_names(model)) or _has_adapters(model):
         raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
     for name, module in model.named_modules():
         kinds = _class_names(module)
@@ -198,7 +278,3 @@ def _has_adapters(model: nn.Module) -> bool:
     # A tuner cannot be in the model unless its package is loaded.
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
-
-
-def _native(value: str) -> Native:
-    return "keep" if value == "keep" else "remove"

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
-from hf_posenc.patches.blend import Blended
 from hf_posenc.patches.context import (
     Context,
     Passage,
@@ -31,6 +30,7 @@ from hf_posenc.patches.context import (
     this_thread,
 )
 from hf_posenc.patches.record import FULL, Strengths
+from hf_posenc.patches.strength import Blended
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Scheme
 
@@ -124,7 +124,7 @@ class PosencAttention:
         context = layer.context
         if context.strength != 1:
             scheme = Blended(scheme, context.strength)
-        operands = self.project_heads(layer.hidden)
+        operands = layer.operands or self.project_heads(layer.hidden)
         tokens = layer.tokens(operands[0].device, common, host=lambda x: self.project_heads(x)[:2])
         call = self._call(scheme, layer, scheme.project(tokens, *operands), tokens.positions)
         del operands  # only their projection is needed
@@ -177,10 +177,12 @@ class PosencAttention:
             content_q=content_q,
             content_k=None if content_k is None else content_k.transpose(1, 2),
             native_score=context.native_score if kept else None,
-            parameters=context.native_parameters if kept else (),
+            parameters=(*(context.native_parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
+            softcap=layer.softcap,
+            sinks=layer.sinks,
             dropout=layer.dropout,
             upcast=layer.upcast,
-            need_weights=layer.need_weights or self.config._attn_implementation == "eager",
+            need_weights=layer.need_weights or vars(self)["config"]._attn_implementation == "eager",
         )
 
 
@@ -201,6 +203,10 @@ class LayerCall:
         upcast: Multiply queries and keys in float32.
         rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
             projection.
+        operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
+        window: Distance from which keys are hidden; `None` hides none.
+        softcap: See `Call`.
+        sinks: See `Call`.
     """
 
     context: Context
@@ -214,6 +220,10 @@ class LayerCall:
     index: int | None = None
     upcast: bool = False
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    operands: tuple[Tensor, Tensor, Tensor] | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def tokens(
         self, device: torch.device, common: Scheme | None, host: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -238,12 +248,17 @@ class LayerCall:
     def visible(self, q: Tensor, k: Tensor) -> Mask:
         """Return the visibility of all keys, those of the cache included."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
-        if self.mask is None:
-            return Mask("slots" if self.causal and queries > 1 else "all")
-        if self.causal and self.context.real is not None and keys == queries:
-            # The padding and the order of slots say the same as the mask that was made from them.
-            return Mask("slots", keep=self.context.real[:, None, None])
-        return from_tensor(self.mask, rule="all", batch=batch, heads=heads, q=queries, k=keys)
+        # A window that is longer than the sequence hides nothing.
+        window = self.window if self.window is not None and self.context.reach >= self.window else None
+        real = self.context.real
+        if self.mask is None or (self.causal and self.context.ruled and keys == queries):
+            # Padding and the order of slots say the same as the mask that was made from them.
+            rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
+            keep = None if real is None or self.mask is None else real[:, None, None]
+            return Mask(rule, keep=keep, window=window)
+        # The mask of packed sequences is that of all tokens; a sliding cache returns the last of them.
+        mask = self.mask[..., max(0, self.mask.shape[-1] - keys) :]
+        return from_tensor(mask, rule="all", batch=batch, heads=heads, q=queries, k=keys, window=window)
 
 
 class PosencLayer:
@@ -280,7 +295,7 @@ class PosencLayer:
         def take(module: nn.Module, args: Any, output: Tensor) -> None:
             # Other threads run the same module, with hooks of their own.
             if is_this_thread(thread):
-                fed.append(output)
+                fed.append(output[0] if isinstance(output, tuple) else output)
 
         handle = self.feed_forward().register_forward_hook(take)
         try:
@@ -351,7 +366,9 @@ class PosencBody(Switch):
         if call.get("cache") is not None:
             raise CacheError(NO_CONTINUOUS_BATCHING)
         batch, length = inputs.shape[:2]
-        given, mask, cache = self.given_positions(call), call.get("attention_mask"), call.get("past_key_values")
+        given, cache = self.given_positions(call), call.get("past_key_values")
+        # A dict has the masks of generation, one for each type of layer.
+        mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
         past = tokens_in(cache)
         check_mask(mask)
         positions = resolve_positions(given, mask, past, batch, length, inputs.device)
@@ -361,17 +378,16 @@ class PosencBody(Switch):
         real = call.pop(REAL, None)
         if real is None:
             real = real_tokens(mask, past, length)
-        context = self.context(positions, reach, real, coords)
+        ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
+        context = replace(self.context(positions, reach, real, coords), ruled=ruled)
         held = token_cache.packed_positions(cache)
-        if (mask is None or mask.ndim == 2) and (
-            held is not None or (given is not None and length > 1 and not int(past))
-        ):
+        if ruled and (held is not None or (given is not None and length > 1 and not int(past))):
             packed = packed_sequences(positions, held, real, is_given=given is not None)
             if packed is not None:
                 call["attention_mask"] = same_sequence(
                     packed[:, -length:], packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype()
                 )
-                context = replace(context, packed=packed[:, -length:])
+                context = replace(context, packed=packed[:, -length:], ruled=False)
             elif mask is None and held is None and bool((positions.diff(dim=-1) != 1).any()):
                 # transformers takes any jump for the start of a sequence, unless there is a mask.
                 call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)

@@ -1,15 +1,22 @@
-"""Gradual replacement of a model's own encoding by a scheme."""
+"""A scheme and a model's own encoding at part of their strength, while one takes over from the other."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import NotPatchedError, OptionError
-from hf_posenc.patches import belonging, record, surgery, unsaved
+from hf_posenc.operands import Block, Projection, Tokens
+from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.record import Group, Strengths
+from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Bias, Locality
 
 
 def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
@@ -58,7 +65,7 @@ def drop_native(model: PreTrainedModel) -> None:
     Raises:
         NotPatchedError: The model is not patched.
     """
-    groups = [dataclasses.replace(group, native="remove") for group in _groups(model, "drop_native")]
+    groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
     architecture = of_model(model)
     with surgery.all_or_nothing() as undo:
         for body in architecture.stacks(model).values():
@@ -82,6 +89,73 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
 def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
     with surgery.all_or_nothing() as undo:
         surgery.set_strengths(undo, of_model(model), model, strengths)
-        unsaved.rename(undo, model)
+        belonging.rename(undo, model)
         for config in surgery.configs(model):
             undo.set(config, "posenc", record.to_dict(groups, strengths))
+
+
+class Blended(Scheme):
+    """A scheme whose effect at every seam is interpolated, from none (0) to full (1).
+
+    It holds the scheme for one call; what a scheme hands to the cache or to the next layer is not blended.
+
+    Args:
+        scheme: The scheme.
+        strength: From 0 to 1.
+    """
+
+    def __init__(self, scheme: Scheme, strength: float) -> None:
+        super().__init__(scheme.geometry)
+        self.scheme, self.strength = scheme, strength
+        self.reads_keys, self.history = scheme.reads_keys, scheme.history
+
+    def overrides(self, seam: str) -> bool:
+        return self.scheme.overrides(seam)
+
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
+        return self._between(inputs, self.scheme.embed(inputs, positions, coords))
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        there = self.scheme.project(tokens, q, k, v)
+        return replace(there, q=self._between(q, there.q), k=self._between(k, there.k), v=self._between(v, there.v))
+
+    def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        there = self.scheme.recall(k, state)
+        if there is k:
+            return k
+        # A scheme whose keys differ by query head has more of them.
+        return self._between(k.repeat_interleave(there.shape[1] // k.shape[1], dim=1), there)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return self._between(logits, self.scheme.score(logits, q, k, block))
+
+    def weigh(self, logits: Tensor, block: Block) -> Tensor:
+        keys = logits.shape[-1]
+        weights = self.scheme.weigh(logits, block)
+        here = self._between(super().weigh(logits, block), weights[..., :keys])
+        return torch.cat((here, self.strength * weights[..., keys:]), dim=-1) if weights.shape[-1] > keys else here
+
+    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
+        there, width = self.scheme.mix(weights, v, block), v.shape[-1]
+        here = self._between(grouped_matmul(weights[..., : v.shape[2]], v), there[..., :width])
+        return torch.cat((here, there[..., width:]), dim=-1) if there.shape[-1] > width else here
+
+    def added(self) -> Bias | None:
+        there = self.scheme.added()
+        return None if there is None else there.scaled(self.strength)
+
+    def locality(self) -> Locality | None:
+        there = self.scheme.locality()
+        return None if there is None else there.scaled(self.strength)
+
+    def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
+        return self.scheme.carry(output, tokens)
+
+    def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
+        return self._between(output[..., : self.geometry.head_dim], self.scheme.finish(output, hidden))
+
+    def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
+        return self.scheme.feed(carried, fed)
+
+    def _between(self, nothing: Tensor, there: Tensor) -> Tensor:
+        return there if there is nothing else torch.lerp(nothing.to(there), there, self.strength)

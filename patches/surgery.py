@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc import registry
 from hf_posenc.errors import ArchitectureError, LayerSelectionError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import Group, Strengths
+from hf_posenc.registry import SchemeInfo, make
 from hf_posenc.scheme import Scheme
 
 # Where schemes live: on each attention, or, shared by the layers of a stack, once on its body.
@@ -171,7 +171,7 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
 
 
 def build_group(
-    architecture: Architecture, model: nn.Module, group: Group, *, is_new: bool = False
+    architecture: Architecture, model: nn.Module, group: Group, info: SchemeInfo, *, is_new: bool = False
 ) -> dict[str, dict[int, Scheme]]:
     """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers.
 
@@ -180,7 +180,7 @@ def build_group(
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
 
     Raises:
-        PosencError: The scheme is unknown, or cannot be built for these layers.
+        PosencError: The scheme cannot be built for these layers.
     """
     # Without this, `torch.device("meta")` around the call would leave the schemes without values.
     where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
@@ -191,18 +191,22 @@ def build_group(
             continue
         built[name] = {}
         shared: Scheme | None = None
-        for layer in part.layers:
+        with where:
+            geometries = [architecture.geometry(body, layer) for layer in part.layers]
+        own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
+        uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
+        for layer, geometry in zip(part.layers, geometries, strict=True):
             if shared is not None:
                 built[name][layer] = shared
                 continue
             with where:
                 geometry = replace(
-                    architecture.geometry(body, layer), first=layer == part.layers[0], last=layer == part.layers[-1]
+                    geometry, first=layer == part.layers[0], last=layer == part.layers[-1], uniform=uniform
                 )
                 if is_new and geometry.native is not None:
                     blank = geometry.native.weight.to("meta")
                     geometry = replace(geometry, native=replace(geometry.native, weight=blank))
-                scheme = registry.build(group.scheme, geometry, **part.options)
+                scheme = make(info, geometry, part.options)
             if scheme.shared:
                 shared = scheme
             elif layer != part.layers[0]:
@@ -237,6 +241,8 @@ def attach(
             device = next(chain(attention.parameters(), body.parameters())).device
             undo.set(attention, "posenc_group", group.id)
             undo.set(attention, "posenc_keeps_native", group.native == "keep")
+            for attribute, value in architecture.attributes(body, layer).items():
+                undo.set(attention, attribute, value)
             common = scheme if scheme.shared else take_common(scheme)
             undo.add_module(attention, OWN, None if scheme.shared else _placed(scheme, device))
             if common is None:

@@ -395,18 +395,18 @@ def misshapen(part: str) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one tensor of LoRA gone": (
         without("layers.1.self_attn.q_proj.lora_A"),
-        r"adapter_model.safetensors misses model.layers.1.self_attn.q_proj.lora_A.weight.* save the adapter again",
+        r"adapter_model.safetensors misses .*model.layers.1.self_attn.q_proj.lora_A.weight.* save the adapter again",
     ),
     "all of LoRA gone": (without("lora_"), "adapter_model.safetensors misses .*lora_.* and "),
     "one tensor of a scheme gone": (
         without("layers.1.self_attn.hf_posenc.c"),
         "misses .*layers.1.self_attn.hf_posenc.c",
     ),
-    "LoRA misshapen": (misshapen("lora_B"), r"has .*lora_B.weight of shape \(\d+, 8\) where \(\d+, 8\) is expected"),
-    "scheme misshapen": (misshapen("hf_posenc.mlp"), r"has .*hf_posenc.mlp.* of shape .* is expected"),
+    "LoRA misshapen": (misshapen("lora_B"), r"has misshapen .*lora_B.weight \(\[\d+, 8\], expected \[\d+, 8\]\)"),
+    "scheme misshapen": (misshapen("hf_posenc.mlp"), r"has misshapen .*hf_posenc.mlp"),
     "scheme of another width": (
         lambda folder: (edit(folder, wider), binding.bind(folder)),
-        r"has .*hf_posenc.mlp.* of shape .* is expected",
+        r"has misshapen .*hf_posenc.mlp",
     ),
     "cut short": (
         cut,

@@ -397,7 +397,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> 
 def test_callers_of_transformers_catch_what_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(50, 32)}))
-    with pytest.raises(RuntimeError, match="another shape"):
+    with pytest.raises(RuntimeError, match="misshapen"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert issubclass(hf_posenc.CheckpointError, ValueError)
 
@@ -424,7 +424,7 @@ def test_a_config_cannot_demand_memory(
 def test_a_vocabulary_cannot_demand_memory(tmp_path: Path, nothing_is_read: None) -> None:
     saved(tmp_path)
     edit_config(tmp_path, lambda data: data.update(vocab_size=10**9))
-    with pytest.raises(hf_posenc.CheckpointError, match=r"another shape.*embed_tokens"):
+    with pytest.raises(hf_posenc.CheckpointError, match=r"misshapen.*embed_tokens"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -12,7 +12,7 @@ from models import DIRECTORIES, stock, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes import plots
 
 LOOKS: dict[str, Callable[[Any], object]] = {

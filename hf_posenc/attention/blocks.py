@@ -36,6 +36,7 @@ class Blocks(Executor):
     """
 
     name = "blocks"
+    reshapes = windows = True
 
     def __init__(self, rows: int | None = None) -> None:
         self.rows = rows
@@ -91,9 +92,12 @@ class BlockPlan:
 
     def rows(self) -> Iterator[Rows]:
         """Return the blocks, each with the keys that it can see."""
+        mask = self.call.mask
+        cut = mask.window is not None and not torch.compiler.is_compiling() and self.call.slots_tell_distances
         for start in range(0, self.call.queries, self.step):
             stop = min(start + self.step, self.call.queries)
-            yield Rows(start, stop, self.call.mask.keys_needed(stop, self.call.keys))
+            first = mask.first_needed(start) if cut else 0
+            yield Rows(start, stop, mask.keys_needed(stop, self.call.keys), first)
 
     def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
         """Return the output of each block, given the call with its operands."""

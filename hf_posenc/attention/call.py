@@ -38,7 +38,9 @@ class Call:
         content_q: Queries without the native rotation, if there is one.
         content_k: Keys without the native rotation, if the scheme reads them.
         native_score: Adds the model's own additive encoding to the logits of a block, where that is kept.
-        parameters: Trained tensors that `native_score` reads.
+        parameters: Trained tensors that `native_score` reads, and the sinks.
+        softcap: Bound c on the products: logits are `c * tanh(logits / c)` before the scheme sees them.
+        sinks: Logit of each head `[H]` that takes part in the softmax for no key.
         dropout: Probability that a weight is dropped; 0 outside training.
         upcast: Multiply queries and keys in float32 whatever their dtype.
         need_weights: Return the weights, too.
@@ -59,6 +61,8 @@ class Call:
     content_k: Tensor | None = None
     native_score: Callable[[Tensor, Block], Tensor] | None = None
     parameters: tuple[Tensor, ...] = ()
+    softcap: float | None = None
+    sinks: Tensor | None = None
     dropout: float = 0.0
     upcast: bool = False
     need_weights: bool = False
@@ -90,8 +94,13 @@ class Call:
     @property
     def one_softmax(self) -> bool:
         """Whether nothing but the scheme and the mask acts on the logits and weights, and operands have one dtype."""
-        plain = self.native_score is None and not self.dropout and not self.upcast
+        plain = self.native_score is None and not self.dropout and not self.upcast and not self.reshaped
         return plain and self.q.dtype == self.k.dtype == self.v.dtype
+
+    @property
+    def reshaped(self) -> bool:
+        """Whether products are capped or weights shared with sinks."""
+        return self.softcap is not None or self.sinks is not None
 
     @functools.cached_property
     def slots_tell_distances(self) -> bool:

@@ -17,7 +17,7 @@ class Dense(Executor):
     """All rows at once. It runs any call."""
 
     name = "dense"
-    gives_weights = learns_masks = True
+    gives_weights = learns_masks = reshapes = windows = True
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return True
@@ -44,7 +44,12 @@ def from_logits(
     if bias is not None:
         # After the scheme, which may do more with logits than add to them.
         logits = logits + bias
-    weights = call.scheme.weigh(logits, block).to(call.v.dtype)
+    weights = call.scheme.weigh(logits, block)
+    if call.sinks is not None and not call.scheme.overrides("weigh"):
+        # A softmax with one more logit, whose weight is dropped. Schemes with a rule of their own have no use for it.
+        seen = logits if block.keep is None else logits.masked_fill(~block.keep, -torch.inf)
+        weights = weights * torch.sigmoid(seen.logsumexp(-1, keepdim=True) - call.sinks[:, None, None])
+    weights = weights.to(call.v.dtype)
     if call.dropout:
         weights = F.dropout(weights, call.dropout)
     keys = k.shape[2]
@@ -62,6 +67,8 @@ def logits_of(call: Call, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     if call.upcast:
         q, k = q.to(call.precise), k.to(call.precise)
     logits = grouped_matmul(q, k.transpose(-1, -2)).to(call.precise) * call.scale
+    if call.softcap is not None:
+        logits = torch.tanh(logits / call.softcap) * call.softcap
     if call.native_score is not None:
         logits = call.native_score(logits, block)
     # With `upcast`, the scheme gets the widened operands, too.

@@ -88,7 +88,7 @@ def _named(name: str, call: Call) -> Executor:
         raise OptionError(
             f"Executor {name!r} has no gradient for a mask that requires one. Leave the executor out, or take 'dense'."
         )
-    if executor.computes(call):
+    if executor.fits(call):
         return executor
     if executor.refusal is not None:
         raise OptionError(

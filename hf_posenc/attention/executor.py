@@ -23,12 +23,16 @@ class Executor(ABC):
         name: Name in `attend(executor=...)`, `plan` and `explain`.
         gives_weights: It returns weights as well as outputs.
         learns_masks: A float mask that requires a gradient gets one.
+        reshapes: It applies softcaps and sinks.
+        windows: It hides keys beyond a window.
         refusal: Reasons not to compute a call, for an error; `None` leaves a call that was forced on it to the blocks.
     """
 
     name: ClassVar[str]
     gives_weights: ClassVar[bool] = False
     learns_masks: ClassVar[bool] = False
+    reshapes: ClassVar[bool] = False
+    windows: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
 
     @abstractmethod
@@ -47,7 +51,12 @@ class Executor(ABC):
         """Whether the executor runs this call, unless one before it in `EXECUTORS` does."""
         if not self.pays(call) or (call.need_weights and not self.gives_weights):
             return False
-        return (self.learns_masks or not call.mask.learns) and self.computes(call)
+        return (self.learns_masks or not call.mask.learns) and self.fits(call)
+
+    def fits(self, call: Call) -> bool:
+        """Whether the executor is right for this call, whatever acts on its logits."""
+        windowed = call.mask.window is not None
+        return (self.windows or not windowed) and (self.reshapes or not call.reshaped) and self.computes(call)
 
     def form(self, call: Call) -> str | None:
         """Return the form in which positions enter, where the executor has several."""

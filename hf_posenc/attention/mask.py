@@ -25,17 +25,19 @@ class Mask:
         keep: Keys that may be seen, bool `[B|1, H|1, Q|1, K]`, on top of the rule.
         bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
         ahead: Number of keys before the first query's own, K - Q (rule `"slots"`).
+        window: Distance in positions, in either direction, from which keys are hidden; `None` hides none.
     """
 
     rule: Literal["all", "slots", "positions"] = "all"
     keep: Tensor | None = None
     bias: Tensor | None = None
     ahead: int = 0
+    window: int | None = None
 
     @property
     def only_ahead(self) -> bool:
         """Whether only keys ahead of a query by slots are hidden, so that each query sees its own key."""
-        return self.rule == "slots" and self.keep is None and self.bias is None
+        return self.rule == "slots" and self.keep is None and self.bias is None and self.window is None
 
     @property
     def learns(self) -> bool:
@@ -44,7 +46,7 @@ class Mask:
 
     def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
         """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
-        keep, bias = self.given_rows(start, stop, keys)
+        keep, bias = self.given_rows(start, stop, keys, positions)
         if self.rule == "slots" and start + self.ahead + 1 < keys:
             query = torch.arange(start + self.ahead, stop + self.ahead, device=positions.query.device)
             key = torch.arange(keys, device=positions.query.device)
@@ -54,25 +56,36 @@ class Mask:
             keep = _both(keep, visible[:, None])
         return keep, bias
 
-    def given_rows(self, start: int, stop: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    def given_rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
         """Return the same without the keys that the rule hides."""
-        return _rows(self.keep, start, stop, keys), _rows(self.bias, start, stop, keys)
+        keep = _rows(self.keep, start, stop, keys)
+        if self.window is not None:
+            distance = positions.query[:, start:stop, None] - positions.key[:, None, :keys]
+            keep = _both(keep, (distance.abs() < self.window)[:, None])
+        return keep, _rows(self.bias, start, stop, keys)
 
     def part(self, start: int, stop: int, keys: int, first: int = 0) -> Mask:
         """Return the mask of the query rows `start:stop` against the keys `first:keys`."""
-        keep, bias = (x if x is None else x[..., first:] for x in self.given_rows(start, stop, keys))
-        return Mask(self.rule, keep, bias, self.ahead + start - first if self.rule == "slots" else self.ahead)
+        keep, bias = (_rows(x, start, stop, keys, first) for x in (self.keep, self.bias))
+        ahead = self.ahead + start - first if self.rule == "slots" else self.ahead
+        return Mask(self.rule, keep, bias, ahead, self.window)
+
+    def first_needed(self, start: int) -> int:
+        """Return the first key that the query rows from `start` on may see, where slots tell distances."""
+        if self.window is None or self.rule != "slots":
+            return 0
+        return max(0, start + self.ahead - self.window + 1)
 
     def keys_needed(self, stop: int, keys: int) -> int:
         """Return the number of leading keys that the query rows before `stop` can see at most."""
         return min(stop + self.ahead, keys) if self.rule == "slots" else keys
 
 
-def _rows(tensor: Tensor | None, start: int, stop: int, keys: int) -> Tensor | None:
+def _rows(tensor: Tensor | None, start: int, stop: int, keys: int, first: int = 0) -> Tensor | None:
     if tensor is None:
         return None
     rows = tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
-    return rows[..., :keys]
+    return rows[..., first:keys]
 
 
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
@@ -80,7 +93,14 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def from_tensor(
-    mask: Tensor, *, rule: Literal["all", "slots", "positions"], batch: int, heads: int, q: int, k: int
+    mask: Tensor,
+    *,
+    rule: Literal["all", "slots", "positions"],
+    batch: int,
+    heads: int,
+    q: int,
+    k: int,
+    window: int | None = None,
 ) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
 
@@ -98,8 +118,8 @@ def from_tensor(
         )
     mask = mask.expand(*mask.shape[:3], k)
     if mask.dtype == torch.bool:
-        return Mask(rule, keep=mask)
+        return Mask(rule, keep=mask, window=window)
     if not mask.is_floating_point():
-        return Mask(rule, keep=mask != 0)
+        return Mask(rule, keep=mask != 0, window=window)
     keep = mask > _HIDDEN
-    return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0))
+    return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0), window=window)

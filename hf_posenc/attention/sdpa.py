@@ -17,7 +17,7 @@ class Sdpa(Executor):
     """torch's own function, on operands that the scheme has folded its positions into where it acts on the matrix."""
 
     name = "sdpa"
-    learns_masks = True
+    learns_masks = windows = True
     refusal = "the model's own encoding is in the logits, queries are too far apart, or keys ahead of them are seen"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:

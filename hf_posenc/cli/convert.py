@@ -14,7 +14,7 @@ from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_config,
 from hf_posenc.errors import LayerSelectionError, OptionError
 
 if TYPE_CHECKING:
-    from hf_posenc.patches.selection import Layers
+    from hf_posenc.patches.preparation import Layers
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')

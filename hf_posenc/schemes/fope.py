@@ -79,6 +79,7 @@ class FoPE(Annealed, RotaryScheme):
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
         self.set_annealing(anneal)
+        self._layout = geometry.layout if self._native else "half"
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
         self.max_length = max_length or geometry.max_positions or _CONTEXT
         self.fourier_dim, self.official_layout, self.official_sin_pad = fourier_dim, official_layout, official_sin_pad
@@ -130,7 +131,7 @@ class FoPE(Annealed, RotaryScheme):
         precise = torch.promote_types(k.dtype, torch.float32)
         of_keys = self.series(places.key.to(k.device), precise)
         of_queries = of_keys if places.query is places.key else self.series(places.query.to(q.device), precise)
-        return Projection(turn_pairs(q, *of_queries, "half"), turn_pairs(k, *of_keys, "half"), v)
+        return Projection(turn_pairs(q, *of_queries, self._layout), turn_pairs(k, *of_keys, self._layout), v)
 
     def series(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the real and imaginary part of each pair's factor, each `[B|1, G, S, rotary_dim / 2]`.
@@ -157,7 +158,7 @@ class FoPE(Annealed, RotaryScheme):
         others = any(bool(c.any()) for c in coefficients)
         if self.official_layout or self.init == "zero" or self._loses or others:
             return super().stock_equivalent()
-        return self.rotation("half")
+        return self.rotation(self._layout)
 
     def _own_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = self._table(place)

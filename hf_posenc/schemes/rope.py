@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from hf_posenc.operands import Geometry, Projection, Tokens
+from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Rotation
@@ -27,7 +28,7 @@ class RoPE(RotaryScheme):
         geometry: Shape of the layer.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         layout: Pairing of channels: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"` (2i, 2i + 1),
-            as in GPT-J and Meta's Llama.
+            as in GPT-J and Meta's Llama. `None` is that of the model, else `"half"`.
         rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
         gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
         freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
@@ -39,13 +40,13 @@ class RoPE(RotaryScheme):
         geometry: Geometry,
         *,
         theta: float | None = None,
-        layout: Literal["half", "interleaved"] = "half",
+        layout: Literal["half", "interleaved"] | None = None,
         rotary_dim: int | None = None,
         gate: bool = False,
         freeze: Literal["short", "long"] = "short",
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
-        self.layout = layout
+        self.layout: Layout = layout or geometry.layout
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         return Projection(*self.rotated(tokens.positions, q, k, self.layout), v)
@@ -56,4 +57,4 @@ class RoPE(RotaryScheme):
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:
             return self.gate
-        return self._native and self.layout == "half" and not self.gate and self.freeze == "short"
+        return self._native and self.layout == self.geometry.layout and not self.gate and self.freeze == "short"

@@ -46,7 +46,7 @@ class RoPE2D(Scheme):
         axes: Number of coordinates of a token; `None` is 2, or that of the model if it has more.
         init: Start, see above.
         theta: Ratio of the wavelengths of the official start; `None` is 100 (axial) or 10 (mixed).
-        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is `"half"`, that of
+        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of
             the model's own rotation, if it has one, else `"interleaved"`, the official one.
         unit: Divisor of coordinates where they meet a parameter, so that a training step moves the angles of far tokens
             by no more than the parameter; `None` is the trained length for texts, else 1.
@@ -75,7 +75,7 @@ class RoPE2D(Scheme):
         length = geometry.max_positions if geometry.axes == 1 else None
         self.unit = float(length or 1) if unit is None else float(unit)
         self.require(self.unit > 0, "unit", unit, "a number above 0")
-        self.layout: Layout = layout or ("interleaved" if own is None else "half")
+        self.layout: Layout = layout or ("interleaved" if own is None else geometry.layout)
         self._native = init == "native" and own is not None
         # Axial pairs need frequencies even if the start is zero.
         self._own = own if init == "native" or (init == "zero" and kind == "axial" and theta is None) else None
@@ -125,7 +125,7 @@ class RoPE2D(Scheme):
             return angles.cos() * scaling, angles.sin() * scaling
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        return self.init == "zero" if native_kept else self._native and self.layout == "half"
+        return self.init == "zero" if native_kept else self._native and self.layout == self.geometry.layout
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         return frozen_cautions(self.geometry, self.name) if self._native else []

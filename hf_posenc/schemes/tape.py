@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
-from hf_posenc.ops.rotations import rotate_halves
+from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
@@ -62,6 +62,7 @@ class TaPE(RotaryScheme):
         gate: bool = False,
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=gate)
+        self._layout = geometry.layout if self._native else "half"
         if not geometry.first:
             self.gate_weight = None  # The angles are made in the first layer only.
         heads = geometry.heads
@@ -150,10 +151,11 @@ class TaPE(RotaryScheme):
             return super().stock_equivalent()
         if self.pe is not None and all(bool(weight.any()) for weight in self.pe.parameters()):
             return super().stock_equivalent()
-        return self.rotation("half")
+        return self.rotation(self._layout)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        return self.gate if native_kept else self._native and not self.gate
+        # All layers go on from the angles of the first.
+        return self.gate if native_kept else self._native and not self.gate and self.geometry.uniform
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return self.geometry.heads * self.rotary_dim * element, 0
@@ -169,5 +171,6 @@ class TaPE(RotaryScheme):
     def _turn(self, x: Tensor, states: Tensor) -> Tensor:
         """Multiply the channel pairs of `[B, H, S, D]` by position states `[B, H, S, R]`."""
         precise = torch.promote_types(x.dtype, torch.float32)
-        turned = rotate_halves(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
+        rotate = rotate_halves if self._layout == "half" else rotate_neighbours
+        turned = rotate(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned

@@ -43,7 +43,7 @@ class XPos(Annealed, RotaryScheme):
     Args:
         geometry: Shape of the layer.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
-        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is `"half"`, that of
+        layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of
             the model's own rotation, if it has one, else `"interleaved"`, the official one.
         scale_base: Distance, in tokens, at which pair i has faded to zeta_i.
         anneal: Start without fading; `anneal_to` phases it in.
@@ -69,7 +69,7 @@ class XPos(Annealed, RotaryScheme):
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=gate)
         self.set_annealing(anneal)
         self.require(scale_base > 0, "scale_base", scale_base, "a number above 0")
-        self.layout: Layout = layout or ("interleaved" if geometry.inv_freq is None else "half")
+        self.layout: Layout = layout or ("interleaved" if geometry.inv_freq is None else geometry.layout)
         self.require(
             block_length is None or block_length > 0, "block_length", block_length, "a number above 0, or None"
         )
@@ -107,7 +107,7 @@ class XPos(Annealed, RotaryScheme):
             return False
         if native_kept:
             return self.gate
-        return self._native and self.layout == "half" and self.anneal and not self.gate
+        return self._native and self.layout == self.geometry.layout and self.anneal and not self.gate
 
     def stock_equivalent(self) -> Equivalent:
         like = torch.zeros((), dtype=torch.float64)

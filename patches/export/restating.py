@@ -91,11 +91,11 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, 
     if geometry.inv_freq is not None:
         for stack in stacks:
             _restate_rotations(draft, stack, max_head_dim)
-    elif geometry.native_table("learned") is not None:
+    elif geometry.native is not None and geometry.native.max_distance is not None:
+        _restate_distances(draft, stacks, max_positions)
+    elif geometry.native is not None:
         for stack in stacks:
             _restate_positions(draft, stack, max_positions)
-    elif geometry.native_table("t5") is not None:
-        _restate_distances(draft, stacks, max_positions)
     else:
         raise ExportError(
             f"Cannot export: a stock {draft.kind.__name__} computes its own encoding ({draft.architecture.native}) and "
@@ -126,9 +126,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
     )
     draft.changes.append(f"config: rotary frequencies, {said}")
     if len(moving):
-        draft.changes.append(
-            "note: llama.cpp's converter drops these frequencies for Llama and would rotate as RoPE does"
-        )
+        draft.changes.append("note: llama.cpp's converter drops frequencies of this type and would rotate as RoPE does")
     if draft.replaced:
         draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
 
@@ -148,8 +146,8 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
     if geometry.rotary_limit is not None:
         raise unfit(
             layer,
-            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. The "
-            "scheme 'rope' freezes them; patch these layers with it",
+            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. "
+            "Rotary schemes freeze theirs; patch these layers with one",
         )
     native = _native_rotation(geometry, layer.native)
     return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
-from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation import intervals
 from hf_posenc.recipes.evaluation.intervals import Interval
 

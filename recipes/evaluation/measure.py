@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hf_posenc.errors import OptionError
-from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import Grid, Point
 from hf_posenc.recipes.evaluation.workers import Workers
 

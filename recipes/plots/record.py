@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.patches.modes import evaluating
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.patches.seams import CONTEXT
 
 

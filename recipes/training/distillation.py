@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError
-from hf_posenc.patches.modes import evaluating
-from hf_posenc.patches.patch import disabled, unpatch
+from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.evaluation.lengths import table_end
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside

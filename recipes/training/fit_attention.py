@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.modes import evaluating
-from hf_posenc.patches.patch import disabled
+from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.distillation import without_jumps
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict

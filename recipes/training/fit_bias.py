@@ -16,8 +16,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.modes import evaluating
-from hf_posenc.patches.patch import disabled
+from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets

@@ -76,6 +76,7 @@ class BlockBias:
         self.queries, self.keys = call.queries, call.keys
         self.ahead = self.keys - self.queries
         self.slots = call.mask.rule == "slots"
+        self.windowed = call.mask.window is not None and call.slots_tell_distances
 
     def give_inputs(self) -> Sequence[Tensor]:
         """Return the inputs, and keep their shapes only, see `Call.outline`."""
@@ -120,6 +121,11 @@ class BlockBias:
         """Return the first key that any row of a block needs, by head, int64 `[H]`; `None` if all may be needed."""
         return None
 
+    def first_in_window(self, block: Rows, heads: int) -> Tensor | None:
+        """Return the first key that a window leaves any row of a block, by head; `None` if it may leave all."""
+        first = self.mask.first_needed(block.start) if self.windowed else 0
+        return torch.full((heads,), first) if first else None
+
     def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
         """Return an object that gathers the gradients of the inputs."""
         raise NotImplementedError
@@ -150,7 +156,7 @@ class BlockBias:
         if ruled:
             keep, added = self.mask.rows(block.start, block.stop, block.keys, self.positions)
         else:
-            keep, added = self.mask.given_rows(block.start, block.stop, block.keys)
+            keep, added = self.mask.given_rows(block.start, block.stop, block.keys, self.positions)
         if added is not None:
             bias = bias + self._in_order(added[..., keys]).to(bias)
         if keep is not None:
@@ -256,12 +262,12 @@ class KeysBias(BlockBias):
         return self.split(bias, block, by_kernel=by_kernel)
 
     def first_keys(self, block: Rows) -> Tensor | None:
-        if self.slack is None:
-            return None
         keys = self.inputs[0]
+        if self.slack is None:
+            return self.first_in_window(block, keys.shape[1])
         own = keys[..., block.start + self.ahead : block.stop + self.ahead]
         few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - self.slack[:, None]
-        return first_true(~few).amin(0)
+        return first_true(~few).amin(0)  # with a window there is no slack
 
     def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
         return _KeysGradient(self, wanted)

@@ -43,6 +43,7 @@ class Fused(Executor):
     """Blocks of rows through the fused kernel, each with its part of the bias."""
 
     name = "fused"
+    windows = True
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return device.type == "cpu" and scheme.added() is not None

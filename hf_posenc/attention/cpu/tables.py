@@ -70,7 +70,9 @@ class TableBias(BlockBias):
 
     def first_keys(self, block: Rows) -> Tensor | None:
         # The first row of the block is the nearest to the first key.
-        return None if self.first is None else (self.first + block.start - self.queries + 1).clamp_min_(0)
+        if self.first is None:
+            return self.first_in_window(block, len(self.falling))
+        return (self.first + block.start - self.queries + 1).clamp_min_(0)
 
     def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
         return _TableGradient(self, wanted)

@@ -63,7 +63,7 @@ class BlockRotary(Scheme):
         self.block_size, self.init = max(fitting), init
         self.require(self.unit > 0, "unit", unit, "a number above 0")
         self._native = native
-        self._layout: Layout = "interleaved" if native is None else "half"
+        self._layout: Layout = "interleaved" if native is None else geometry.layout
         self._count = width // self.block_size
         self._width = self._count * self.block_size if native is None else width
         # Generators and their planes, kept from the last call without gradients.
