@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import hf_posenc
 from hf_posenc import OptionError, PositionError, ShapeError
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation.curve import ContextCurve, context_curve, spread_windows
 

@@ -32,8 +32,7 @@ from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotP
 from hf_posenc.operands import Block, Positions, Tokens
 from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
-from hf_posenc.recipes.training.annealing import Annealing
-from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.callbacks import Annealing, Handover
 
 # Of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -21,7 +21,7 @@ from hf_posenc import CheckpointError, PositionError, RecipeError
 from hf_posenc.recipes.evaluation.curve import ContextCurve, context_curve
 from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
 from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements, Measuring
-from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.callbacks import Handover
 
 
 def curve(value: float = 0.0, contexts: tuple[int, ...] = (16, 32)) -> ContextCurve:

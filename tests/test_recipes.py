@@ -21,8 +21,8 @@ import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.recipes import demo
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Saving, Training
+from hf_posenc.recipes.training.callbacks import parameter_groups
 from hf_posenc.recipes.training.distillation import Teacher, divergence
-from hf_posenc.recipes.training.optimizer import parameter_groups
 from hf_posenc.recipes.training.trainer import LogAndSave, adapt, adaptation_trainer
 
 VOCABULARY = 50

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc import __version__
 from hf_posenc.errors import OptionError, RecipeError, suggest
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.evaluation.curve import Corruption
 from hf_posenc.recipes.evaluation.generalisation import LengthGeneralisation
 from hf_posenc.recipes.evaluation.induction import InductionCopy
