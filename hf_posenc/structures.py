@@ -348,7 +348,7 @@ class Picture:
         over: Axes. `"tokens"` shows numbers per head and token, `[B, H, K]`, or those per head, query and key at one
             query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`; both get the arguments of `score`
             on a text. `"channels"` shows numbers per kv head, `[G, rows, columns]`, or none; it gets the scheme only.
-        numbers: What is shown, from left to right.
+        numbers: Values from left to right.
         axes: Names of rows and columns, over channels.
     """
 

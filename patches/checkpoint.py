@@ -339,12 +339,12 @@ def check_complete(
     """Raise if a checkpoint or an adapter does not hold the tensors that its config asks for.
 
     Args:
-        source: What it is, with its path or name.
+        source: Kind of thing, with its path or name.
         missing: Tensors of the model that it lacks.
         unknown: Tensors in it that the model lacks.
         misshapen: Results of the function `misshapen`.
         accepts_misshapen: Whether the user accepts those, except in schemes (`ignore_mismatched_sizes`).
-        remedy: What to do; `None` for that of checkpoints.
+        remedy: Advice to the user; `None` for that of checkpoints.
 
     Raises:
         CheckpointError: transformers would initialise the missing parameters and drop the unknown ones.

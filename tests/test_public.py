@@ -195,28 +195,19 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.schemes.cape": {"alibi", "kerple", "sandwich", "t5_clipped"},
     "hf_posenc.schemes.fox_pro": {"fox"},
     # The model of the demonstration, which is built in.
-    "hf_posenc.cli.compare": {"llama"},
     "hf_posenc.cli.convert": {"llama"},
+    "hf_posenc.cli.evaluate": {"llama"},
     "hf_posenc.cli.plot": {"llama"},
     "hf_posenc.recipes.loading": {"llama"},
     "hf_posenc.recipes.demo": {"fire_s", "llama"},
     # Hints.
     "hf_posenc.patches.context": {"comrope_ap", "comrope_ld", "liere", "rope2d"},
     "hf_posenc.patches.export.restating": {"llama"},
-    "hf_posenc.recipes.training.annealing": {"fope", "xpos"},
     "hf_posenc.recipes.training.fit_bias": {"kerple"},
     # Choices for a user, and pictures.
     "hf_posenc.recipes.comparison.contestants": {
         "alibi", "cope", "disentangled", "fox", "gpt2", "kerple", "llama", "sinusoidal",
     },
-    "hf_posenc.recipes.plots.counts": {"cope"},
-    "hf_posenc.recipes.plots.gates": {"fox"},
-    "hf_posenc.recipes.plots.planes": {"liere"},
-    "hf_posenc.recipes.plots.portraits": {
-        "comrope_ap", "comrope_ld", "disentangled", "fox", "fox_pro", "kerple", "liere", "shaw", "t5_clipped", "tape",
-    },
-    "hf_posenc.recipes.plots.series": {"fope"},
-    "hf_posenc.recipes.plots.states": {"tape"},
 }  # fmt: skip
 
 
