@@ -48,11 +48,13 @@ class NativeTable:
         kind: `"learned"` (GPT-2, `[positions, E]`) or `"t5"` (log buckets, `[buckets, H]`).
         weight: The table.
         max_distance: Distance from which all keys share the last bucket (`"t5"` only).
+        shared: Whether all layers of the stack use this one table.
     """
 
     kind: str
     weight: Tensor
     max_distance: int | None = None
+    shared: bool = True
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
