@@ -258,44 +258,34 @@ def test_canary_transformers() -> None:
     def names(function: object) -> list[str]:
         return [n for n in inspect.signature(function).parameters if n != "self"]
 
-    assert names(modeling_llama.LlamaAttention.forward) == [
-        "hidden_states",
-        "position_embeddings",
-        "attention_mask",
-        "past_key_values",
-        "kwargs",
-    ]
-    assert names(modeling_llama.LlamaModel.forward)[:6] == [
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "use_cache",
-    ]
-    assert names(modeling_llama.apply_rotary_pos_emb) == ["q", "k", "cos", "sin", "unsqueeze_dim"]
-    assert names(modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters) == ["config", "kwargs"]
-    assert names(modeling_gpt2.GPT2Attention.forward) == [
-        "hidden_states",
-        "past_key_values",
-        "attention_mask",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "output_attentions",
-        "kwargs",
-    ]
-    assert {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"} <= set(
-        names(modeling_gpt2.GPT2Model.forward)
-    )
-    assert names(modeling_t5.T5Attention.forward) == [
-        "hidden_states",
-        "mask",
-        "key_value_states",
-        "position_bias",
-        "past_key_values",
-        "kwargs",
-    ]
-    assert names(modeling_t5.T5Attention.compute_bias) == ["query_length", "key_length", "device", "past_seen_tokens"]
+    for function, first in (
+        (
+            modeling_llama.LlamaAttention.forward,
+            "hidden_states position_embeddings attention_mask past_key_values kwargs",
+        ),
+        (
+            modeling_llama.LlamaModel.forward,
+            "input_ids attention_mask position_ids past_key_values inputs_embeds use_cache",
+        ),
+        (modeling_llama.apply_rotary_pos_emb, "q k cos sin unsqueeze_dim"),
+        (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config kwargs"),
+        (
+            modeling_gpt2.GPT2Attention.forward,
+            "hidden_states past_key_values attention_mask encoder_hidden_states encoder_attention_mask "
+            "output_attentions kwargs",
+        ),
+        (
+            modeling_t5.T5Attention.forward,
+            "hidden_states mask key_value_states position_bias past_key_values kwargs",
+        ),
+        (modeling_t5.T5Attention.compute_bias, "query_length key_length device past_seen_tokens"),
+        (masking_utils.find_packed_sequence_indices, "position_ids"),
+        (modeling_utils.PreTrainedModel.get_correct_attn_implementation, "requested_attention is_init_check"),
+        (modeling_utils.PreTrainedModel._load_pretrained_model, "model state_dict checkpoint_files"),
+    ):
+        assert names(function)[: len(first.split())] == first.split()
+    gpt2 = {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"}
+    assert gpt2 <= set(names(modeling_gpt2.GPT2Model.forward))
     assert "kwargs" in names(modeling_t5.T5Stack.forward)
     assert {"keys", "values", "is_initialized"} <= set(vars(cache_utils.DynamicLayer()))
     assert "cumulative_length" in vars(cache_utils.StaticLayer(max_cache_len=4))
@@ -305,15 +295,8 @@ def test_canary_transformers() -> None:
         assert hasattr(cache_utils.DynamicLayer, method)
     assert hasattr(cache_utils.DynamicCache(), "layer_class_to_replicate")
     assert hasattr(cache_utils.EncoderDecoderCache, "__init__")
-    assert names(masking_utils.find_packed_sequence_indices) == ["position_ids"]
-    assert names(modeling_utils.PreTrainedModel.get_correct_attn_implementation) == [
-        "requested_attention",
-        "is_init_check",
-    ]
     assert hasattr(modeling_utils.PreTrainedModel, "_keep_in_fp32_modules_strict")
     assert hasattr(modeling_utils.PreTrainedModel, "_upload_modified_files")
-    loading = inspect.signature(modeling_utils.PreTrainedModel._load_pretrained_model)
-    assert list(loading.parameters)[:3] == ["model", "state_dict", "checkpoint_files"]
     assert isinstance(output_capturing._CAN_RECORD_REGISTRY, dict)
 
 
