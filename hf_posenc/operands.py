@@ -159,7 +159,7 @@ class Positions:
     key_coords: Tensor | None = None
 
     def each(self, function: Callable[[Tensor, Tensor | None], Result]) -> tuple[Result, Result]:
-        """Return a function of positions and coordinates for queries and for keys; it runs once if they are the same."""
+        """Return a function of positions and coordinates for queries and for keys, made once if they are equal."""
         of_keys = function(self.key, self.key_coords)
         if self.query is self.key and self.query_coords is self.key_coords:
             return of_keys, of_keys
