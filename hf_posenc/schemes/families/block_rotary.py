@@ -94,11 +94,10 @@ class BlockRotary(Scheme):
         return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        positions = tokens.positions
         with torch.autocast(q.device.type, enabled=False):
-            turn_k = self.rotation(positions.key.to(k.device), positions.key_coords, k)
-            same = positions.query is positions.key and positions.query_coords is positions.key_coords
-            turn_q = turn_k if same else self.rotation(positions.query.to(q.device), positions.query_coords, q)
+            turn_q, turn_k = tokens.positions.each(
+                lambda positions, coords: self.rotation(positions.to(k.device), coords, k)
+            )
             return Projection(self._turned(q, turn_q), self._turned(k, turn_k), v)
 
     def _turned(self, x: Tensor, turn: Turn) -> Tensor:
