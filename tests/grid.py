@@ -2,7 +2,7 @@
 
 Tests are M + N, as the product is. A test that crosses schemes with architectures or the like runs one scheme for each
 set of seams with all of them, and every other scheme (or set of options) with one of them, in turn. The rest is marked
-`grid`.
+`grid`. What runs with all of them is marked `seams`, too: that is enough to see whether another transformers behaves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ CROSSED = {
     "test_heads", "test_in_use", "test_matching", "test_matrix", "test_peft", "test_products", "test_strength",
     "test_trl", "test_vit",
 }  # fmt: skip
+# Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
+TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
 # One more architecture, on which only one scheme for each set of seams runs.
 ONE_MORE = {"test_vit"}
 
@@ -53,6 +55,8 @@ def mark(items: Iterable[pytest.Item]) -> None:
     """Mark the cases of the grid."""
     tests: dict[str, dict[tuple[str, str] | None, list[pytest.Item]]] = {}
     for item in items:
+        if item.path.stem in TRANSFORMERS:
+            item.add_marker(pytest.mark.seams)
         if hasattr(item, "callspec") and item.path.stem in CROSSED:
             tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(_subject(item), []).append(item)
     for subjects in tests.values():
@@ -60,7 +64,10 @@ def mark(items: Iterable[pytest.Item]) -> None:
             continue  # not a test of schemes
         met: set[str] = set()
         for number, ((name, _), cases) in enumerate(subjects.items()):
-            if name in met or name not in FIRSTS:
+            if name in FIRSTS and name not in met:
+                for case in cases:
+                    case.add_marker(pytest.mark.seams)
+            else:
                 repeated = set(cases) if cases[0].path.stem in ONE_MORE else set(cases) - {cases[number % len(cases)]}
                 for case in repeated:
                     case.add_marker(pytest.mark.grid)
