@@ -8,6 +8,7 @@ set of seams with all of them, and every other scheme (or set of options) with o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,13 @@ def _seams(name: str) -> tuple[bool, ...]:
 
 # One scheme for each set of seams: the others use nothing else of an architecture or of transformers.
 FIRSTS = frozenset({_seams(name): name for name in reversed(hf_posenc.schemes())}.values())
+
+
+def once(values: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test that takes seconds: by default it runs with the first of them."""
+    first, *others = values
+    rows = (other if isinstance(other, tuple) else (other,) for other in others)
+    return [first, *(pytest.param(*row, marks=pytest.mark.grid) for row in rows)]
 
 
 def _subject(case: pytest.Item) -> tuple[str, str] | None:
