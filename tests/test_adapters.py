@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from models import ARCHITECTURES, DIRECTORIES, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import AutoPeftModel, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import safe_open
@@ -161,7 +162,8 @@ with torch.no_grad():
 
 @pytest.mark.parametrize(
     ("extra", "scheme_only"),
-    [("import hf_posenc", False), ("import peft, hf_posenc", True), ("", True)],
+    # test_fresh_process.py has what is loaded without the package.
+    once([("import hf_posenc", False), ("import peft, hf_posenc", True), ("", True)]),
 )
 def test_fresh_process(extra: str, scheme_only: bool, tmp_path: Path) -> None:
     model = adapted("llama", "kerple", scheme_only=scheme_only)

@@ -498,6 +498,7 @@ for child in [start(1, 10**6), start(2, 10**6)]:
 """
 
 
+@pytest.mark.grid  # it starts processes
 def test_killed_and_concurrent_processes_leave_one_whole_cache(tmp_path: Path, cache: Path, tokenizer: Any) -> None:
     documents = [f"{number}. {document}" for number in range(75) for document in DOCUMENTS]
     path = write(tmp_path / "a.jsonl", documents)
