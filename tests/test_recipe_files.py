@@ -21,7 +21,7 @@ from transformers import get_scheduler
 import hf_posenc
 from hf_posenc import RecipeError
 from hf_posenc.recipes import library
-from hf_posenc.recipes.schema import fields, plain_yaml
+from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.consistency import warmup_steps
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
 
@@ -66,7 +66,7 @@ def test_recipe_builds_on_its_architecture(name: str) -> None:
 
 @pytest.mark.parametrize("name", library.names())
 def test_recipe_repeats_no_default(name: str) -> None:
-    content = plain_yaml.parse(library.find(name).read_text(encoding="utf-8"), name)
+    content = fields.parse(library.find(name).read_text(encoding="utf-8"), name)
     full = dataclasses.asdict(Recipe.read(name))
     for section, keys in content.items():
         if isinstance(keys, dict):
@@ -126,7 +126,7 @@ def test_overrides_win_over_the_file_and_reach_keys_that_it_lacks(tmp_path: Path
 )
 def test_numbers(text: str, value: float, tmp_path: Path) -> None:
     assert read(tmp_path, PLAIN, f"training.learning_rate={text}").training.learning_rate == value
-    found = plain_yaml.parse(f"x: {text}", "x")["x"]
+    found = fields.parse(f"x: {text}", "x")["x"]
     assert found == value
 
 
@@ -192,7 +192,7 @@ def test_text_of_each_recipe_reads_as_the_recipe(name: str, tmp_path: Path) -> N
 @given(st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        content = plain_yaml.parse(text, "mine.yaml")
+        content = fields.parse(text, "mine.yaml")
         recipe = fields.build(Recipe, content, where="mine.yaml")
     except RecipeError:
         return
