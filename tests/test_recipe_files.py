@@ -43,25 +43,18 @@ def architecture_of(recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("name", library.names())
-def test_recipe_reads_and_says_what_it_is_in_one_sentence(name: str) -> None:
+def test_a_built_in_recipe_says_what_it_is_and_builds_on_its_architecture(name: str, tmp_path: Path) -> None:
     recipe = Recipe.read(name)
     assert re.fullmatch(r"[A-Z][^.!?\n]*\.", recipe.summary)
-    architecture, _, scheme = name.partition("-")
-    if architecture in models.ARCHITECTURES:
-        assert (architecture, scheme) == (architecture_of(recipe), recipe.conversion.scheme)
-
-
-@pytest.mark.parametrize("name", library.names())
-def test_recipe_builds_on_its_architecture(name: str) -> None:
-    recipe = Recipe.read(name)
+    made_for, _, scheme = name.partition("-")
     conversion, architecture = recipe.conversion, architecture_of(recipe)
     assert conversion.scheme is not None
+    assert made_for not in models.ARCHITECTURES or (made_for, scheme) == (architecture, conversion.scheme)
     native = "remove" if conversion.native == "remove" else "keep"
     selection: dict[str, Any] = {"layers": conversion.layers, "stacks": conversion.stacks}
-    model = hf_posenc.patch(
-        models.stock(architecture), conversion.scheme, native=native, **selection, **conversion.options
-    )
-    hf_posenc.verify(model)
+    model = models.stock(architecture)
+    hf_posenc.verify(hf_posenc.patch(model, conversion.scheme, native=native, **selection, **conversion.options))
+    assert read(tmp_path, recipe.text()) == recipe
 
 
 @pytest.mark.parametrize("name", library.names())
@@ -182,13 +175,7 @@ def test_text_reads_as_the_recipe(
     assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
 
 
-@pytest.mark.parametrize("name", library.names())
-def test_text_of_each_recipe_reads_as_the_recipe(name: str, tmp_path: Path) -> None:
-    (tmp_path / "again.yaml").write_text(Recipe.parse(name).text(), encoding="utf-8")
-    assert Recipe.parse(tmp_path / "again.yaml") == Recipe.parse(name)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
@@ -199,7 +186,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     assert isinstance(recipe, Recipe)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text("modelcnvrsi.=xy {}[]:1", max_size=30) | st.text())
 def test_any_override_is_read_or_refused(pair: str) -> None:
     content: dict[str, Any] = {"model": "tiny-llama", "conversion": {"scheme": "fire"}}
