@@ -17,8 +17,8 @@ import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, attention, build, schemes
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
-from hf_posenc.attention.cpu import cutoff, fused, kernel
-from hf_posenc.attention.layout import slots_tell_distances
+from hf_posenc.attention.cpu import fused, kernel
+from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -620,7 +620,7 @@ def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, mo
     seen = keys_read(monkeypatch)
     got = one_attention(scheme, "fused", places, mask, queries=queries)
     needed = sum(seen)
-    monkeypatch.setattr(cutoff, "_KEYS", 10_000)
+    monkeypatch.setattr(fused, "_CUTOFF_KEYS", 10_000)
     one_attention(scheme, "fused", places, mask, queries=queries)
     assert needed < 0.8 * (sum(seen) - needed)
     compare(got, one_attention(scheme, "dense", places, mask, queries=queries), tolerance=1e-9)

@@ -10,8 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.layout import slots_tell_distances
-from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.mask import Mask, slots_tell_distances
 from hf_posenc.operands import Block, Positions
 from hf_posenc.scheme import Scheme
 

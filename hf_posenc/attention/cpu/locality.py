@@ -191,16 +191,8 @@ class _MergingPlan(_NearPlan):
         # What is added to all values is no part of any key's own.
         output = output if value is None else output - value.to(output)
         # Under autocast the output is narrower than operands in float32.
-        found = kernel.backward(
-            grad.to(call.q),
-            call.q[mine],
-            call.k[before],
-            call.v[before],
-            output.to(call.q),
-            lse,
-            self.hidden_before(call, rows.first),
-            call.scale,
-        )
+        done = kernel.Done(call.q[mine], call.k[before], call.v[before], output.to(call.q), lse)
+        found = kernel.backward(grad.to(call.q), done, self.hidden_before(call, rows.first), call.scale)
         return tuple(zip((mine, before, before), found, strict=True))
 
 
