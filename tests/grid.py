@@ -17,9 +17,9 @@ from hf_posenc.scheme import Scheme
 # Files whose tests cross schemes with other things. The second is one more architecture, with only one scheme for each
 # set of seams.
 CROSSED = {
-    "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_fitting",
-    "test_heads",
-    "test_in_use", "test_matching", "test_matrix", "test_peft", "test_products", "test_strength", "test_trl",
+    "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_engine",
+    "test_fitting", "test_heads",
+    "test_in_use", "test_matching", "test_matrix", "test_peft", "test_strength", "test_trl",
 }  # fmt: skip
 ONE_MORE_ARCHITECTURE = {"test_vit"}
 # test_attend.py and the schemes' own files test all options: here a set of them takes part in every third test.

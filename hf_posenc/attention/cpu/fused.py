@@ -240,9 +240,9 @@ class _Fused(torch.autograd.Function):
 def _slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
     """Return how far below the bias of a query's own key that of another key must be for it to get no weight, `[H]`.
 
-    A steep penalty on distance leaves most heads with a part of the keys. The lengths of queries and keys bound how much
-    they may do against it. The slack is NaN or infinite where queries or
-    keys are; there is none where a cutoff does not pay.
+    A steep penalty on distance leaves most heads with a part of the keys. The lengths of queries and keys bound how
+    much they may do against it. The slack is NaN or infinite where queries or keys are; there is none where a cutoff
+    does not pay.
     """
     if k.shape[2] < _CUTOFF_KEYS or q.shape[2] == 1:
         return None

@@ -83,7 +83,7 @@ class CompiledExecutor(Executor):
             if problem is not None:
                 warnings.warn(
                     f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention "
-                    "goes by blocks instead, which is slower. Please report this with the versions of torch and triton.",
+                    "goes by blocks instead, which is slower. Please report this, and your torch and triton versions.",
                     stacklevel=2,
                 )
         return _RESULTS[kind]
