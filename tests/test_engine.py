@@ -18,7 +18,7 @@ from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import fused, kernel
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
-from hf_posenc.operands import Block
+from hf_posenc.operands import Block, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 from hf_posenc.structures import RelativeProducts, Vectors
 
@@ -335,6 +335,33 @@ def test_equals_the_reference_for_any_shape(
     check(scheme, executor, places, mask, queries=min(queries, length))
 
 
+def call_and_leaves(scheme: Scheme, places: Tensor, mask: Mask, **changes) -> tuple[Call, list[Tensor]]:
+    """A call, and what its gradients are taken for: queries, keys, values and parameters."""
+    length = places.shape[1]
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, n, length, HEAD_DIM).double().requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS)]
+    at = Positions(places, places)
+    hidden = torch.randn(1, length, HIDDEN).double()
+    made = scheme.project(Tokens(positions=at, hidden=hidden, common=scheme.common), *leaves)
+    state = {"state": dict(made.state), "own": dict(made.state), "tables": made.tables}
+    call = Call(scheme, made.q, made.k, made.v, at, int(places.max()), scheme.geometry.scale, mask, **state, **changes)
+    return call, [*leaves, *scheme.parameters()]
+
+
+@pytest.mark.parametrize("window", [1, 40, 290])
+@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["kerple", "fire", "fox", "disentangled", "cope"])
+def test_keys_beyond_a_window_are_hidden(name: str, layout, window: int) -> None:
+    call, leaves = call_and_leaves(make(name).double(), layout(301)[0], Mask("slots", window=window))
+    found = []
+    for which in ("dense", "blocks", *["fused"] * (name != "cope")):
+        output, _ = attention.run(call, executor=which)
+        grads = torch.autograd.grad(output.sin().sum(), leaves, retain_graph=True, allow_unused=True)
+        found.append({str(n): torch.zeros(()) if x is None else x for n, x in enumerate((output.detach(), *grads))})
+    for got in found[1:]:
+        compare(got, found[0], tolerance=1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "executor"),
     [("kerple", "fused"), ("alibi", "fused"), ("fox", "fused"), ("fire", "fused"), ("cope", "locality")],
@@ -345,25 +372,12 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
     length, padding = 200, 60
     real = (torch.arange(length) >= padding)[None]
     places = torch.arange(length)[None]
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, length, HEAD_DIM).double().requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    projected = scheme.project(
-        hf_posenc.operands.Tokens(positions=Positions(places, places), hidden=torch.randn(1, length, HIDDEN).double()),
-        q,
-        k,
-        v,
-    )
-    state = dict(projected.state)
-    mask = Mask("slots", keep=real[:, None, None])
-    at = Positions(places, places)
-    call = Call(scheme, q, k, v, at, length, 0.4, mask, state=state, own=state, tables=projected.tables)
+    call, operands = call_and_leaves(scheme, places, Mask("slots", keep=real[:, None, None]))
     weight = torch.randn(1, HEADS, length, HEAD_DIM).double()
     found = []
     for which, weighted in ((executor, weight), ("dense", weight * real[:, None, :, None])):
         output, _ = attention.run(call, executor=which)
-        found.append(torch.autograd.grad(output, (q, k, v), weighted, retain_graph=True))
+        found.append(torch.autograd.grad(output, operands, weighted, retain_graph=True))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
 

@@ -208,11 +208,12 @@ class _Fused(torch.autograd.Function):
                 part.bias.prepare(slacks[-1])
                 for step in plan.steps(part, q, k):
                     rows = step.rows(q)
-                    found = (
+                    found = [
                         kernel.forward(rows, step.keys(k, x), step.keys(v, x), x.bias, plan.scale, causal=x.causal)
                         for x in step.pieces
-                    )
-                    output[step.here], lse[step.here] = map(part.in_order, functools.reduce(_merged, found))
+                    ]
+                    merged = functools.reduce(_merged, found)
+                    output[step.here], lse[step.here] = part.in_order(merged[0]), part.in_order(merged[1])
         ctx.plan, ctx.slacks = plan, slacks
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output

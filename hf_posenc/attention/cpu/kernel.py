@@ -65,8 +65,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, of a bias that has none."""
     run = _fused_backward if _kernel_works() else _plain_backward
-    grad, *operands = (_rowwise(x) for x in (grad, *done[:4]))
-    return run(grad, Done(*operands, done.lse), bias, scale, causal)
+    q, k, v, output = (_rowwise(x) for x in done[:4])
+    return run(_rowwise(grad), Done(q, k, v, output, done.lse), bias, scale, causal)
 
 
 def mark_empty_rows(lse: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Ten
 def _add_of_table(*given: Any) -> Tensor:
     *where, queries, keys, table = given
 
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
         return logit + table[h, (queries[b, i] - keys[b, j]).clamp(min=0)]
 
     return _attention(score, *where)
@@ -105,7 +105,7 @@ def _add_of_table(*given: Any) -> Tensor:
 def _add_of_keys(*given: Any) -> Tensor:
     *where, of_queries, of_keys = given
 
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
         # Both are large, and their difference is not.
         return logit + (of_keys[b, h, j] - of_queries[b, h, i])
 
@@ -116,7 +116,7 @@ def _add_of_pieces(*given: Any) -> Tensor:
     *where, queries, keys, feature, weight, ends, slope, offset = given
     steps = len(ends).bit_length()  # `ends` has one less than a power of two
 
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
         x = feature[(queries[b, i] - keys[b, j]).clamp(min=0)] * weight[b, i]
         # The number of ends below x, found by halves.
         piece = torch.zeros_like(i)

@@ -192,7 +192,8 @@ def shape_of(call: Call) -> Shape:
     kind = "float32" if q.dtype == torch.float32 else "wide" if channels > 64 else "usual"
     rows, columns = ROWS_AND_COLUMNS[kind]
     query, key = (rowwise(x.to(q.device).expand(batch, -1)) for x in (call.positions.query, call.positions.key))
-    keep, steps = query, (0, 0, 0, 0)  # read by nobody, where nothing else is hidden
+    steps: tuple[int, ...] = (0, 0, 0, 0)
+    keep = query  # read by nobody, where nothing else is hidden
     if mask.keep is not None:
         keep = mask.keep.to(q.device).expand(batch, heads, length, call.keys).view(torch.uint8)
         steps = keep.stride()
