@@ -117,8 +117,8 @@ BREAKS = [
         "mask.keys_needed(stop, self.call.keys)",
         "max(1, mask.keys_needed(stop, self.call.keys) - 1)"),
     Break("blocks drop gradients that come from other blocks", "attend",
-        "total[places[index] if index < len(places) else ...] += part",
-        "total[places[index] if index < len(places) else ...] = part.to(total)", near="attention/blocks.py"),
+        "part is not None:\n                total[place] += part",
+        "part is not None:\n                total[place] = part.to(total)", near="attention/blocks.py"),
     # Caches and generation.
     Break("a crop leaves the state of the tokens", "cache",
         "_last(tensor[:, : max(0, tensor.shape[_TOKENS] - removed)], kept)",

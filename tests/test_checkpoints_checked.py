@@ -1,7 +1,8 @@
-"""Converted checkpoints that were edited, cut or mixed: they load as what was saved, or not at all, and nothing is allocated first."""
+"""Converted checkpoints that were edited, cut or mixed: they load as what was saved, or not at all."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import torch
 from edits import edits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import KINDS, auto, converted, same
+from tiny import KINDS, auto, converted, same, stock
 from transformers import (
     AutoConfig,
     AutoModel,
