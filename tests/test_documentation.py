@@ -66,7 +66,7 @@ every_document_with_code = pytest.mark.parametrize("name", WITH_CODE)
 
 
 def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Run the blocks of a document, in order, as a module in an empty folder, with local checkpoints instead of the hub's."""
+    """Run the blocks of a document, in order, as a module in an empty folder, with local checkpoints."""
     code = "\n".join(body for mark, body in _blocks(name, "python") if not mark)
     for whole, small in SMALLER.items():
         code = code.replace(whole, small)

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import build_pages as script
 import numpy
@@ -58,8 +59,8 @@ def test_facts_and_portrait_are_those_of_the_code(name: str, monkeypatch: pytest
     assert _text(name) == script.current(PAGES / f"{name}.md"), "run python docs/build_pages.py"
 
 
-def _values(drawn: object) -> numpy.ndarray:
-    return numpy.asarray(drawn.get_ydata() if hasattr(drawn, "get_ydata") else drawn.get_array())  # type: ignore[attr-defined]
+def _values(drawn: Any) -> numpy.ndarray:
+    return numpy.asarray(drawn.get_ydata() if hasattr(drawn, "get_ydata") else drawn.get_array())
 
 
 def _has_labelled_axes(name: str, figure: Figure) -> None:
