@@ -210,7 +210,7 @@ class BlockRotary(Scheme):
         return found
 
     def shares(self) -> Tensor | None:
-        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` if there are no fixed planes."""
+        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` without fixed planes."""
         # The places of an image have no plane in common.
         if self.geometry.axes > 1 or self.geometry.head_dim % 2:
             return None
