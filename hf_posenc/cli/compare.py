@@ -26,7 +26,7 @@ def compare(
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: eight that suit."),
+        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: the usual ones."),
     ] = None,
     budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder. Finished runs there are reused.")] = Path(

@@ -125,7 +125,7 @@ def evaluate(
             report.write(folder)
     if main:
         # The first section is enough for the terminal; the report has the rest.
-        typer.echo("\n".join(report.sections[0].markdown()))
+        typer.echo(report.sections[0].markdown())
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
 
 

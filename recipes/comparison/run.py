@@ -70,7 +70,7 @@ def compare(
     Args:
         model: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
         folder: Output folder. Finished runs there are reused.
-        schemes: Names of schemes or recipes, or YAML files of recipes; `None` means eight that suit the architecture.
+        schemes: Names of schemes or recipes, or YAML files of recipes; `None` means the usual ones.
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes, such as `"data.source=text.txt"`.
         measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction for

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hf_posenc.recipes.comparison.contestants import NATIVE
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
+from hf_posenc.recipes.intervals import Interval
 
 HOLDS = 1.10
 ACCEPTABLE = 1.02
@@ -67,7 +68,7 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
     reasons = [_near_reason(found, near_leaders, near, trained)]
     far = overall = None
     if farthest > trained:
-        readers = {name: each for name, each in found.items() if each.reads(farthest)}
+        readers = {name: each for name, each in found.items() if each.perplexity.reads(farthest)}
         far_leaders = leaders(readers, farthest) if readers else ()
         far = recommended(readers, far_leaders) if far_leaders else None
         reasons += _far_reasons(found, readers, far_leaders, far, trained, farthest)
@@ -80,8 +81,8 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
 
 def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
     """Return the model with the lowest perplexity at a length and all that do not differ from it, best first."""
-    readable = [each for each in found.values() if each.reads(context)]
-    order = sorted(readable, key=lambda each: float(each.at(context).mean()))
+    readable = [each for each in found.values() if each.perplexity.reads(context)]
+    order = sorted(readable, key=lambda each: each.perplexity.at(context).mean)
     return tuple(each.name for each in order if each is order[0] or not differ(each, order[0], context))
 
 
@@ -175,7 +176,7 @@ def _far_reasons(
     elif growth.low > 1:
         holds = "even this model loses on longer texts"
     else:
-        holds = f"{len(native.losses[0])} windows are too few to tell whether it loses on longer texts"
+        holds = f"{native.perplexity.samples.shape[-1]} windows are too few to tell whether it loses on longer texts"
     yield (
         f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}: "
         f"{holds}."
@@ -215,7 +216,7 @@ def _times(cost: Cost) -> str:
 
 
 def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
-    windows = len(found[NATIVE].losses[0])
+    windows = found[NATIVE].perplexity.samples.shape[-1]
     pairs = len(found) - 1
     return (
         f"Intervals cover the choice of {windows} windows of text. Each scheme was trained once; another seed would "
@@ -225,12 +226,8 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
     )
 
 
-def _share(interval: object) -> str:
-    return _with_unit(RATIO.write(interval))  # type: ignore[arg-type]
-
-
-def _with_unit(text: str) -> str:
-    mean, bracket, rest = text.partition(" [")
+def _share(interval: Interval) -> str:
+    mean, bracket, rest = RATIO.write(interval).partition(" [")
     return f"{mean} %{bracket}{rest}"
 
 

@@ -11,9 +11,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import nn
 
 from hf_posenc.errors import OptionError
-from hf_posenc.recipes.evaluation.measure import Measure
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.workers import Workers
 
 # A function that loads a model when its turn comes.
 Loader = Callable[[], Any]
