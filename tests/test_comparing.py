@@ -247,7 +247,7 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
 def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
     found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
     assert found.reasons[-1] == (
-        "The cheapest to train is b: 1.01 times the native step in time, 1.00 times in memory; "
+        "The cheapest to train is b: 1.02 times the native step in time, 1.00 times in memory; "
         "a is equally fast within noise."
     )
 
