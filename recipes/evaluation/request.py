@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from hf_posenc import __version__
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.denoising import Denoising
 from hf_posenc.recipes.evaluation.induction import InductionCopy
@@ -32,6 +29,7 @@ from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.reports import versions
 
 # Default measures for causal models and for encoder-decoders: none needs training for it.
 _USUAL = ("perplexity", "position", "needle", "induction")
@@ -42,7 +40,6 @@ _USUAL_LENGTH = 512
 _BINS = 16
 # Characters of text on which tokenizers are compared.
 _SAMPLE = 10_000
-_PACKAGES = ("torch", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Request:
             "seed": self.seed,
             "command": command,
             "device": str(inputs.device),
-            "versions": ", ".join(f"{name} {version}" for name, version in _versions().items()),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 
@@ -191,8 +188,7 @@ class Inputs:
 
     def reference(self) -> Any:
         """Return the first model, and keep it for comparisons."""
-        if self._reference is None:
-            self._reference = self.load(self.first)
+        self._reference = self.load(self.first)
         return self._reference
 
 
@@ -245,11 +241,6 @@ def check_measures(names: Iterable[str]) -> None:
     for name in names:
         if name not in MEASURES:
             raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
-
-
-def _versions() -> dict[str, str]:
-    own = {"hf-posenc": __version__, "python": platform.python_version()}
-    return own | {name: metadata.version(name) for name in _PACKAGES}
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

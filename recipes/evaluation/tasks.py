@@ -1,4 +1,4 @@
-"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1), generated for any tokenizer.
+"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1), for any tokenizer.
 
 The length of an example is its number of symbols, terms or steps. Examples are text of single letters and digits, each
 after a space, so that the number of tokens grows with the length for every tokenizer. SCAN and PCFG, datasets that the
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from string import ascii_letters, ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,32 +21,11 @@ from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 
 
-@dataclass(frozen=True)
-class Example:
-    """One question with its answer.
-
-    Attributes:
-        prompt: Text up to the answer.
-        answer: Text of the answer, with a leading space.
-    """
+class Example(NamedTuple):
+    """A question and its answer, which begins with a space."""
 
     prompt: str
     answer: str
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of question whose rule applies to any length.
-
-    Attributes:
-        name: Name on the command line.
-        summary: The question, and the meaning of its length.
-        make: Function that draws an example of a length.
-    """
-
-    name: str
-    summary: str
-    make: Callable[[random.Random, int], Example]
 
 
 def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
@@ -68,7 +46,7 @@ def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
     if length < 1:
         raise OptionError(f"draw({task!r}, length={length}): expected at least 1.")
     source = random.Random(f"{seed} {task} {length}")
-    return [TASKS[task].make(source, length) for _ in range(count)]
+    return [TASKS[task](source, length) for _ in range(count)]
 
 
 def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> tuple[list[int], list[int]]:
@@ -154,18 +132,16 @@ def _spaced(symbols: Sequence[object]) -> str:
     return " ".join(map(str, symbols))
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("copy", "Repeat letters; the length is their number.", _copy),
-        Task("reverse", "Repeat letters backwards; the length is their number.", _reverse),
-        Task("addition", "Add two numbers; the length is how many digits each has.", _addition),
-        Task("polynomial", "Evaluate a polynomial modulo 10; the length is its number of terms.", _polynomial),
-        Task("sort", "Sort digits; the length is their number.", _sort),
-        Task("summation", "Add digits modulo 10; the length is their number.", _summation),
-        Task("parity", "Whether the number of ones is even; the length is the number of bits.", _parity),
-        Task("lego", "Follow a chain of assignments; the length is its number of steps.", _lego),
-    )
+# In each, the length is the number of symbols, digits, terms, bits or steps.
+TASKS: dict[str, Callable[[random.Random, int], Example]] = {
+    "copy": _copy,
+    "reverse": _reverse,
+    "addition": _addition,
+    "polynomial": _polynomial,
+    "sort": _sort,
+    "summation": _summation,
+    "parity": _parity,
+    "lego": _lego,
 }
 
 

@@ -7,13 +7,19 @@ Each report is one template, written with macros for headings, texts, tables and
 from __future__ import annotations
 
 import base64
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hf_posenc import __version__
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
 class Cell(NamedTuple):
@@ -63,3 +69,9 @@ def render(template: str, kind: Literal["markdown", "html"] = "markdown", **valu
     }
     text = environment.get_template(f"{template}.jinja").render(kind=kind, **values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, of Python and of the packages that results depend on."""
+    own = {"hf-posenc": __version__, "python": platform.python_version()}
+    return own | {name: metadata.version(name) for name in _PACKAGES}
