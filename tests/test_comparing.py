@@ -147,7 +147,7 @@ def test_a_scheme_without_a_recipe_is_refused_with_those_that_have_one() -> None
 
 
 def findings(
-    name: str, near: float, far: float, *, noise: float = 0.01, time: float = 1.0, memory: float = 1.0
+    name: str, near: float, far: float, noise: float = 0.01, time: float = 1.0, memory: float = 1.0
 ) -> Findings:
     """A model of some losses at 128 and 1,024 tokens, which windows share but for some noise of its own."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -164,11 +164,6 @@ def findings(
     return Findings(name, Report((Section("perplexity", "Perplexity", "", {name: (grid,)}),)), price)
 
 
-def judged(*others: Findings, native: tuple[float, float] = (2.0, 4.0)) -> verdict.Verdict:
-    found = (findings(NATIVE, *native), *others)
-    return judge({each.name: each for each in found}, 128, 1024)
-
-
 def test_leaders_are_the_best_and_those_that_do_not_differ() -> None:
     found = {
         each.name: each
@@ -177,57 +172,61 @@ def test_leaders_are_the_best_and_those_that_do_not_differ() -> None:
     assert leaders(found, 128) == ("d", "a", "b")
 
 
-def test_the_native_model_is_kept_where_nothing_is_better_beyond_chance() -> None:
-    found = judged(findings("a", 1.999, 4.0), findings("b", 2.3, 4.2))
-    assert (found.near, found.far, found.overall) == (NATIVE, NATIVE, NATIVE)
-    assert found.headline == "Keep the native encoding: nothing beats it up to 1,024 tokens."
-    assert "nothing is gained" in found.reasons[0]
-
-
-def test_the_best_beyond_is_taken_for_all_where_it_costs_little() -> None:
-    found = judged(findings("a", 2.015, 2.0), findings("b", 2.2, 2.3))
-    assert (found.near, found.far, found.overall) == (NATIVE, "a", "a")
-    assert found.recommended == ("a",)
-    assert found.headline == (
-        "Take a: a loss of at most 2% at the trained length of 128 tokens, and the best choice at 1,024 tokens."
-    )
-    assert "it reads longer texts" in " ".join(found.reasons)
-
-
-def test_there_are_two_recommendations_where_length_costs_much() -> None:
-    found = judged(findings("a", 2.1, 2.5))
-    assert (found.near, found.far, found.overall) == (NATIVE, "a", None)
-    assert found.recommended == (NATIVE, "a")
-    said = " ".join(found.reasons)
-    assert "even this model loses" in said
-    # exp(0.1) and exp(2.5 - 4).
-    assert re.search(r"the perplexity of a is 110\.\d \[", said.replace(" %", "")), said
-    assert "22.3" in said
-
-
-def test_whether_a_scheme_reads_longer_texts_is_left_open_where_chance_explains_what_it_loses() -> None:
-    said = " ".join(judged(findings("a", 2.1, 2.8, noise=2.0)).reasons)
-    assert "windows are too few to tell whether it loses on longer texts" in said
-    assert "reads longer texts" not in said
-
-
-def test_a_loss_that_could_be_chance_is_still_a_loss() -> None:
-    found = judged(findings("a", 2.1, 2.1, noise=1.0))
-    assert found.overall is None
-    assert "within noise" in " ".join(found.reasons)
-
-
-def test_of_leaders_the_cheapest_is_taken() -> None:
-    found = judged(
-        findings("a", 1.8, 2.0, time=1.5),
-        findings("b", 1.801, 2.001, time=1.2, memory=1.4),
-        findings("c", 1.802, 2.001, time=1.195, memory=1.1),
-        findings("d", 2.5, 3.0, time=1.0),
-    )
-    assert found.overall == "c"
-    assert "b and c are equal within noise. Of these, c has the cheapest" in found.reasons[0]
-    assert "cheapest to train is d" in found.reasons[-1]
-    assert "the most expensive is a" in found.reasons[-1]
+@pytest.mark.parametrize(
+    ("others", "chosen", "said"),
+    [
+        (
+            [("a", 1.999, 4.0), ("b", 2.3, 4.2)],
+            (NATIVE, NATIVE, NATIVE),
+            ["Keep the native encoding: nothing beats it up to 1,024 tokens.", "nothing is gained"],
+        ),
+        # The best beyond is taken for all where it costs little.
+        (
+            [("a", 2.015, 2.0), ("b", 2.2, 2.3)],
+            (NATIVE, "a", "a"),
+            ["Take a: a loss of at most 2% at the trained length of 128 tokens, and the best", "it reads longer texts"],
+        ),
+        # Two recommendations where length costs much: exp(0.1) and exp(2.5 - 4).
+        (
+            [("a", 2.1, 2.5)],
+            (NATIVE, "a", None),
+            ["even this model loses", "the perplexity of a is 110.", "22.3"],
+        ),
+        # A loss that could be chance is still a loss, and left open where chance explains it.
+        ([("a", 2.1, 2.8, 2.0)], (NATIVE, "a", None), ["windows are too few to tell whether it loses on longer texts"]),
+        ([("a", 2.1, 2.1, 1.0)], (NATIVE, "a", None), ["within noise"]),
+        # Of leaders, the one with the cheapest step; of those with equal steps, the one with the least memory.
+        (
+            [
+                ("a", 1.8, 2.0, 0.01, 1.5),
+                ("b", 1.801, 2.001, 0.01, 1.2, 1.4),
+                ("c", 1.802, 2.001, 0.01, 1.195, 1.1),
+                ("d", 2.5, 3.0),
+            ],
+            ("c", "c", "c"),
+            [
+                "b and c are equal within noise. Of these, c has the cheapest",
+                "cheapest to train is d",
+                "expensive is a",
+            ],
+        ),
+        # The cheapest is not said to be faster than what cannot be told from it.
+        (
+            [("a", 2.1, 2.5, 0.01, 1.0, 1.2), ("b", 2.1, 2.5, 0.01, 1.005)],
+            (NATIVE, "b", None),
+            ["b: 1.02 times the native step in time, 1.00 times in memory; a is equally fast within noise."],
+        ),
+        ([("a", 1.0, math.nan), ("b", 2.5, 2.6)], ("a", "b", None), ["a cannot read 1,024 tokens"]),
+    ],
+)
+def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[str]) -> None:
+    found = {each.name: each for each in (findings(NATIVE, 2.0, 4.0), *(findings(*other) for other in others))}
+    given = judge(found, 128, 1024)
+    assert (given.near, given.far, given.overall) == chosen
+    assert given.recommended == ((given.near, given.far) if given.overall is None else (given.overall,))
+    text = " ".join(given.sentences)
+    assert all(part in text for part in said), text
+    assert ("it reads longer texts" in text) == (found[given.far or NATIVE].growth(1024, 128).mean <= 1.1)
 
 
 def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
@@ -242,21 +241,6 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
     # What is known of a single pair is its time.
     alone = {"a": Cost((1.0,), 1.2, 0, 0, 0), "b": Cost((1.1,), 1.0, 0, 0, 0), "c": Cost((1.0,), 1.0, 0, 0, 0)}
     assert verdict.as_fast(alone) == ("a", "c")
-
-
-def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
-    found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
-    assert found.reasons[-1] == (
-        "The cheapest to train is b: 1.02 times the native step in time, 1.00 times in memory; "
-        "a is equally fast within noise."
-    )
-
-
-def test_what_cannot_read_so_far_does_not_lead_there() -> None:
-    short = findings("a", 1.0, math.nan)
-    found = judged(short, findings("b", 2.5, 2.6))
-    assert (found.near, found.far, found.overall) == ("a", "b", None)
-    assert any(reason.startswith("a cannot read 1,024 tokens") for reason in found.reasons)
 
 
 def test_findings_survive_their_file(tmp_path: Path) -> None:
