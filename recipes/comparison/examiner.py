@@ -170,7 +170,7 @@ def _start_ratio(folder: Path, length: int | None) -> float | None:
     """Return the perplexity after the conversion as a multiple of the original model's."""
     found = Measurements.load(folder / MEASUREMENTS, writes=False)
     before, native = found.curve("before"), found.curve("native")
-    if before is None or native is None or length not in before.points:
+    if before is None or native is None or length is None or length not in before.points:
         return None
     ratio = before.relative_to(native).at(length).mean
     return None if math.isnan(ratio) else ratio

@@ -62,7 +62,7 @@ def write(
         with published(folder / PICTURES / f"{name}.png") as draft:
             draft.write_bytes(source.read_bytes())
     marked = () if verdict is None else verdict.recommended
-    values = {
+    values: dict[str, Any] = {
         "title": f"Positional encodings for {settings['model']}",
         "settings": settings,
         "schemes": len(found) - len({NATIVE, UNTRAINED} & {*found}),
@@ -135,7 +135,7 @@ def _card(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) 
     times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
     growth = (f"length generalisation, {each} times ({each * trained:,} tokens)" for each in times)
     header = ["", "memory it adds in training", "time it adds in training", *growth, "long-term decay (nats)"]
-    rows = []
+    rows: list[list[str | Cell]] = []
     for name, each in found.items():
         growths = (each.growth(factor * trained, trained).mean for factor in times)
         graded = map(_graded, (each.cost.memory_ratio, each.cost.time.mean, *growths))

@@ -124,7 +124,7 @@ class Grid:
     """
 
     quantity: Quantity
-    axes: dict[str, tuple[Point, ...]]
+    axes: Mapping[str, tuple[Point, ...]]
     samples: Annotated[Tensor, PlainValidator(_tensor), PlainSerializer(lambda samples: _plain(samples.tolist()))]
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ def context_curve(
     contexts = _ascending(contexts, targets)
     rows = spread_windows(ids, contexts[-1] + 1, windows, targets=targets)
     with evaluating(model):
-        parts = [_by_context(model, part, contexts, targets, corrupt) for part in rows.split(batch_size)]
+        parts = [_by_context(model, part, contexts, targets, corrupt) for part in torch.split(rows, batch_size)]
     found = torch.cat(parts).T
     if bool(found.isnan().all()):
         raise PositionError(

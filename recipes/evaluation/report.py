@@ -6,7 +6,7 @@ Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`findin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +41,7 @@ class Section:
     name: str
     title: str
     note: str
-    models: dict[str, tuple[Annotated[Grid, WrapSerializer(_with_estimates)], ...]]
+    models: Mapping[str, tuple[Annotated[Grid, WrapSerializer(_with_estimates)], ...]]
     mark: Mark | None = None
 
     @property

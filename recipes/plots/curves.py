@@ -157,7 +157,9 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
     for index, (name, line) in enumerate(panel.lines.items()):
         places = [(points.index(point) if is_named else point, found) for point, found in line]
         # Horizontal offsets keep intervals from covering each other.
-        shift = offset_copy(axes.transData, axes.figure, x=apart * (index - (count - 1) / 2), units="points")
+        shift = offset_copy(
+            axes.transData, axes.get_figure(root=True), x=apart * (index - (count - 1) / 2), units="points"
+        )
         _errorbar(axes, places, style.look(index), panel.scale, label=name, transform=shift)
     _x_axis(axes, sorted(points) if not is_named else points, is_named)
     shown = [found for line in panel.lines.values() for _, found in line]

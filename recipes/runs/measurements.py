@@ -77,7 +77,7 @@ class Measurements:
         """Return the perplexity "native", "before" (step 0) or "after" (last step); `None` if not measured."""
         if name == "after":
             return next((grid for step, grid in reversed(self.course()) if step > 0), None)
-        return self.at({"native": NATIVE, "before": 0}[name])
+        return self.at(NATIVE if name == "native" else 0)
 
 
 def _from_version_1(content: Any) -> Any:
