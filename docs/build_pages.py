@@ -15,10 +15,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from PIL import Image
+from portraits import portrait
 from transformers import LlamaConfig
 
 import hf_posenc
-from hf_posenc.recipes.plots.portraits import portrait
 
 PAGES = Path(__file__).parent / "schemes"
 INDEX = PAGES / "README.md"

@@ -16,7 +16,7 @@ from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import softmax_of_seen
-from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
+from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality, Picture, Portrait
 
 Result = TypeVar("Result")
 
@@ -51,6 +51,9 @@ class Scheme(nn.Module):
     # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if
     # no options do.
     neutral_options: ClassVar[Mapping[str, Any] | None] = None
+    # Pictures of numbers that only this scheme computes, and the settings of the picture on its page.
+    pictures: ClassVar[tuple[Picture, ...]] = ()
+    portrait: ClassVar[Portrait] = Portrait()
     # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
     reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.
@@ -63,6 +66,8 @@ class Scheme(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
+        # A learned factor on what the scheme does, if it has a gate; 0 at the start, which is an exact no-op.
+        self.gate_weight: nn.Parameter | None = None
         # The part that all layers share. `build` makes it; inside a model the body holds it.
         self.common: Scheme | None = None
 
@@ -77,6 +82,14 @@ class Scheme(nn.Module):
         Loading a checkpoint calls this for parameters missing in the file; transformers then guards `torch.nn.init`, so
         loaded values stay.
         """
+        if self.gate_weight is not None:
+            nn.init.zeros_(self.gate_weight)
+
+    def gated(self, x: Tensor, broadcast: int = 0) -> Tensor:
+        """Return x times the gate, with so many dimensions added behind it; x itself without a gate."""
+        if self.gate_weight is None:
+            return x
+        return x * self.gate_weight.to(x).view(-1, *[1] * broadcast)
 
     def make_common(self) -> Scheme | None:
         """Make the part that all layers of a stack share, in a scheme that also has parameters per layer."""
@@ -239,6 +252,14 @@ def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options of a scheme class, in order."""
     parameters = inspect.signature(scheme.__init__).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def draw_start(parameter: Tensor, init: str, std: float) -> None:
+    """Set a parameter to zero at `init="zero"`, to normal noise otherwise."""
+    if init == "zero":
+        nn.init.zeros_(parameter)
+    else:
+        nn.init.normal_(parameter, std=std)
 
 
 def set_start(parameter: Tensor, value: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Structures that a scheme may declare of itself, so that other rooms need not know the scheme.
 
 Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
-Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`).
+Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`). Pictures show numbers
+that only the scheme can compute (`Scheme.pictures`, `Scheme.portrait`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -310,3 +311,69 @@ class StockBias:
 
 
 Equivalent: TypeAlias = Nothing | Rotation | PositionTable | StockBias
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers that a scheme computes, to be drawn as colours.
+
+    Attributes:
+        of: Returns the numbers, given the scheme and what `Picture.over` says.
+        label: Meaning of a number.
+        title: Title of these numbers, where a picture has several.
+        high: Number of the last colour; the first is 0. `None` is the largest number.
+        log: Whether colours are on a logarithmic scale, from a thousandth of the last.
+        centre: Number in the middle of two colours; `None` has one colour only.
+    """
+
+    of: Callable[..., Tensor | None]
+    label: str
+    title: str = ""
+    high: float | None = 1.0
+    log: bool = False
+    centre: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A kind of picture of what a scheme has learned.
+
+    Attributes:
+        name: Name of the kind, in commands and file names.
+        summary: Content of the picture, in a few words.
+        title: Title of the picture.
+        over: Axes. `"tokens"` shows numbers per head and token, `[B, H, K]`, or those per head, query and key at one
+            query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`; both get the arguments of `score`
+            on a text. `"channels"` shows numbers per kv head, `[G, rows, columns]`, or none; it gets the scheme only.
+        numbers: Values from left to right.
+        axes: Names of rows and columns, over channels.
+    """
+
+    name: str
+    summary: str
+    title: str
+    over: Literal["tokens", "pairs", "channels"]
+    numbers: tuple[Numbers, ...]
+    axes: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, eq=False)
+class Portrait:
+    """What makes the picture on the page of a scheme meaningful.
+
+    Attributes:
+        variants: Options to build the scheme with, one panel or line for each.
+        heads: Number of heads that are drawn as lines; `None` lets the picture choose.
+        span: Largest distance in a picture by distance.
+        log: Whether distances are on a log scale.
+        noise: Standard deviation of parameters that start at zero; `None` leaves them where that shows something.
+    """
+
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    heads: int | None = None
+    span: int = 256
+    log: bool = False
+    noise: float | None = None

@@ -86,11 +86,6 @@ class PosencAdapter:
         targets, parameters = (getattr(self, name, None) for name in ("target_modules", "target_parameters"))
         return targets is not None and not targets and not parameters and self.has_schemes
 
-    def follow(self, model_config: Any) -> None:
-        """Save the schemes as they are in a model by then: training may fade and drop its native encoding."""
-        self.posenc = copy.deepcopy(model_config.posenc)
-        self._model_config = model_config
-
     @contextlib.contextmanager
     def loading(self, model: Any, name: str, files: Sequence[str | Path] | None) -> Iterator[None]:
         """Check the weights of a saved adapter against a model, then load them in the block; all or nothing.
@@ -177,11 +172,6 @@ class PosencLoraConfig(PosencAdapter, LoraConfig):
     Use it as `LoraConfig`, on a patched model. The saved adapter converts the stock model that it is loaded onto;
     merging gives a converted model. All weights of the schemes are trained, through `modules_to_save`, without LoRA on
     them. With `target_modules=[]` there is no LoRA, and only the schemes are trained.
-
-    Attributes:
-        posenc: Record of the schemes, as in the config of a converted model; taken from the model at each save.
-        base_weights: Fingerprint of the weights under the adapter, taken from the model.
-        any_base: Whether other base weights are accepted.
     """
 
 
@@ -316,7 +306,7 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:
-        convert(model, config.posenc, undo or surgery.Undo())
+        _convert(model, config.posenc, undo or surgery.Undo())
         if _has_parameters(model) and not config.has_schemes:
             raise OptionError(
                 f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it "
@@ -338,24 +328,15 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     if config._pending and not config.any_base:
         _check_base(config, model, weights)
     config.base_weights = weights
+    # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
+    config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
     if config.base_model_name_or_path == belonging.UNSAVED:
         config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
-    config.follow(model.config)
     return config
 
 
-def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
-    """Patch a stock model, in place, with the record of a converted one.
-
-    Args:
-        model: A stock model.
-        schemes: The entry `posenc` of the config of a converted model.
-        undo: Record of the changes, so that a failure takes them back.
-
-    Raises:
-        CheckpointError: The model cannot be patched with the record.
-        ArchitectureError: The model is of an architecture that cannot be patched.
-    """
+def _convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
+    """Patch a stock model, in place, with the record of a converted one."""
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
@@ -368,11 +349,7 @@ def convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
 
 
 def base_of(folder: str) -> str:
-    """Return the path or name of the base model of a saved adapter.
-
-    Raises:
-        CheckpointError: The adapter is damaged, or names no base model.
-    """
+    """Return the path or name of the base model of a saved adapter, or raise `CheckpointError`."""
     with _reading(folder):
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
@@ -384,12 +361,7 @@ def base_of(folder: str) -> str:
 
 
 def merged(model: Any, folder: str) -> Any:
-    """Load a saved adapter, of any type that PEFT has, onto its model, and merge it.
-
-    Raises:
-        CheckpointError: The adapter is damaged.
-        PosencError: The adapter does not fit this model.
-    """
+    """Load a saved adapter, of any type that PEFT has, onto its model, and merge it; raise if it does not fit."""
     with _reading(folder):
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
@@ -410,7 +382,6 @@ def _reading(folder: str) -> Iterator[None]:
 
 
 def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise unless an adapter has the schemes of its model."""
     if wanted["groups"] != own["groups"]:
         raise OptionError(
             f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)} with other "
@@ -424,7 +395,6 @@ def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) -> None:
-    """Raise if the weights under an adapter are visibly other than those that it was trained over."""
     parts = binding.differing(config.base_weights or {}, weights)
     if parts:
         own = f", {config.base_model_name_or_path!r}" if config.base_model_name_or_path else ""
@@ -436,7 +406,6 @@ def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) ->
 
 
 def _has_parameters(model: nn.Module) -> bool:
-    """Whether any scheme in a model has weights."""
     return any(not _SCHEMES.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
 
 
@@ -453,7 +422,6 @@ def _names(schemes: dict[str, Any]) -> str:
 
 
 def _base(model: Any) -> Any:
-    """Return the transformers model under adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

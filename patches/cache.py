@@ -74,17 +74,21 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
     """A growing cache layer with per-token state."""
 
     def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
-        """Append the state of the tokens that `update` just added; return that of the `shown` last tokens."""
+        """Append the state of the tokens that `update` just added; return that of all tokens, or of the
+        `shown` last ones in a sliding layer."""
         full = {
             name: torch.cat([self.token_state[name].to(new.device), new], dim=_TOKENS)
             if name in self.token_state
             else new
             for name, new in fresh.items()
         }
-        # An offloaded layer keeps its state where its keys are, and a sliding one that of as many tokens.
-        kept = self.keys.shape[-2]
-        self.token_state = {name: _last(tensor, kept).to(self.keys.device) for name, tensor in full.items()}
-        return {name: _last(tensor, shown) for name, tensor in full.items()}
+        kept = full
+        if self.is_sliding:
+            kept = {name: _last(tensor, self.keys.shape[-2]) for name, tensor in full.items()}
+            full = {name: _last(tensor, shown) for name, tensor in full.items()}
+        # An offloaded layer keeps its state where its keys are.
+        self.token_state = {name: tensor.to(self.keys.device) for name, tensor in kept.items()}
+        return full
 
     def _remember(self) -> None:
         for tensor in self.recent_state.values():

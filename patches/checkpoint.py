@@ -161,12 +161,7 @@ def unreadable(path: object, error: SafetensorError) -> CheckpointError:
 
 
 class Stored(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        shape: Shape of the tensor.
-        floating: Whether it holds floating-point numbers.
-    """
+    """Shape of a tensor in a file, and whether it holds floating-point numbers."""
 
     shape: tuple[int, ...]
     floating: bool
@@ -184,17 +179,7 @@ def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Stored]]:
 
 
 def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
-    """Return all tensors in the weight files of a converted checkpoint by name, from the files' headers alone.
-
-    Args:
-        files: Paths of the files.
-        shards: Names of the files in the index, if there is one.
-        config: Config of the checkpoint.
-
-    Raises:
-        CheckpointError: A file is not a safetensors file, is missing, truncated or outside of the checkpoint, or was
-            saved with another record than that of the config.
-    """
+    """Return all tensors in the weight files of a converted checkpoint by name; `shards` is those in its index."""
     for name in shards:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
             raise CheckpointError(
@@ -318,9 +303,8 @@ def _of_layers(model: Any, unknown: Iterable[str]) -> list[str]:
 
 def _target(name: str, model: Any, wanted: dict[str, Any], mapping: Iterable[Any]) -> tuple[str, bool]:
     """Return the name in the model of a checkpoint's tensor, and whether tensors are merged or split for it."""
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+    kinds = [[entry for entry in mapping if isinstance(entry, kind)] for kind in (WeightRenaming, WeightConverter)]
+    target, pattern = rename_source_key(name, *kinds, model.base_model_prefix, wanted)
     if target not in wanted and name in wanted:
         return name, False
     return target, pattern is not None
@@ -355,12 +339,12 @@ def check_complete(
     """Raise if a checkpoint or an adapter does not hold the tensors that its config asks for.
 
     Args:
-        source: What it is, with its path or name.
+        source: Kind of thing, with its path or name.
         missing: Tensors of the model that it lacks.
         unknown: Tensors in it that the model lacks.
         misshapen: Results of the function `misshapen`.
         accepts_misshapen: Whether the user accepts those, except in schemes (`ignore_mismatched_sizes`).
-        remedy: What to do; `None` for that of checkpoints.
+        remedy: Advice to the user; `None` for that of checkpoints.
 
     Raises:
         CheckpointError: transformers would initialise the missing parameters and drop the unknown ones.

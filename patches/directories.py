@@ -117,12 +117,8 @@ def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[P
             out.mkdir(parents=True)
             undo.callback(shutil.rmtree, out, ignore_errors=True)
         # In `out`, which may be all that can be written, so on the same file system.
-        folder = out / f".{secrets.token_hex(4)}"
-        with contextlib.ExitStack() as always:
-            always.callback(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir()
-            with _naming(out, folder):
-                yield folder
+        with _temporary(out / f".{secrets.token_hex(4)}", out) as folder:
+            yield folder
             written = [path.name for path in folder.iterdir()]
             for name in written:
                 os.replace(folder / name, out / name)
@@ -152,31 +148,30 @@ def whole_directory(
     parent = out.absolute().parent
     if not parent.is_dir():
         raise OutputError(f"There is no directory {out.parent} to write {out.name} in. Make it first.")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} exists and is a file. Choose another name, or remove it first.")
-    if out.is_dir() and any(out.iterdir()) and not replaceable(out):
-        raise OutputError(f"{out} exists and is not empty. Choose another name, or remove it first.")
+    is_file = out.exists() and not out.is_dir()
+    if is_file or (out.is_dir() and any(out.iterdir()) and not replaceable(out)):
+        what = "is a file" if is_file else "is not empty"
+        raise OutputError(f"{out} exists and {what}. Choose another name, or remove it first.")
     # On the same file system, so that it can be renamed.
-    folder = parent / f".{out.name}.{secrets.token_hex(4)}"
-    with storing(out), guard(folder), _naming(out, folder):
-        try:
-            folder.mkdir()
-            yield folder
-            _make_readable(folder)
-            if out.is_dir():
-                shutil.rmtree(out)
-            os.replace(folder, out)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    place = parent / f".{out.name}.{secrets.token_hex(4)}"
+    with storing(out), guard(place), _temporary(place, out) as folder:
+        yield folder
+        _make_readable(folder)
+        if out.is_dir():
+            shutil.rmtree(out)
+        os.replace(folder, out)
 
 
 @contextlib.contextmanager
-def _naming(final: Path, unfinished: Path) -> Iterator[None]:
-    """Name the final directory in errors about the unfinished one."""
+def _temporary(folder: Path, final: Path) -> Iterator[Path]:
+    """Make a directory for a while; errors about its files name the final one."""
     try:
-        yield
+        folder.mkdir()
+        yield folder
     except StorageError as error:
-        raise StorageError(str(error).replace(str(unfinished), str(final))) from error
+        raise StorageError(str(error).replace(str(folder), str(final))) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_readable(place: Path) -> None:

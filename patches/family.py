@@ -1,4 +1,4 @@
-"""Architectures read from the code of transformers: rotary decoders whose attention calls an attention function.
+"""Architectures read from the code of transformers: models whose attention calls an attention function.
 
 Such models differ in what comes before that function (norms of queries and keys, fused projections, partial rotation)
 and in its keywords (window, softcap, sinks). So the stock forward does all of that here, too: a patched attention calls
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
 from hf_posenc.errors import ArchitectureError
-from hf_posenc.operands import Geometry
+from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
@@ -32,13 +32,15 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
+from hf_posenc.patches.surgery import stock_class
+from hf_posenc.patches.table import PosencPositionTable, TableArchitecture, TableBody, first_row, table_of
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
 _FUNCTION = "hf_posenc"
 _THEN = "posenc_then"
 # Names that stock attentions give to the cache, and stock layers to the feed-forward.
 _CACHES = ("past_key_values", "layer_past")
-_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward")
+_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "output.dense")
 
 Then = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -76,7 +78,7 @@ class FamilyAttention(PosencAttention):
     posenc_stock: ClassVar[type[nn.Module]]
     # Names of the arguments of the stock forward behind the first, and of the cache among them.
     posenc_arguments: ClassVar[tuple[str, ...]]
-    posenc_cache: ClassVar[str]
+    posenc_cache: ClassVar[str | None]
     # Type of the layer, where each type has a rotation of its own; whether the layer rotates; width of cosines.
     posenc_kind: str
     posenc_rotates: bool
@@ -86,7 +88,7 @@ class FamilyAttention(PosencAttention):
         super().__init_subclass__(**kwargs)
         if "posenc_stock" in vars(cls):
             cls.posenc_arguments = tuple(inspect.signature(cls.posenc_stock.forward).parameters)[2:]
-            cls.posenc_cache = next(name for name in _CACHES if name in cls.posenc_arguments)
+            cls.posenc_cache = next((name for name in _CACHES if name in cls.posenc_arguments), None)
 
     @property
     def config(self) -> Any:
@@ -101,15 +103,20 @@ class FamilyAttention(PosencAttention):
         context = self.take_context(call)
         if context.positions is None:
             return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
-        rotation = context.native_rotation.get(self.posenc_kind, call["position_embeddings"])
-        then = functools.partial(self.attend_projected, context, hidden_states, rotation, call.get(self.posenc_cache))
+        rotation = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings"))
+        cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
+        then = functools.partial(self.attend_projected, context, hidden_states, rotation, cache)
         return self.by_stock_forward(hidden_states, call, then)
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
         """Call the stock forward with a rotation that turns nothing, no cache, and the next step after projection."""
-        cos, sin = call["position_embeddings"]
-        nothing = {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin)), self.posenc_cache: None}
-        return super().forward(hidden, **{**call, **nothing, _THEN: then})  # type: ignore[misc, no-any-return]
+        call = {**call, _THEN: then}
+        if self.posenc_cache is not None:
+            call[self.posenc_cache] = None
+        if "position_embeddings" in call:
+            cos, sin = call["position_embeddings"]
+            call["position_embeddings"] = torch.ones_like(cos), torch.zeros_like(sin)
+        return super().forward(hidden, **call)  # type: ignore[misc, no-any-return]
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found: list[Tensor] = []
@@ -118,8 +125,10 @@ class FamilyAttention(PosencAttention):
             found[:] = query, key, value
             return query.transpose(1, 2), None
 
-        angles = hidden.new_empty(1, 1, self.posenc_width)
-        self.by_stock_forward(hidden, {"attention_mask": None, "position_embeddings": (angles, angles)}, take)
+        call: dict[str, Any] = {"attention_mask": None}
+        if self.posenc_width:
+            call["position_embeddings"] = (hidden.new_empty(1, 1, self.posenc_width),) * 2
+        self.by_stock_forward(hidden, call, take)
         query, key, value = found
         return query, key, value
 
@@ -127,7 +136,7 @@ class FamilyAttention(PosencAttention):
         self,
         context: Context,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
         cache: Any,
         query: Tensor,
         key: Tensor,
@@ -142,7 +151,7 @@ class FamilyAttention(PosencAttention):
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the scheme. The last arguments are those of an attention function."""
-        turn = inspect.getmodule(self.posenc_stock).apply_rotary_pos_emb  # type: ignore[union-attr]
+        turn: Any = getattr(inspect.getmodule(self.posenc_stock), "apply_rotary_pos_emb", None)
         layer = LayerCall(
             context,
             hidden,
@@ -153,7 +162,7 @@ class FamilyAttention(PosencAttention):
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
             index=self.layer_idx,
-            rotate=(lambda q, k: turn(q, k, *rotation)) if self.posenc_rotates else None,
+            rotate=(lambda q, k: turn(q, k, *rotation)) if rotation is not None and self.posenc_rotates else None,
             operands=(query, key, value),
             window=sliding_window,
             softcap=softcap,
@@ -166,7 +175,8 @@ class FamilyLayer(PosencLayer):
     """Mixin of patched layers."""
 
     def feed_forward(self) -> nn.Module:
-        found = [module for name in _FEED_FORWARDS if (module := getattr(self, name, None)) is not None]
+        parts: dict[str, nn.Module] = dict(self.named_modules())
+        found = [parts[name] for name in _FEED_FORWARDS if name in parts]
         if not found:
             raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {_FEED_FORWARDS}.")
         return found[0]
@@ -178,6 +188,10 @@ class FamilyBody(PosencBody):
     def is_causal_stack(self) -> bool:
         attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
         return bool(attention.is_causal)
+
+
+class RotaryBody(FamilyBody):
+    """Mixin of patched bodies that rotate queries and keys."""
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         native = self.strengths().native
@@ -214,10 +228,9 @@ class Facts:
         kv_heads: Key/value heads.
         head_dim: Channels per head.
         scale: Factor on products of queries and keys.
-        causal: Whether keys ahead of a query are hidden.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
-        width: Width of the cosines that the layer gets.
-        inv_freq: Frequencies of its rotation; zero if it does not rotate.
+        width: Width of the cosines that the layer gets; 0 if it gets none.
+        inv_freq: Frequencies of its rotation; zero if it does not rotate, `None` if no layer of the model does.
         scaling: Factor on rotated queries and keys.
         layout: Pairing of channels.
         rotates: Whether the layer rotates queries and keys.
@@ -227,34 +240,47 @@ class Facts:
     kv_heads: int
     head_dim: int
     scale: float
-    causal: bool
-    kind: str
-    width: int
-    inv_freq: Tensor
-    scaling: float
-    layout: Layout
-    rotates: bool
+    kind: str = ""
+    width: int = 0
+    inv_freq: Tensor | None = None
+    scaling: float = 1.0
+    layout: Layout = "half"
+    rotates: bool = False
 
 
 # Keywords of attention functions that a patched attention honours, or that change nothing.
 _KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "attention_mask", "position_ids", "is_causal"}
+_KNOWN |= {"deterministic"}
 
 
-def read_facts(config: Any, attention: type[nn.Module], rotary: Any, layer: int) -> Facts:
+def read_facts(config: Any, attention: nn.Module, rotary: type[nn.Module] | None, layer: int) -> Facts:
     """Run the stock forward of a layer on the meta device, and return what it shows.
+
+    Args:
+        config: Config of the model.
+        attention: Attention module of the layer, patched or not.
+        rotary: Class of the model's rotary module, if it has one.
+        layer: Index of the layer.
 
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
-    kinds = _kinds(config, rotary)
-    kind, keywords, _ = (
-        next((k for k in kinds if k[0] == config.layer_types[layer]), kinds[0]) if kinds[0][0] else kinds[0]
-    )
-    with torch.device("cpu"):
-        cos, sin = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+    stock: type[nn.Module] = stock_class(type(attention))
+    given: dict[str, Any] = {"attention_mask": None}
+    kind = ""
+    if rotary is not None:
+        kinds = _kinds(config, rotary)
+        chosen = (
+            next((found for found in kinds if found[0] == config.layer_types[layer]), None) if kinds[0][0] else None
+        )
+        kind, keywords, _ = chosen or kinds[0]
+        with torch.device("cpu"):
+            cos, sin = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+        given["position_embeddings"] = (torch.zeros(cos.shape, device="meta", requires_grad=True),) * 2
+    wanted = {"layer_idx": layer, "is_causal": getattr(attention, "is_causal", True)}
     with torch.device("meta"):
-        module: Any = attention(config, layer)  # type: ignore[call-arg]
-        hidden, angles = torch.zeros(1, 1, config.hidden_size), torch.zeros(cos.shape, requires_grad=True)
+        module: Any = stock(config, **{k: v for k, v in wanted.items() if k in inspect.signature(stock).parameters})
+        hidden = torch.zeros(1, 1, config.hidden_size)
     module.requires_grad_(False).config = _Config(config)
     found: dict[str, Any] = {}
 
@@ -262,30 +288,28 @@ def read_facts(config: Any, attention: type[nn.Module], rotary: Any, layer: int)
         found.update(keywords, query=query, key=key)
         return query.transpose(1, 2), None
 
-    given = {"attention_mask": None, "position_embeddings": (angles, angles), _THEN: take}
     with torch.enable_grad():
-        module(hidden, **given)
+        module(hidden, **given, **{_THEN: take})
     if not found:
-        _refuse(attention, "does not call the attention function of its config")
+        _refuse(stock, "does not call the attention function of its config")
     query, key = found.pop("query"), found.pop("key")
     if set(found) - _KNOWN:
-        _refuse(attention, f"passes {', '.join(sorted(set(found) - _KNOWN))} to its attention function")
-    rotates = query.requires_grad
+        _refuse(stock, f"passes {', '.join(sorted(set(found) - _KNOWN))} to its attention function")
+    scale = query.shape[-1] ** -0.5 if found.get("scaling") is None else float(found["scaling"])
+    facts = Facts(query.shape[1], key.shape[1], query.shape[-1], scale, kind)
+    if rotary is None:
+        return facts
     inv_freq, scaling = native_frequencies(config, rotary, kind)
-    turn = getattr(inspect.getmodule(attention), "apply_rotary_pos_emb", None)
-    if turn is None or turn.__name__ not in inspect.unwrap(attention.forward).__code__.co_names:
-        _refuse(attention, "rotates by another function than apply_rotary_pos_emb")
-    return Facts(
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        head_dim=query.shape[-1],
-        scale=query.shape[-1] ** -0.5 if found.get("scaling") is None else float(found["scaling"]),
-        causal=bool(getattr(module, "is_causal", True)),
-        kind=kind,
+    turn = getattr(inspect.getmodule(stock), "apply_rotary_pos_emb", None)
+    if turn is None or turn.__name__ not in inspect.unwrap(stock.forward).__code__.co_names:
+        _refuse(stock, "rotates by another function than apply_rotary_pos_emb")
+    rotates = query.requires_grad
+    return replace(
+        facts,
         width=cos.shape[-1],
         inv_freq=inv_freq if rotates else torch.zeros_like(inv_freq),
         scaling=scaling if rotates else 1.0,
-        layout=_layout(attention, functools.partial(turn, cos=cos, sin=sin), inv_freq, scaling, query.shape[-1]),
+        layout=_layout(stock, functools.partial(turn, cos=cos, sin=sin), inv_freq, scaling, query.shape[-1]),
         rotates=rotates,
     )
 
@@ -305,37 +329,39 @@ def _layout(attention: type, turn: Any, inv_freq: Tensor, scaling: float, size: 
 
 def _refuse(attention: type, why: str) -> NoReturn:
     raise ArchitectureError(
-        f"Cannot patch {attention.__name__}: it {why}, which cannot be read as a family. Write its architecture as in "
-        "hf_posenc/patches/gpt2.py."
+        f"Cannot patch {attention.__name__}: it {why}, which cannot be read as a family. Write an architecture of its own, "
+        "see CONTRIBUTING.md."
     )
 
 
 class Family(Architecture):
     """An architecture whose classes and facts are read from the modeling module of transformers."""
 
-    native = "rotary encoding (RoPE)"
-    native_fades = True
     body: ClassVar[type[PreTrainedModel]]
     layer: ClassVar[type[nn.Module]]
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {"decoder": next(module for module in model.modules() if isinstance(module, self.body))}
+        body = next(module for module in model.modules() if isinstance(module, self.body))
+        causal = bool(getattr(self.attentions(body)[0], "is_causal", True))
+        return {"decoder" if causal else "encoder": body}
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
-        return list(cast(Any, body).layers)
+        return [module for module in body.modules() if isinstance(module, self.layer)]
 
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
         return [
-            next(module for module in layer.children() if isinstance(module, self.attention))
+            next(module for module in layer.modules() if isinstance(module, self.attention))
             for layer in self.layers(body)
         ]
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
-        return {name: module for name, module in attention.named_children() if "proj" in name or "query" in name}
+        return {name: module for name, module in attention.named_children() if isinstance(module, nn.Linear)}
 
-    def facts(self, body: Any, layer: int) -> Facts:
+    def facts(self, body: nn.Module, layer: int) -> Facts:
         """Return what the stock code says about a layer of a body."""
-        return read_facts(body.config, self.attention, type(body.rotary_emb), layer)
+        rotary: nn.Module | None = getattr(body, "rotary_emb", None)
+        kind = None if rotary is None else type(rotary)
+        return read_facts(cast(Any, body).config, self.attentions(body)[layer], kind, layer)
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
@@ -352,7 +378,7 @@ class Family(Architecture):
             hidden_size=config.hidden_size,
             scale=facts.scale,
             layer=layer,
-            causal=facts.causal,
+            causal="decoder" in self.stacks(body),
             inv_freq=facts.inv_freq,
             layout=facts.layout,
             max_positions=config.max_position_embeddings,
@@ -364,30 +390,58 @@ class Family(Architecture):
         )
 
 
+class RotaryFamily(Family):
+    """A family that rotates queries and keys."""
+
+    native = "rotary encoding (RoPE)"
+    native_fades = True
+
+
+class TableFamily(TableArchitecture, Family):
+    """A family that adds a learned table of positions to the embeddings of tokens."""
+
+    def geometry(self, body: nn.Module, layer: int) -> Geometry:
+        table = table_of(body)
+        rows = weight_of(table)[first_row(table) :]
+        return replace(super().geometry(body, layer), max_positions=rows.shape[0], native=NativeTable("learned", rows))
+
+
 def add_family(name: str, namespace: dict[str, Any]) -> Family:
-    """Register the rotary decoders of one module of transformers, with every head.
+    """Register the models of one module of transformers, with every head.
+
+    The models rotate queries and keys, or add a learned table of positions to the embeddings of tokens.
 
     Args:
         name: Name of the module, as in `transformers.models.<name>`.
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
 
     Raises:
-        ArchitectureError: The module is not built like a family: it has no causal language model, no attention and
-            layer classes whose outputs are recorded, or no rotary embedding.
+        ArchitectureError: The module is not built like a family: it has no language model, no attention and layer
+            classes whose outputs are recorded.
     """
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     models = [kind for kind in _classes(modeling) if issubclass(kind, PreTrainedModel)]
-    causal = [kind for kind in models if kind.__name__.endswith("ForCausalLM")]
-    if len(causal) != 1:
-        raise ArchitectureError(f"Cannot add the family {name!r}: it has {len(causal)} classes ...ForCausalLM.")
-    stock_config = cast(Any, causal[0]).config_class
-    models = [kind for kind in models if cast(Any, kind).config_class is stock_config]
     models = [kind for kind in models if not kind.__name__.endswith("PreTrainedModel")]
-    (body,) = (kind for kind in models if kind.__name__.endswith("Model"))
+    language = [kind for kind in models if kind.__name__.endswith(("ForCausalLM", "ForMaskedLM"))]
+    if not language:
+        raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...ForCausalLM or ...ForMaskedLM.")
+    stock_config = cast(Any, language[0]).config_class
+    models = [kind for kind in models if cast(Any, kind).config_class is stock_config]
+    bodies = [kind for kind in models if kind.__name__.endswith("Model") and not issubclass(kind, GenerationMixin)]
+    if len(bodies) != 1:
+        raise ArchitectureError(
+            f"Cannot add the family {name!r}: expected one class ...Model with the config {stock_config.__name__}, "
+            f"found {len(bodies)}."
+        )
+    (body,) = bodies
     recorded: Any = body._can_record_outputs or {}
     if not {"attentions", "hidden_states"} <= set(recorded):
         raise ArchitectureError(f"Cannot add the family {name!r}: {body.__name__} does not record its attentions.")
     attention, layer = (_recorded(recorded[what]) for what in ("attentions", "hidden_states"))
+    rotates = any(kind.__name__.endswith("RotaryEmbedding") for kind in _classes(modeling))
+    lock: tuple[str, Any] = ("hidden_act", "requires hf_posenc")
+    if rotates:
+        lock = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
 
     def twin(stock: type, *bases: type, **attributes: Any) -> Any:
         attributes |= {"posenc_stock": stock, "__module__": namespace["__name__"]}
@@ -401,15 +455,18 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
         __annotations__={"posenc": dict[str, Any] | None},
         posenc=None,
         model_type=f"hf_posenc_{name}",
-        posenc_lock=("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0}),
+        posenc_lock=lock,
     )
     twins = {stock_config: config, attention: twin(attention, FamilyAttention), layer: twin(layer, FamilyLayer)}
+    if not rotates:
+        twins[nn.Embedding] = PosencPositionTable
     for kind in models:
         head = PosencGenerator if issubclass(kind, GenerationMixin) else PosencModel
-        bases = (FamilyBody, PosencModel) if kind is body else (head,)
+        bases = (RotaryBody if rotates else TableBody, FamilyBody, PosencModel) if kind is body else (head,)
         twins[kind] = twin(kind, *bases, config_class=config)
     parts = {"name": name, "twins": twins, "attention": attention, "body": body, "layer": layer}
-    made: Family = type(f"{name.title().replace('_', '')}Family", (Family,), parts)()
+    base = RotaryFamily if rotates else TableFamily
+    made: Family = type(f"{name.title().replace('_', '')}Family", (base,), parts)()
     register_architecture(made)
     return made
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import (
@@ -19,15 +18,14 @@ from transformers.models.gpt2.modeling_gpt2 import (
     GPT2Model,
 )
 
-from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
-from hf_posenc.patches.context import Context, Switch
+from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
+from hf_posenc.patches.table import PosencPositionTable, check_reach
 
 
 class PosencGPT2Config(PosencConfig, GPT2Config):
@@ -89,21 +87,6 @@ class PosencGPT2Block(PosencLayer, GPT2Block):
         return module
 
 
-class PosencPositionTable(Switch, nn.Embedding):
-    """GPT-2's position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
-
-    posenc_stock = nn.Embedding
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.is_disabled():
-            return super().forward(input)
-        if not vars(self).get("posenc_removed"):
-            strengths: Strengths = vars(self).get("posenc_strengths", FULL)
-            added = super().forward(input)
-            return added if strengths.native == 1 else added * strengths.native
-        return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
-
-
 class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
     posenc_stock = GPT2Model
     config_class = PosencGPT2Config
@@ -130,12 +113,7 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
         return output
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
-        rows = self.wpe.num_embeddings
-        if context.reach >= rows and not vars(self.wpe).get("posenc_removed"):
-            raise PositionError(
-                f"Position {context.reach} is beyond the model's own table of {rows} positions, which was kept. Give "
-                "shorter inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
-            )
+        check_reach(self.wpe, context.reach, self.wpe.num_embeddings)
         return super().hand_down(call, context)
 
 

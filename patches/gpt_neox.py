@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: fused projections, partial rotation, attention beside the feed-forward."""
+"""GPT-NeoX and Pythia: fused projections, partial rotation, attention parallel to the feed-forward."""
 
 from hf_posenc.patches.family import add_family
 

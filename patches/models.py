@@ -270,19 +270,15 @@ def starts(model: Any) -> dict[int, str]:
 
 def schemes_of(architecture: Architecture, model: nn.Module, group: record.Group) -> list[Scheme]:
     """Return the schemes of a group in a patched model, each once."""
-    found: list[Scheme] = []
-    for name, body in architecture.stacks(model).items():
-        part = group.stacks.get(name)
-        shared = body._modules.get(surgery.SHARED)
-        if part is None:
-            continue
-        attentions = architecture.attentions(body)
-        own = [attentions[layer] for layer in part.layers if surgery.OWN in attentions[layer]._modules]
-        if own:
-            found += [getattr(attention, surgery.OWN) for attention in own]
-        else:
-            found.append(getattr(shared, str(group.id)))
-    return found
+    bodies = architecture.stacks(model)
+    found = {
+        scheme: None
+        for name, part in group.stacks.items()
+        if name in bodies
+        for layer in part.layers
+        for scheme in [surgery.scheme_of(bodies[name], architecture.attentions(bodies[name])[layer])]
+    }
+    return list(found)
 
 
 def describe_start(schemes: list[Scheme], native: str) -> str:

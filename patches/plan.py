@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from hf_posenc import attention
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
-from hf_posenc.patches.models import describe_start, schemes_of
+from hf_posenc.patches.models import describe_start
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.patches.preparation import Layers, Preparation, prepare
 from hf_posenc.scheme import Scheme
@@ -129,10 +129,10 @@ def plan(
         PosencError: `patch` would raise it.
     """
     model = model_or_config
-    skeleton = isinstance(model, PreTrainedConfig)
-    if isinstance(model, PreTrainedConfig):
-        model = _skeleton(model)
-    with torch.device("meta") if skeleton else contextlib.nullcontext():
+    with contextlib.ExitStack() as where:
+        if isinstance(model, PreTrainedConfig):
+            model = _skeleton(model)
+            where.enter_context(torch.device("meta"))
         prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
     per_token, per_sequence = _cache_bytes(prepared, model)
@@ -167,46 +167,42 @@ def verify(model: nn.Module) -> Verification:
         NotPatchedError: The model is not patched, or a scheme that it should run does not run.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    inner = next((m for m in modules if surgery.is_patched(m) and isinstance(m, PreTrainedModel)), None)
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
+    inner = next(filter(surgery.is_patched, models), None)
     if inner is None:
         raise NotPatchedError(
             f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, "
             "or load the converted checkpoint with hf_posenc imported."
         )
+    for outer in models[: models.index(inner)]:
+        if inner in outer.modules() and not any(
+            config is inner.config for config in (outer.config, *vars(outer.config).values())
+        ):
+            raise NotPatchedError(
+                f"verify: the config of the {type(outer).__name__} around the patched model does not hold that of the "
+                f"{type(inner).__name__}, so it would be saved without the scheme. Put it there, or save the inside."
+            )
     model = inner
     architecture = of_model(model)
     groups = record.from_config(model.config)
     if not groups:
         raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
-    expected: dict[int, int] = {}
-    calls: dict[int, int] = {}
-    schemes = [(group, scheme) for group in groups for scheme in schemes_of(architecture, model, group)]
-    for group, scheme in schemes:
-        expected[id(scheme)] = 1
-        calls[id(scheme)] = 0
-        if scheme.overrides("carry") and not scheme.geometry.last:
-            expected[id(scheme)] += 1  # and once behind the feed-forward
-        if scheme.shared:
-            # Once for each layer, and once where the embeddings are made.
-            body = next(b for b in architecture.stacks(model).values() if any(m is scheme for m in b.modules()))
-            name = next(n for n, b in architecture.stacks(model).items() if b is body)
-            expected[id(scheme)] = len(group.stacks[name].layers) + scheme.overrides("embed")
-
-    def count(key: int, module: nn.Module, args: Any, output: Any) -> None:
-        calls[key] += 1
-
-    handles = [
-        inside.register_forward_hook(functools.partial(count, id(scheme)))
-        for _, scheme in schemes
-        for inside in _outermost(scheme)
-    ]
-    try:
+    expected: Counter[nn.Module] = Counter()
+    calls: Counter[nn.Module] = Counter()
+    for body in architecture.stacks(model).values():
+        for module in filter(surgery.is_patched, architecture.attentions(body)):
+            scheme = surgery.scheme_of(body, module)
+            # Once in its layer, once behind the feed-forward, and once where the embeddings are made.
+            expected[scheme] += 1 + (scheme.overrides("carry") and not scheme.geometry.last)
+            expected[scheme] += expected[scheme] == 1 and scheme.shared and scheme.overrides("embed")
+    with contextlib.ExitStack() as hooks:
+        for scheme in expected:
+            for inside in _outermost(scheme):
+                hook = inside.register_forward_hook(lambda *_, scheme=scheme: calls.update([scheme]))
+                hooks.callback(hook.remove)
         active = _hidden_states(architecture, model)
-    finally:
-        for handle in handles:
-            handle.remove()
     if calls != expected:
-        silent = sum(calls[key] < wanted for key, wanted in expected.items())
+        silent = sum(calls[scheme] < wanted for scheme, wanted in expected.items())
         raise NotPatchedError(
             f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library "
             "replaced a forward after patching. Patch the plain model before applying other libraries, then verify "
@@ -216,10 +212,8 @@ def verify(model: nn.Module) -> Verification:
         stock = _hidden_states(architecture, model)
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
-        groups=tuple(
-            (group.scheme, group.native, sum(len(part.layers) for part in group.stacks.values())) for group in groups
-        ),
-        calls=sum(calls.values()),
+        groups=tuple((group.scheme, group.native, len(group.places())) for group in groups),
+        calls=calls.total(),
         difference=difference,
     )
 

@@ -305,7 +305,8 @@ class PosencLayer:
             handle.remove()
         carried = passage.carried
         if passage.scheme is not None and carried is not None:
-            carried = passage.scheme(_feed, carried, fed[-1])
+            # A feed-forward may run on one chunk of the tokens after the other.
+            carried = passage.scheme(_feed, carried, torch.cat(fed, dim=1))
         return (*result, carried) if isinstance(result, tuple) else (result, carried)
 
 
@@ -371,7 +372,8 @@ class PosencBody(Switch):
         mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
         past = tokens_in(cache)
         check_mask(mask)
-        positions = resolve_positions(given, mask, past, batch, length, inputs.device)
+        counted = self.counted_positions(call, past) if given is None else given
+        positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
         reach = int(positions.max()) if positions.numel() else 0
@@ -439,6 +441,10 @@ class PosencBody(Switch):
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         """Return the positions that the caller passed, if any."""
         return call.get("position_ids")
+
+    def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
+        """Return the positions of the new tokens, where the model counts them in a way of its own."""
+        return None
 
     def given_coords(self, call: dict[str, Any]) -> Tensor | None:
         """Take the coordinates that the caller passed out of the arguments, if there are any."""

@@ -356,6 +356,12 @@ def check_record(architecture: Architecture, model: Any) -> None:
         )
 
 
+def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
+    """Return the scheme of a patched attention, or PEFT's wrapper of it."""
+    own = attention._modules.get(OWN)
+    return own if own is not None else getattr(body._modules[SHARED], str(attention.posenc_group))
+
+
 def drop_shared(undo: Undo, body: nn.Module, used: set[int]) -> None:
     """Remove the shared schemes of a body that belong to no group any more."""
     container = body._modules.get(SHARED)

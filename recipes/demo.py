@@ -9,8 +9,7 @@ import copy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,12 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_posenc import __version__
+from hf_posenc import __version__, registry
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.patch import patch
 from hf_posenc.patches.plan import plan
@@ -44,6 +34,7 @@ from hf_posenc.recipes.evaluation.perplexity import TARGETS, context_curve
 from hf_posenc.recipes.loading import TINY_LLAMA, load
 from hf_posenc.recipes.plots.curves import Panel, plot_panels, trained_mark
 from hf_posenc.recipes.reports import render
+from hf_posenc.recipes.runs.progress import counting
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.trainer import adapt
@@ -52,13 +43,9 @@ TABLE, PICTURE, MODEL, MARKER = "table.md", "perplexity.png", "model", ".posenc-
 CONTEXTS = (64, 128, 256, 512, 1024)
 SEED = 0
 
-# FIRE divides distances by the query's position, or by a threshold if larger; the default threshold is for thousands of
-# tokens, not for windows of 128. A learned table gets rows up to the longest context, to show that it does not extend.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "fire": {"threshold": 64.0},
-    "fire_s": {"threshold": 64.0},
-    "learned": {"num_positions": max(CONTEXTS)},
-}
+# Options of schemes that have them. Below a threshold the position of the query makes no difference; its default is for
+# thousands of tokens, not for windows of 128. Tables get rows up to the longest context, to show that they do not extend.
+_OPTIONS = {"threshold": 64.0, "num_positions": max(CONTEXTS)}
 
 # The prompt is longer than the training window, so the continuation is at unseen positions.
 _PROMPT, _CONTINUATION = 256, 48
@@ -141,10 +128,7 @@ def run(
         length = original.config.max_position_embeddings
         recipe = _recipe(scheme, steps, length)
         data = load_data(recipe.data, tokenizer, length=length, seed=SEED)
-    console.print(
-        f"A Llama of {original.num_parameters():,} parameters, trained on windows of {length} tokens with rotary "
-        "positions."
-    )
+    console.print(f"{TINY_LLAMA}: {original.num_parameters():,} parameters, trained on windows of {length} tokens.")
 
     converted = copy.deepcopy(original)
     options = recipe.conversion.options
@@ -158,16 +142,15 @@ def run(
         with console.status(f"measuring {name}"):
             return Subject(name, model, context_curve(model, data.held_out, contexts, windows=windows))
 
-    # Before training, so a scheme that cannot reach the longest context fails at once.
     before = [measure("original", original), measure(f"{scheme}, untrained", converted)]
     for name, model in (("the original", control), (scheme, adapted)):
-        with _progress(console, f"training {name}", steps) as bar:
-            adapt(model, recipe, data.train, teacher=Teacher(original), callbacks=[bar], use_cpu=True)
+        with counting(console, f"training {name}", steps) as advance:
+            adapt(model, recipe, data.train, teacher=Teacher(original), callbacks=[_Steps(advance)], use_cpu=True)
     after = [measure("original + training", control), measure(f"{scheme} + training", adapted)]
     subjects = [before[0], after[0], before[1], after[1]]
 
     note = _what_was_measured(recipe.training, windows)
-    title = f"Tiny Llama, RoPE replaced by {scheme}: perplexity on held-out text"
+    title = f"{TINY_LLAMA}, positional encoding replaced by {scheme}: perplexity on held-out text"
     lines = {s.name: [(context, s.curve.at(context)) for context in contexts] for s in subjects}
     plot_panels(folder / PICTURE, title, [Panel(lines=lines, mark=trained_mark(length))])
     (folder / TABLE).write_text(_markdown(title, subjects, note), encoding="utf-8")
@@ -198,7 +181,7 @@ def _recipe(scheme: str, steps: int, length: int) -> Recipe:
     """Return the recipe for both trained models; the control uses its training only."""
     return Recipe(
         model=TINY_LLAMA,
-        conversion=Conversion(scheme=scheme, options=_OPTIONS.get(scheme, {})),
+        conversion=Conversion(scheme=scheme, options=options_of(scheme)),
         training=Training(
             steps=steps,
             length=length,
@@ -210,6 +193,12 @@ def _recipe(scheme: str, steps: int, length: int) -> Recipe:
         ),
         distillation=Distillation(share=0.5),
     )
+
+
+def options_of(scheme: str) -> dict[str, Any]:
+    """Return the options with which the demo builds a scheme."""
+    known = registry.get(scheme).option_defaults()
+    return {name: value for name, value in _OPTIONS.items() if name in known}
 
 
 def difference_in_fresh_process(model: Any, folder: Path, ids: Tensor) -> float:
@@ -303,31 +292,11 @@ def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any
     console.print()
 
 
-@contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[TrainerCallback]:
-    """Show a bar with the time left; yield the callback that moves it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        yield _Bar(progress, progress.add_task(what, total=total, loss=""))
+class _Steps(TrainerCallback):
+    """Callback that reports the number of steps done."""
 
-
-class _Bar(TrainerCallback):
-    """Callback that moves a bar and shows the latest loss."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in (logs or {}):
-            self._progress.update(self._task, loss=f"loss {logs['loss']:.3f}")
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._progress.update(self._task, completed=state.global_step)
+        self._advance(state.global_step)

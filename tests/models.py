@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from importlib.resources import files
 from pathlib import Path
@@ -31,19 +32,15 @@ def auto(architecture: str) -> Any:
 
 
 @functools.cache
-def _original(architecture: str) -> PreTrainedModel:
-    return auto(architecture).from_pretrained(DIRECTORIES[architecture]).eval()
+def _original(architecture: str, **config: Any) -> PreTrainedModel:
+    model = auto(architecture).from_pretrained(DIRECTORIES[architecture], **config).eval()
+    model.config._name_or_path = model.name_or_path = ""  # It is no checkpoint any more: tests change it.
+    return model
 
 
 def stock(architecture: str, **config: Any) -> PreTrainedModel:
     """Return a fresh copy of a checkpoint; attention implementation and the like go into the config."""
-    original = _original(architecture)
-    if config:
-        return auto(architecture).from_pretrained(DIRECTORIES[architecture], **config).eval()
-    copy = type(original)(original.config.__class__.from_dict(original.config.to_dict()))
-    copy.load_state_dict(original.state_dict())
-    copy.generation_config = original.generation_config
-    return copy.eval()
+    return copy.deepcopy(_original(architecture, **config))
 
 
 def tokens(architecture: str, rows: int, length: int, seed: int = 0) -> Tensor:

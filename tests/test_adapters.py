@@ -22,8 +22,8 @@ from transformers import Trainer, TrainingArguments
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig
 from hf_posenc.patches import binding
+from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
-from hf_posenc.recipes.training.handover import Handover
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

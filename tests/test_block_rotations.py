@@ -423,28 +423,6 @@ def test_two_axes_of_liere_see_more_than_differences(size: int, low: float, high
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_parameters_are_as_many_as_the_literature_says(kv_heads: int, size: int, axes: int) -> None:
-    layers, head_dim = 3, 8
-    # With grouped queries d counts the channels of keys.
-    d = kv_heads * head_dim
-    # The official code has the factors of a linear dependence once for all heads.
-    factors = axes * head_dim // size
-    counts = {
-        "liere": layers * axes * d * size,
-        "comrope_ap": layers * d * size,
-        "comrope_ld": layers * (d * size + factors),
-    }
-    for name, count in counts.items():
-        model = llama(layers=layers, num_key_value_heads=kv_heads)
-        before = sum(p.numel() for p in model.parameters())
-        assert hf_posenc.plan(model, name, axes=axes, block_size=size).parameters == count
-        hf_posenc.patch(model, name, axes=axes, block_size=size)
-        assert sum(p.numel() for p in model.parameters()) - before == count
-
-
 @pytest.mark.parametrize("size", [2, 8])
 def test_official_starts_have_the_official_spread(size: int) -> None:
     torch.manual_seed(0)
@@ -549,10 +527,3 @@ def test_the_spectrum_has_channels_left_over(native: bool) -> None:
 )
 def test_the_block_size_is_8_where_it_fits(name: str, head_dim: int, axes: int, size: int) -> None:
     assert build(name, geometry(head_dim=head_dim), axes=axes).options()["block_size"] == size
-
-
-def test_a_block_may_be_a_whole_head() -> None:
-    for name in SCHEMES:
-        q = heads(1, 4, 5, 16)
-        scheme = scattered(build(name, geometry(), block_size=16))
-        torch.testing.assert_close(project(scheme, q, q, torch.arange(5)).q.norm(dim=-1), q.norm(dim=-1))

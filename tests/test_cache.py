@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer
 
 import hf_posenc
 from hf_posenc import CacheError
@@ -264,8 +264,8 @@ def test_recent_state_of_a_static_cache() -> None:
 
 def test_a_layer_that_cannot_hold_state_is_refused_before_it_changes() -> None:
     target = DynamicCache(config=CONFIG)
-    target.layers[0] = DynamicSlidingWindowLayer(sliding_window=4)
-    with pytest.raises(CacheError, match="DynamicSlidingWindowLayer cannot hold"):
+    target.layers[0] = DynamicIndexedLayer()
+    with pytest.raises(CacheError, match="DynamicIndexedLayer cannot hold"):
         _fill(target, 0, 0, 3)
     assert target.layers[0].get_seq_length() == 0
 

@@ -35,6 +35,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc.patches import checkpoint
+from hf_posenc.patches.llama import PosencLlamaForCausalLM
 from hf_posenc.patches.record import digest as digest_of
 from hf_posenc.scheme import Scheme
 
@@ -100,7 +101,8 @@ def edit_config(folder: Path, change: Callable[[Any], object]) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     change(data)
     # As if there were no digest in the config, which every edit would be noticed by.
-    data.get("posenc", {}).pop("digest", None)
+    if isinstance(data.get("posenc"), dict):
+        data["posenc"].pop("digest", None)
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
@@ -466,6 +468,101 @@ def test_records_that_make_no_sense_are_refused(what: str, tmp_path: Path, nothi
     edit_config(tmp_path, SENSELESS[what])
     with pytest.raises(hf_posenc.CheckpointError, match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def in_config(change: Callable[[Any], object]) -> Callable[[Path], object]:
+    return lambda folder: (unbind(folder), edit_config(folder, change))
+
+
+def in_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit_weights(folder, change, bound=False)
+
+
+def cut(end: int, pattern: str = "model.safetensors") -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        file = sorted(folder.glob(pattern))[-1]
+        file.write_bytes(file.read_bytes()[:end])
+
+    return spoil
+
+
+def cut_shard(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    cut(-100, "model-*.safetensors")(folder)
+
+
+def take_stock_weights(folder: Path) -> None:
+    stock("llama").save_pretrained(folder / "stock")
+    shutil.move(folder / "stock" / "model.safetensors", folder / "model.safetensors")
+
+
+def repeat_group(data: Any) -> None:
+    data["posenc"]["groups"].append(data["posenc"]["groups"][0] | {"id": 1})
+
+
+WEIGHT = "model.layers.1.self_attn.hf_posenc.mlp.0.weight"
+EXTRA = WEIGHT.replace("mlp", "extra")
+# What is done to the files of a model, and facts of the error.
+# fmt: off
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (cut(-1000), "model.safetensors ... truncated ... Download or save the checkpoint again"),
+    (cut(5), "model.safetensors ... truncated ... Download or save the checkpoint again"),
+    (cut_shard, "model-000 ... truncated ... Download or save the checkpoint again"),
+    (take_stock_weights, "misses weights ... and 18 more ... unconverted model"),
+    (in_weights(lambda tensors: tensors.pop(WEIGHT)), f"misses weights ... {WEIGHT} ... save it again"),
+    (in_weights(lambda tensors: tensors.update({EXTRA: torch.zeros(3)})), f"unknown weights ... {EXTRA}"),
+    (in_weights(lambda tensors: tensors.update({WEIGHT: torch.zeros(7, 1)})), f"misshapen weights ... {WEIGHT}"),
+    (in_config(lambda data: data["posenc"].update(format_version=99)),
+        "posenc format 99 ... formats up to 1 ... pip install -U hf-posenc"),
+    (in_config(lambda data: data["posenc"].update(format_version="1")), "damaged ... convert"),
+    (in_config(lambda data: data["posenc"].pop("groups")), "'posenc' ... damaged"),
+    (in_config(lambda data: data["posenc"].update(groups=[5])), "damaged ... Restore"),
+    (in_config(lambda data: data.update(posenc=[1])), "damaged ... Restore"),
+    (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
+    (in_config(repeat_group), "damaged ... Restore"),
+    (in_config(group(scheme="fire_two")), "'fire_two' ... does not know ... Did you mean 'fire ... Upgrade hf-posenc"),
+    (in_config(group(scheme=5)), "damaged ... Restore"),
+    (in_config(group(native="half")), "damaged ... 'half'"),
+    (in_config(part(options={"thresold": 3.0})), "no option 'thresold' ... config.json"),
+    (in_config(part(options={"width": 0})), "width=0 ... config.json"),
+    (in_config(part(layers=[0, 1, 7])), "layer 7 of the decoder ... has 3 layers ... Restore"),
+    (in_config(part(layers=[0, 1, -1])), "damaged ... -1 ... Restore"),
+    (in_config(part(layers=[0, 1, "2"])), "damaged ... Restore"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("spoil", "facts"), SPOILT, ids=[facts for _, facts in SPOILT])
+def test_spoilt_files_have_one_clear_error(spoil: Callable[[Path], object], facts: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(hf_posenc.CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_misshapen_weights_are_never_ignored(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({WEIGHT: torch.zeros(7, 1)}), bound=False)
+    with pytest.raises(hf_posenc.CheckpointError, match="has misshapen weights of the positional scheme"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_stock_weights_are_no_converted_model(tmp_path: Path) -> None:
+    stock("llama").save_pretrained(tmp_path)
+    with pytest.raises(
+        hf_posenc.CheckpointError, match=r"not that of a converted model.* Load it with LlamaFor.*patch"
+    ):
+        PosencLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_newer_config_builds_no_model() -> None:
+    config = copy.deepcopy(converted("llama", "alibi").config)
+    config.posenc["format_version"] = 99
+    with pytest.raises(hf_posenc.CheckpointError, match=r"posenc format 99.*pip install -U hf-posenc"):
+        AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("kept", [slice(2), slice(1, None), slice(None, None, -1)], ids=["cut", "cut off", "turned"])

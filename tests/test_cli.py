@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -84,7 +83,7 @@ def run(*arguments: object) -> Any:
 
 def run_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command as a user does."""
-    command = [sys.executable, "-c", "from hf_posenc.cli import app; app()", *map(str, arguments)]
+    command = [sys.executable, "-m", "hf_posenc", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -314,7 +313,7 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_recipe_for_another_architecture_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The recipe gpt2-fire was made for gpt2 models, and tiny-llama is a llama"
-    typed = ["train", "gpt2-fire", "model=tiny-llama", "training.steps=1", "evaluation.contexts=[64]", "--out", "run"]
+    typed = ["train", "gpt2-fire", "model=tiny-llama", *SMALL, "distillation={}", "--out", "run"]
     monkeypatch.chdir(tmp_path)
     planned = run(*typed, "--dry-run").stdout
     assert said in planned
@@ -323,36 +322,6 @@ def test_a_recipe_for_another_architecture_is_warned_of(tmp_path: Path, monkeypa
     assert done.exit_code == 0, done.stderr
     assert said in " ".join(done.stdout.split())
     assert "was made for" not in run("train", "context-extension", "--out", "other", "--dry-run").stdout
-
-
-def test_launch_starts_the_same_command_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # The launcher is replaced by what it would start.
-    program = f"import os, sys; print(sys.argv[1:], os.environ['HF_POSENC_COMMAND'], file=open({str(tmp_path / 'seen')!r}, 'w'))"
-    started: list[list[str]] = []
-
-    def start(line: list[str], **kwargs: Any) -> Any:
-        started.append(line)
-        return stock([*line[line.index("--no_python") + 1 :]], **kwargs)
-
-    stock = subprocess.Popen
-    monkeypatch.setattr("hf_posenc.cli.processes._PROGRAM", f"{program}; sys.exit(7)")
-    monkeypatch.setattr(subprocess, "Popen", start)
-    typed = [
-        "train",
-        "llama-fire",
-        "training.steps=7",
-        "--out",
-        tmp_path / "out",
-        "--launch",
-        "ddp",
-        "--num-processes",
-        3,
-    ]
-    assert run(*typed).exit_code == 7
-    assert started[0][3:8] == ["--quiet", "--config_file", str(library.find_config("ddp")), "--num_processes", "3"]
-    inner = ["train", "llama-fire", "training.steps=7", "--out", str(tmp_path / "out")]
-    command = " ".join(["hf-posenc", *map(str, typed)])
-    assert (tmp_path / "seen").read_text(encoding="utf-8") == f"{inner} {command}\n"
 
 
 # What a test changes to make a run small.
@@ -365,12 +334,11 @@ SMALL = [
 ]
 
 
-@pytest.mark.grid  # the test above has what is started, and test_run.py the run
-def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
+def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    typed = ["train", "llama-kerple", *SMALL, "--out", str(out), "--launch", "one"]
-    done = run_process(*typed)
-    assert done.returncode == 0, done.stderr
+    typed = ["train", "llama-kerple", *SMALL, "--out", str(out)]
+    done = run(*typed)
+    assert done.exit_code == 0, done.stderr
     assert f"wrote {out}: " in done.stdout
     assert json.loads((out / "run.json").read_text(encoding="utf-8"))["command"] == shlex.join(["hf-posenc", *typed])
     assert Recipe.read(out / "recipe.yaml") == Recipe.read("llama-kerple", SMALL)
@@ -379,35 +347,14 @@ def test_a_launched_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
 
 
-@pytest.mark.grid  # test_run.py has what one process says, and test_distributed.py two processes
-def test_a_mistake_is_said_once_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    typed = ["train", "llama-kerple", *SMALL, "training.batch_size=3", "--out", tmp_path / "out", "--launch", "ddp"]
-    done = run_process(*(part for part in typed if part != "training.batch_size=2"))
-    assert done.returncode == 1
-    assert done.stderr.startswith("hf-posenc: training.batch_size is 3, which 2 processes cannot share.")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_process_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    program = (
-        "from hf_posenc.cli import app, processes\n"
-        "processes._PROGRAM = \"import os, time; time.sleep(60 * int(os.environ['RANK'])); os.kill(os.getpid(), 9)\"\n"
-        "app(['resume', 'run', '--launch', 'ddp'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "hf-posenc: process 0 was ended by SIGKILL.\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("begun", [True, False])
 def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path) -> None:
     tmp_path = tmp_path / "my run"
     tmp_path.mkdir()
     program = (
-        "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli import processes\n"
-        f"with processes.resumable(pathlib.Path({str(tmp_path)!r}), Console()):\n"
+        "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli.train import resumable\n"
+        f"with resumable(pathlib.Path({str(tmp_path)!r}), Console()):\n"
         "    print('running', flush=True)\n    time.sleep(60)\n"
     )
     if begun:
@@ -423,33 +370,6 @@ def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path)
         else "stopped before there was anything to go on with."
     )
     assert (process.returncode, errors.decode()) == (128 + number, f"hf-posenc: {expected}\n")
-
-
-def test_terminated_launch_leaves_no_process_behind(tmp_path: Path) -> None:
-    program = (
-        "from hf_posenc.cli import app, processes\n"
-        'processes._PROGRAM = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"\n'
-        "app(['resume', 'run', '--launch', 'one'])\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        inner = int(process.stdout.readline())
-        process.terminate()
-        process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    # A moment later at most: it was sent the same signal.
-    deadline = time.monotonic() + 120
-    while is_alive(inner) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(inner)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # -- pushing -----------------------------------------------------------------------------------------------------------
@@ -562,7 +482,7 @@ BAD = {
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
     "config that is no JSON": ("plan {broken} fire", ["config", "cannot be read"]),
-    "other architecture": ("plan {bert} fire", ["bert"]),
+    "other architecture": ("plan {bart} fire", ["bart"]),
     "other head": ("convert {headless} fire {empty}/out", ["LlamaForDreams", "cannot be patched"]),
     "no weights": ("convert {weightless} fire {empty}/out", ["weights", "cannot be read"]),
     "truncated weights": ("convert {truncated} fire {empty}/out", ["weights", "cannot be read"]),
@@ -594,7 +514,6 @@ BAD = {
     "copy to nowhere": ("recipes copy llama-fire {empty}/no/mine.yaml", ["There is no directory"]),
     "copy to another kind of file": ("recipes copy llama-fire {empty}/mine.txt", ["ends in .yaml"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
-    "unknown config, launch": ("train llama-fire --launch dpp --out {empty}/out", ["Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push what is no run": ("push {empty} me/mine", ["holds no run"]),
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
@@ -637,7 +556,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         "converted": converted,
         "empty": folder / "empty",
         "broken": make("broken", "{"),
-        "bert": make("bert", json.dumps({"model_type": "bert"})),
+        "bart": make("bart", json.dumps({"model_type": "bart"})),
         "headless": make("headless", json.dumps({**config, "architectures": ["LlamaForDreams"]})),
         "weightless": make("weightless", json.dumps(config)),
         "truncated": cut("truncated", TINY_LLAMA),
@@ -692,8 +611,6 @@ def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
         ("plan", checkpoints["llama"], "fire", "--native", "some"),
         ("train", "llama-fire"),
         ("recipes", "dance"),
-        ("train", "llama-fire", "--out", "run", "--num-processes", 2),
-        ("resume", "run", "--num-processes", 2),
     ):
         result = run(*arguments)
         assert result.exit_code == 2
@@ -714,25 +631,8 @@ def test_help_and_schemes_import_no_model_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_can_be_run_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "hf_posenc", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"hf-posenc {hf_posenc.__version__}\n"), done.stderr
-
-
 def test_commands_print_to_the_right_places(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     good = run("convert", checkpoints["llama"], "nope", tmp_path / "out")
     assert (good.exit_code, good.stderr) == (0, "")
     bad = run("verify", checkpoints["llama"])
     assert (bad.exit_code, bad.stdout, bad.stderr.count("\n")) == (1, "", 1)
-
-
-def test_terminated_process_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from hf_posenc.cli import app; app()", "demo", "--out", str(tmp_path / "demo")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 300
-        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.terminate()
-        process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []

@@ -480,23 +480,6 @@ def test_generation_refuses_at_the_door_what_it_cannot_follow() -> None:
             model.generate(ids, max_new_tokens=3, **keywords)
 
 
-def test_attend_takes_coordinates() -> None:
-    scheme = hf_posenc.build(
-        "rope2d", hf_posenc.Geometry(heads=4, kv_heads=2, head_dim=8, hidden_size=32, causal=False)
-    )
-    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
-    places = torch.arange(6)[None]
-    at = {"query_positions": places, "key_positions": places}
-    patches = grid(2, 3)
-    here = hf_posenc.attend(scheme, q, k, v, **at, query_coords=patches, key_coords=patches)
-    there = hf_posenc.attend(scheme, q, k, v, **at, query_coords=patches + 7, key_coords=patches + 7)
-    text = hf_posenc.attend(scheme, q, k, v, **at)
-    torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(here, text, atol=1e-2)
-    line = places[..., None].expand(1, 6, 2).float()
-    torch.testing.assert_close(hf_posenc.attend(scheme, q, k, v, **at, query_coords=line, key_coords=line), text)
-
-
 def test_attend_refuses_coordinates_that_do_not_fit() -> None:
     geometry = hf_posenc.Geometry(heads=2, kv_heads=2, head_dim=8, hidden_size=16)
     q, places = torch.randn(1, 2, 3, 8), torch.arange(3)[None]

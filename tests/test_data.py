@@ -22,9 +22,9 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data
 
 import hf_posenc
 from hf_posenc import RecipeError
-from hf_posenc.recipes.data import packing, sources
+from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data import windows as preparation
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_documents
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.schema.recipe import Data
@@ -331,7 +331,7 @@ documents_of_ids = st.lists(st.lists(st.integers(1, 99), max_size=20), max_size=
 @few_examples
 @given(documents_of_ids, st.integers(1, 16))
 def test_windows_are_the_stream(documents: list[list[int]], length: int) -> None:
-    found = [window["input_ids"] for window in packing.windows(documents, length)]
+    found = [window["input_ids"] for window in preparation.cut_windows(documents, length)]
     whole = [token for ids in documents for token in ids]
     assert all(len(window) == length for window in found)
     flat = [token for window in found for token in window]
@@ -342,11 +342,11 @@ def test_windows_are_the_stream(documents: list[list[int]], length: int) -> None
 @few_examples
 @given(documents_of_ids, st.integers(2, 16), st.integers(1, 3))
 def test_windows_of_whole_documents(documents: list[list[int]], length: int, waiting: int) -> None:
-    before, packing.OPEN_WINDOWS = packing.OPEN_WINDOWS, waiting
+    before, preparation.OPEN_WINDOWS = preparation.OPEN_WINDOWS, waiting
     try:
-        found = list(packing.whole_documents(documents, length, padding=0))
+        found = list(preparation.whole_documents(documents, length, padding=0))
     finally:
-        packing.OPEN_WINDOWS = before
+        preparation.OPEN_WINDOWS = before
     pieces = [tuple(ids[start : start + length]) for ids in documents for start in range(0, len(ids), length)]
     packed: list[tuple[int, ...]] = []
     for window in found:
@@ -366,7 +366,7 @@ def test_windows_of_whole_documents(documents: list[list[int]], length: int, wai
 def test_documents_fill_windows_well() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 65, (2000,), generator=generator).tolist()
-    found = list(packing.whole_documents([[1] * length for length in lengths], 128, padding=0))
+    found = list(preparation.whole_documents([[1] * length for length in lengths], 128, padding=0))
     assert sum(lengths) / (128 * len(found)) > 0.98
 
 

@@ -32,18 +32,6 @@ evaluation: {{contexts: [64], windows: 2}}
 saving: {{every: 3}}
 """
 
-WORK = """
-import sys, warnings
-from pathlib import Path
-import torch
-from transformers.utils import logging
-from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema.recipe import Recipe
-torch.set_num_threads(1)
-logging.set_verbosity_error()
-run.train(Recipe.read(sys.argv[1]), Path(sys.argv[2]))
-"""
-
 # The sums over a batch are made in another order, which moves a float32 by some 1e-7 of its size; six steps of Adam,
 # which divides small gradients by themselves, make up to 1e-5 of it. A window too many or too few would make 1e-2.
 TOLERANCE = 5e-5
@@ -57,30 +45,15 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def launch(config: str, recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a recipe as `accelerate launch` does, in two processes without accelerators."""
-    script = recipe.with_name("work.py")
-    script.write_text(WORK, encoding="utf-8")
+def launch(
+    config: str, recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> subprocess.CompletedProcess[str]:
+    """Run a recipe with `accelerate launch -m hf_posenc train`, in two processes without accelerators."""
     for name, value in (("OMP_NUM_THREADS", "1"), ("ACCELERATE_USE_CPU", "true")):
         monkeypatch.setenv(name, value)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(library.find_config(config)),
-            "--num_processes",
-            "2",
-            str(script),
-            str(recipe),
-            str(folder),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(library.find_config(config))]
+    command = [*launcher, "--num_processes", "2", "-m", "hf_posenc", "train", str(recipe), "--out", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def losses(folder: Path) -> list[float]:
@@ -96,7 +69,9 @@ def logits(folder: Path) -> Tensor:
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = run.train(Recipe.read(recipe), tmp_path / "one")
-    launch(config, recipe, tmp_path / "two", monkeypatch)
+    done = launch(config, recipe, tmp_path / "two", monkeypatch)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count(f"wrote {tmp_path / 'two'}") == 1
     record = json.loads((tmp_path / "two" / "run.json").read_text(encoding="utf-8"))
     assert record["starts"][0]["processes"] == 2
     # With FSDP2 the optimizer's state is that of a sharded model; with DDP it is the trainer's own.

@@ -34,9 +34,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, ShapeError, cli
-from hf_posenc.cli.evaluate import _without
 from hf_posenc.recipes import intervals
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import (
     AttentionSimilarity,
@@ -750,11 +749,6 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
     (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(stock("t5"))
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
-
-
-def test_launching_leaves_out_how_to_launch() -> None:
-    typed = ["eval", "m", "--launch", "ddp", "--out", "o", "--num-processes=2", "--seed", "1"]
-    assert list(_without(typed, "--launch", "--num-processes")) == ["eval", "m", "--out", "o", "--seed", "1"]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

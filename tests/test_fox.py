@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
-import numpy as np
 import pytest
 import torch
 from forgetting import DTYPES, HEAD_DIM, HEADS, OfficialLayer, about, case, check
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
@@ -18,7 +12,6 @@ from hf_posenc.attention import executors
 from hf_posenc.operands import Block, Tokens
 
 SUMS = "log_forget_sums"
-few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 def reads_gates(*, causal: bool = True, kv_heads: int = HEADS) -> Scheme:
@@ -65,24 +58,6 @@ def test_given_gates(name: str, executor: str, kind: str) -> None:
     check("fox", output.transpose(1, 2)[real], given["out"].transpose(1, 2)[real])
     _, weights = attend(scheme, q, k, v, mask=mask, need_weights=True, **at)
     check("fox", weights.transpose(1, 2)[real], given["attn"].transpose(1, 2)[real])
-
-
-def test_sums_of_gates() -> None:
-    given = case("fox", "mha")
-    tokens = Tokens(positions=Positions(count(13), count(13)), hidden=logits_of(given))
-    sums = reads_gates().project(tokens, given["q"], given["k"], given["v"]).state[SUMS]
-    check("fox", sums.transpose(1, 2), given["cum_log_fgate"])
-    check("fox", sums.diff(dim=1).transpose(1, 2), given["log_fgate"][..., 1:])
-
-
-def test_bias_of_encoders() -> None:
-    given = case("fox", "bidirectional_xtransformers")
-    scheme, places = reads_gates(causal=False), Positions(count(13), count(13))
-    made = scheme.project(Tokens(positions=places, hidden=logits_of(given)), given["q"], given["k"], given["v"])
-    block = Block(places, reach=12, state=made.state, own=made.state)
-    bias = scheme.score(torch.zeros_like(given["bias"]), made.q, made.k, block)
-    check("fox", bias, given["bias"])
-    assert (bias <= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])
@@ -138,68 +113,6 @@ def test_official_time_scales(shortest: int, longest: int, gate: str) -> None:
         torch.testing.assert_close(got.double(), want.repeat(1 if causal else 2), rtol=2e-6, atol=0)
         assert isinstance(got, torch.nn.Parameter) == (gate != "fixed")
         assert gate != "full" or not scheme.fgate_proj.weight.any()
-
-
-# -- the paper's product of gates --------------------------------------------------------------------------------------
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def slow_fox(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, keep: np.ndarray) -> np.ndarray:
-    """Weights as `exp(s q . k)` times the product of the gates in between, without any logarithm or sum."""
-    values = {name: value.numpy() for name, value in scheme.state_dict().items()}
-    (batch, heads, queries, _), (_, groups, keys, _) = q.shape, k.shape
-    output = np.zeros(q.shape)
-
-    def gate(b: int, token: int, head: int) -> float:
-        if not keep[b, token]:
-            return 1.0
-        if "fgate_bias" in values:
-            return sigmoid(values["fgate_bias"][head])
-        x = hidden[b, token].numpy()
-        return sigmoid(float(values["fgate_proj.weight"][head] @ x) + values["fgate_proj.bias"][head])
-
-    for b, h, row in itertools.product(range(batch), range(heads), range(queries)):
-        i, g = keys - queries + row, h // (heads // groups)
-        weights = np.zeros(keys)
-        for j in range(keys):
-            if not keep[b, j] or (scheme.geometry.causal and j > i):
-                continue
-            between = range(j + 1, i + 1) if j <= i else range(i + 1, j + 1)
-            side = h if j <= i else heads + h
-            forgotten = math.prod(gate(b, t, side) for t in between)
-            weights[j] = math.exp(float(q[b, h, row] @ k[b, g, j]) * scheme.geometry.scale) * forgotten
-        if weights.any():
-            output[b, h, row] = weights @ v[b, g].numpy() / weights.sum()
-    return output
-
-
-@pytest.mark.parametrize("gate", ["full", "bias_only", "fixed"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@given(seed=st.integers(0, 10**6), queries=st.integers(1, 7), scale=st.sampled_from([None, 1.0]))
-@few_examples
-def test_slow_reference(gate: str, causal: bool, seed: int, queries: int, scale: float | None) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    shape = Geometry(heads=6, kv_heads=2, head_dim=3, hidden_size=5, scale=scale, causal=causal)
-    scheme = build("fox", shape, forget_gate=gate).double()
-    scheme.load_state_dict({name: random(*value.shape) for name, value in scheme.state_dict().items()})
-    q, k, v, hidden = random(2, 6, queries, 3), random(2, 2, 7, 3), random(2, 2, 7, 3), random(2, 7, 5)
-    keep = torch.rand(2, 7, generator=generator) < 0.7  # padding anywhere
-    keep[:, -1] = True
-    at = {"query_positions": count(7)[:, -queries:], "key_positions": count(7), "hidden": hidden, "mask": keep}
-    want = slow_fox(scheme, q, k, v, hidden, keep.numpy())
-    real = keep[:, -queries:]
-    for executor in executors(scheme):
-        got = attend(scheme, q, k, v, executor=executor, **at).detach()
-        np.testing.assert_allclose(
-            got.transpose(1, 2)[real].numpy(), want.transpose(0, 2, 1, 3)[real.numpy()], rtol=0, atol=1e-12
-        )
 
 
 # -- numerics ----------------------------------------------------------------------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from forgetting import DTYPES, HEAD_DIM, HEADS, WIDTH, OfficialLayer, about, new_cache, small_llama
@@ -17,8 +15,7 @@ from torch import Tensor
 from transformers import Cache, LlamaModel
 
 import hf_posenc
-from hf_posenc import CacheError, Geometry, Scheme, attend, build
-from hf_posenc.attention import executors
+from hf_posenc import CacheError, Geometry, build
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}
@@ -57,86 +54,6 @@ def test_layers(name: str, backend: str, kind: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "pro_gqa"])
 def test_layers_with_a_cache(name: str, cache: str, kind: str) -> None:
     layer(name, kind).check_decoding(cache)
-
-
-# -- a slow reference --------------------------------------------------------------------------------------------------
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def slow_norm(x: np.ndarray, weight: np.ndarray, head: int, epsilon: float) -> np.ndarray:
-    width = len(x)
-    factors = weight if len(weight) == width else weight[head * width : (head + 1) * width]
-    return x / math.sqrt(sum(x * x) / width + epsilon) * factors
-
-
-def slow_pro(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, keep: np.ndarray) -> np.ndarray:
-    """The block token by token, on all tokens `[B, H, S, D]`."""
-    w = {name: value.numpy() for name, value in scheme.state_dict().items()}
-    (batch, heads, length, width), groups = q.shape, k.shape[1]
-    output = np.zeros(q.shape)
-    for b in range(batch):
-        x = hidden[b].numpy()
-        real = [t for t in range(length) if keep[b, t]]
-        forget = {t: sigmoid(w["fgate_proj.weight"] @ x[t] + w["fgate_proj.bias"]) for t in real}
-        keys, values = {}, {}
-        for n, t in enumerate(real):
-            for found, source, name in ((keys, k, "k_shift_proj.weight"), (values, v, "v_shift_proj.weight")):
-                for g in range(groups):
-                    now = source[b, g, t].numpy()
-                    before = source[b, g, real[n - 1]].numpy() if n else 0 * now
-                    share = sigmoid(w[name] @ x[t])[g] if name in w else 0.0
-                    found[t, g] = share * before + (1 - share) * now
-        if scheme.qk_norm:
-            keys = {(t, g): slow_norm(key, w["k_norm.weight"], g, 1e-5) for (t, g), key in keys.items()}
-        for i, h in itertools.product(real, range(heads)):
-            query, g = q[b, h, i].numpy(), h // (heads // groups)
-            if scheme.qk_norm:
-                query = slow_norm(query, w["q_norm.weight"], h, 1e-5)
-            seen = [j for j in real if j <= i]
-            gates = [math.prod(forget[t][h] for t in seen if t > j) for j in seen]
-            weights = np.array([math.exp(scheme.geometry.scale * query @ keys[j, g]) for j in seen]) * gates
-            mixed = sum(weight * values[j, g] for weight, j in zip(weights, seen, strict=True)) / weights.sum()
-            if scheme.output_norm:
-                mixed = slow_norm(mixed, w["o_norm.weight"], h, 1e-6)
-            if scheme.output_gate:
-                logits = (w["ogate_proj.weight"] @ x[i])[h * width : (h + 1) * width]
-                mixed = mixed * sigmoid(logits) * (logits if scheme.gate_activation == "silu" else 1)
-            output[b, h, i] = mixed
-    return output
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"share_qk_norm": True, "k_shift": False},
-        {"output_norm": False, "gate_activation": "silu", "v_shift": False},
-        {"output_gate": False, "qk_norm": False},
-        PLAIN,
-    ],
-    ids=["all", "shared", "silu", "no_gate", "plain"],
-)
-@given(seed=st.integers(0, 10**6), groups=st.sampled_from([1, 2, 6]), scale=st.sampled_from([None, 1.0]))
-@few_examples
-def test_slow_reference(options: dict, seed: int, groups: int, scale: float | None) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    scheme = build("fox_pro", Geometry(heads=6, kv_heads=groups, head_dim=3, hidden_size=5, scale=scale), **options)
-    scheme.double().load_state_dict({name: random(*value.shape) for name, value in scheme.state_dict().items()})
-    q, k, v, hidden = random(2, 6, 7, 3), random(2, groups, 7, 3), random(2, groups, 7, 3), random(2, 7, 5)
-    keep = torch.rand(2, 7, generator=generator) < 0.7  # padding anywhere
-    places = torch.arange(7)[None]
-    want = slow_pro(scheme, q, k, v, hidden, keep.numpy())
-    at = {"query_positions": places, "key_positions": places, "hidden": hidden, "mask": keep}
-    for executor in executors(scheme):
-        got = attend(scheme, q, k, v, executor=executor, **at).detach().transpose(1, 2)[keep]
-        np.testing.assert_allclose(got.numpy(), want.transpose(0, 2, 1, 3)[keep.numpy()], rtol=0, atol=1e-11)
 
 
 # -- sequences and caches ----------------------------------------------------------------------------------------------
@@ -280,9 +197,6 @@ def test_plain_fox_can_go_back_as_far_as_you_like() -> None:
     cache.crop(-11)
     same(run("fox", hidden[:, 1:], cache), run("fox", hidden)[:, 1:])
     assert not any(held.recent_state for held in cache.layers)
-
-
-# -- generation --------------------------------------------------------------------------------------------------------
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ that `attend` makes of it, by every executor.
 
 import functools
 import json
+import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -98,6 +100,84 @@ def case(suffix: str, positions_long: Tensor) -> tuple[Tensor, Tensor]:
     return positions_long, positions_long
 
 
+# -- additive biases ---------------------------------------------------------------------------------------------------
+
+
+class Bias(NamedTuple):
+    """A bias of a golden: its name there, and the scheme that has it, with the golden's names of its parameters."""
+
+    scheme: str
+    file: str
+    want: str
+    heads: int
+    options: dict[str, Any] = {}
+    parameters: dict[str, str] = {}
+
+    def build(self, dtype: torch.dtype = torch.float64, **changes: Any) -> Scheme:
+        direction = "bidir" if re.search("bidir|full", self.want) else "causal"
+        scheme = build(self.scheme, geometry(self.heads, direction, **changes), **self.options).to(dtype)
+        stored = {name: golden(self.file)[where] for name, where in self.parameters.items()}
+        return load(scheme, stored) if stored else scheme
+
+
+def kerple(kernel: str, stored: str, want: str) -> Bias:
+    names = {name: f"{kernel}.{name}_{stored}" for name in ("bias_a", "bias_p")}
+    return Bias("kerple", "kerple", f"{kernel}.{want}", 4, {"kernel": kernel}, names)
+
+
+def fire(variant: str, want: str, scheme: str = "fire") -> Bias:
+    start = f"{variant}.param."
+    names = {key.removeprefix(start): key for key in golden("fire") if key.startswith(start)}
+    return Bias(scheme, "fire", f"{variant}.{want}", 4, {"normalizer": "query"}, names)
+
+
+PLACES = ("causal_7x7", "offset_2x11", "long", "bidir_7x7")
+SANDWICH = [
+    *(("paper", 0, place) for place in PLACES),
+    *(("start1", 1, place) for place in ("causal_7x7", "long")),
+    *(("nemo", 1, place) for place in ("causal_7x7", "bidir_7x7")),  # NeMo counts t from 1 and shifts by d / 2
+]
+BIASES = [
+    *(Bias("alibi", "alibi", f"bias_{place}_h{heads}", heads) for place in PLACES for heads in (8, 12)),
+    *(
+        Bias("t5", "t5_rpe", f"bias_{way}_{place}", 6, {}, {"weight": f"weight_{way}"})
+        for way in ("causal", "bidir")
+        for place in ("7x7", "offset_2x11", "long")
+    ),
+    *(
+        Bias("t5_clipped", "t5_clipped", f"bias_{place}", 6, {"max_distance": 4}, {"r": table})
+        for place, table in (("causal_7x7", "r"), ("causal_offset_2x11", "r"), ("bidir_7x7", "r_bidir"))
+    ),
+    *(
+        kerple(kernel, stored, f"bias_{place}")
+        for kernel in ("log", "power")
+        for stored in ("raw", "clamped")
+        for place in PLACES
+    ),
+    *(
+        Bias("sandwich", "sandwich", f"{source}.h{heads}_d{dim}.bias_{place}", heads, {"dim": dim, "freq_start": start})
+        for source, start, place in SANDWICH
+        for heads, dim in ((4, 16), (12, 128))
+    ),
+    *(
+        fire(variant, f"bias_{place}", scheme)
+        for variant in ("default", "smallL")
+        for place in ("causal_7x7", "offset_2x11", "long", "paper_full_7x7")
+        for scheme in ("fire", "fire_s")
+    ),
+]
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=lambda bias: f"{bias.scheme}-{bias.want}-{len(bias.parameters)}")
+def test_bias(bias: Bias) -> None:
+    values, atol = golden(bias.file), about(bias.file)["atol"]
+    place = re.sub("_h[0-9]+$", "", bias.want)
+    query, key = case(place, values.get("positions_long", torch.empty(0)))
+    causal = bias.build().geometry.causal
+    atol = atol["float64"] if isinstance(atol, dict) else atol
+    check_bias(bias.build, values[bias.want], query, key, causal=causal, atol=atol)
+
+
 # -- alibi -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,20 +186,6 @@ def test_alibi_slopes(heads: int) -> None:
     want = golden("alibi")[f"slopes_h{heads}"]
     got = -bias_of(build("alibi", geometry(heads)).double(), torch.tensor([1]), torch.tensor([0]))
     torch.testing.assert_close(got[:, 0, 0], want, rtol=0, atol=about("alibi")["atol"])
-
-
-@pytest.mark.parametrize("heads", [8, 12])
-@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "bidir_7x7"])
-def test_alibi_bias(name: str, heads: int) -> None:
-    values = golden("alibi")
-    direction = "bidir" if "bidir" in name else "causal"
-
-    def build_with(**changes) -> Scheme:
-        return build("alibi", geometry(heads, direction, **changes)).double()
-
-    query, key = case(name, values["positions_long"])
-    want = values[f"bias_{name}_h{heads}"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("alibi")["atol"])
 
 
 @pytest.mark.parametrize("heads", [8, 12])
@@ -160,16 +226,6 @@ def test_nope(executor: str | None) -> None:
     if executor in (None, "dense"):
         _, weights = attend(scheme, q, k, v, need_weights=True, executor=executor, **at)
         torch.testing.assert_close(weights, values["causal.probs"], rtol=0, atol=atol)
-
-
-def test_nope_scale_and_logits() -> None:
-    values, atol = golden("nope"), about("nope")["atol"]
-    scheme = build("nope", geometry(3, scale=None))
-    logits = values["q"] @ values["k"].mT * scheme.geometry.scale
-    positions = torch.arange(7)[None]
-    got = scheme.score(logits, values["q"], values["k"], Block(Positions(positions, positions), reach=6))
-    seen = torch.ones(7, 7).tril().bool()
-    torch.testing.assert_close(got[..., seen], values["causal.logits"][..., seen], rtol=0, atol=atol)
 
 
 def test_learned_is_gpt2s_embedding_also_when_left_padded() -> None:
@@ -215,19 +271,6 @@ def test_t5_default_buckets_at_short_and_long_distances(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["causal", "bidir"])
-@pytest.mark.parametrize("name", ["7x7", "offset_2x11", "long"])
-def test_t5_bias(name: str, direction: str) -> None:
-    values = golden("t5_rpe")
-
-    def build_with(**changes) -> Scheme:
-        return load(build("t5", geometry(6, direction, **changes)).double(), {"weight": values[f"weight_{direction}"]})
-
-    query, key = case(name, values["positions_long"])
-    want = values[f"bias_{direction}_{name}"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("t5_rpe")["atol"])
-
-
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
 @pytest.mark.parametrize(("name", "reach"), [("t5", None), ("t5_clipped", {"causal": 113, "bidir": 91})])
 def test_both_t5_schemes_start_as_the_models_own_table(name: str, reach: dict | None, direction: str) -> None:
     values = golden("t5_rpe")
@@ -242,40 +285,7 @@ def test_both_t5_schemes_start_as_the_models_own_table(name: str, reach: dict | 
     assert torch.equal(got[:, seen], values[f"bias_{direction}_long"].float()[:, seen])
 
 
-@pytest.mark.parametrize(
-    ("name", "table"), [("causal_7x7", "r"), ("causal_offset_2x11", "r"), ("bidir_7x7", "r_bidir")]
-)
-def test_t5_clipped_bias(name: str, table: str) -> None:
-    values = golden("t5_clipped")
-    direction = name.split("_")[0]
-
-    def build_with(**changes) -> Scheme:
-        scheme = build("t5_clipped", geometry(6, direction, **changes), max_distance=4).double()
-        return load(scheme, {"r": values[table]})
-
-    query, key = case(name, torch.empty(0))
-    want = values[f"bias_{name}"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("t5_clipped")["atol"])
-
-
 # -- kerple ------------------------------------------------------------------------------------------------------------
-
-
-def kerple(kernel: str, stored: str, direction: str = "causal", **changes) -> Scheme:
-    values = {name: golden("kerple")[f"{kernel}.{name}_{stored}"] for name in ("bias_a", "bias_p")}
-    return load(build("kerple", geometry(4, direction, **changes), kernel=kernel).double(), values)
-
-
-@pytest.mark.parametrize("kernel", ["log", "power"])
-@pytest.mark.parametrize("stored", ["raw", "clamped"])
-@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "bidir_7x7"])
-def test_kerple_bias(name: str, stored: str, kernel: str) -> None:
-    values = golden("kerple")
-    direction = "bidir" if "bidir" in name else "causal"
-    query, key = case(name, values["positions_long"])
-    build_with = functools.partial(kerple, kernel, stored, direction)
-    want = values[f"{kernel}.bias_{name}"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("kerple")["atol"])
 
 
 @pytest.mark.parametrize("kernel", ["log", "power"])
@@ -284,7 +294,7 @@ def test_kerple_gradient_passes_through_the_bounds(kernel: str) -> None:
     raw = {name: values[f"{kernel}.{name}_raw"] for name in ("bias_a", "bias_p")}
     clamped = {name: values[f"{kernel}.{name}_clamped"] for name in ("bias_a", "bias_p")}
     assert any(not torch.equal(raw[name], clamped[name]) for name in raw)  # the golden is of the case in question
-    scheme = kerple(kernel, "raw")
+    scheme = kerple(kernel, "raw", "").build()
     bias = bias_of(scheme, torch.arange(7), torch.arange(7))
     (bias * values[f"{kernel}.gradcheck_upstream"]).sum().backward()
     for name, value in raw.items():
@@ -315,46 +325,8 @@ def test_kerple_three_parameters() -> None:
 
 # -- sandwich ----------------------------------------------------------------------------------------------------------
 
-SANDWICH = [
-    *(("paper", 0, name) for name in ("causal_7x7", "offset_2x11", "long", "bidir_7x7")),
-    *(("start1", 1, name) for name in ("causal_7x7", "long")),
-    *(("nemo", 1, name) for name in ("causal_7x7", "bidir_7x7")),  # NeMo counts t from 1 and shifts by d / 2
-]
-
-
-@pytest.mark.parametrize(("heads", "dim"), [(4, 16), (12, 128)])
-@pytest.mark.parametrize(("source", "start", "name"), SANDWICH)
-def test_sandwich_bias(source: str, start: int, name: str, heads: int, dim: int) -> None:
-    values = golden("sandwich")
-    direction = "bidir" if "bidir" in name else "causal"
-
-    def build_with(**changes) -> Scheme:
-        return build("sandwich", geometry(heads, direction, **changes), dim=dim, freq_start=start).double()
-
-    query, key = case(name, values["positions_long"])
-    want = values[f"{source}.h{heads}_d{dim}.bias_{name}"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=about("sandwich")["atol"])
-
 
 # -- fire --------------------------------------------------------------------------------------------------------------
-
-
-def fire(variant: str, direction: str = "causal", *, name: str = "fire", dtype=torch.float64, **changes) -> Scheme:
-    start = f"{variant}.param."
-    stored = {key.removeprefix(start): value for key, value in golden("fire").items() if key.startswith(start)}
-    return load(build(name, geometry(4, direction, **changes), normalizer="query").to(dtype), stored)
-
-
-@pytest.mark.parametrize("scheme", ["fire", "fire_s"])
-@pytest.mark.parametrize("variant", ["default", "smallL"])
-@pytest.mark.parametrize("name", ["causal_7x7", "offset_2x11", "long", "paper_full_7x7"])
-def test_fire_bias(name: str, variant: str, scheme: str) -> None:
-    values = golden("fire")
-    direction = "bidir" if "full" in name else "causal"
-    query, key = case(name, values["positions_long"])
-    build_with = functools.partial(fire, variant, direction, name=scheme)
-    want, atol = values[f"{variant}.bias_{name}"], about("fire")["atol"]["float64"]
-    check_bias(build_with, want, query, key, causal=direction == "causal", atol=atol)
 
 
 @pytest.mark.parametrize("variant", ["default", "smallL"])
@@ -362,7 +334,7 @@ def test_fire_bias(name: str, variant: str, scheme: str) -> None:
 def test_fire_in_float32(name: str, variant: str) -> None:
     values, atol = golden("fire"), about("fire")["atol"]["official_f32"]
     query, key = case(name, values["positions_long"])
-    got = bias_of(fire(variant, dtype=torch.float32), query, key, torch.float32)
+    got = bias_of(fire(variant, "").build(torch.float32), query, key, torch.float32)
     assert got.dtype == torch.float32
     seen = key[None] <= query[:, None]
     want = values[f"{variant}.official_f32.bias_{name}"]
@@ -373,7 +345,7 @@ def test_fire_in_float32(name: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["default", "smallL"])
 def test_fire_gradients(variant: str, dtype: torch.dtype) -> None:
     values, atol = golden("fire"), about("fire")["atol"]["official_f32"]
-    scheme, positions = fire(variant, dtype=dtype), torch.arange(11)
+    scheme, positions = fire(variant, "").build(dtype), torch.arange(11)
     bias = bias_of(scheme, positions, positions, dtype)
     (bias * values[f"{variant}.grad_upstream_11x11"]).sum().backward()
     for name, parameter in scheme.named_parameters():
@@ -419,13 +391,6 @@ def test_rope(place: str, layout: str, frequencies: str, dtype: torch.dtype) -> 
         at = {"query_positions": positions, "key_positions": positions, "executor": executor}
         weights = attend(scheme, q, k, identity, **at)[..., :13]
         torch.testing.assert_close(weights.double(), logits.softmax(-1), rtol=0, atol=atol)
-
-
-def test_rope_frequencies() -> None:
-    values, like = golden("rope"), torch.zeros((), dtype=torch.float64)
-    for name, options in (("inv_freq", {}), ("partial8.inv_freq", {"rotary_dim": 8})):
-        scheme = build("rope", geometry(4, head_dim=16), **options)
-        torch.testing.assert_close(scheme.frequencies(like), values[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("place", ["base", "offset", "long"])
@@ -488,12 +453,6 @@ def test_rope_with_the_frequencies_of_a_length(name: str, frequencies: str) -> N
     angles = positions[0, :, None] * torch.cat((given, given))
     for got, want in zip(unit_rotation(scheme, positions, torch.float64), (angles.cos(), angles.sin()), strict=True):
         torch.testing.assert_close(got, want * scheme.geometry.rotary_scaling, rtol=0, atol=1e-12)
-
-
-def test_rope_default_frequencies_are_transformers() -> None:
-    scheme = build("rope", geometry(1, head_dim=64), theta=10000.0)
-    got = scheme.frequencies(torch.zeros((), dtype=torch.float32))
-    torch.testing.assert_close(got, golden("rope_types")["default.inv_freq"], rtol=1e-6, atol=0)
 
 
 def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> None:

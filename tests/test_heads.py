@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import ARCHITECTURES
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
@@ -14,11 +15,11 @@ import hf_posenc
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.auto import config_pair
 
-# Of the models of text; those of images are in test_vit.py.
+# Images are in test_vit.py, and the other families in test_families.py.
 HEADS = [
     (name, stock)
     for name, architecture in architectures().items()
-    if name != "vit"
+    if name in ARCHITECTURES
     for stock in architecture.twins
     if issubclass(stock, PreTrainedModel) and "Stack" not in stock.__name__
 ]

@@ -16,7 +16,15 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaModel, PreTrainedModel, Trainer, TrainingArguments, ViTConfig, ViTModel
+from transformers import (
+    EncoderDecoderModel,
+    LlamaModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTModel,
+)
 
 import hf_posenc
 from hf_posenc import Geometry, attend, build
@@ -24,8 +32,7 @@ from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotP
 from hf_posenc.operands import Block, Positions, Tokens
 from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
-from hf_posenc.recipes.training.annealing import Annealing
-from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.callbacks import Annealing, Handover
 
 # Of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -313,6 +320,15 @@ def test_a_head_around_a_patched_body_knows_of_its_scheme(tmp_path: Path) -> Non
     whole.save_pretrained(tmp_path)
     loaded = models.auto("llama").from_pretrained(tmp_path)
     assert torch.equal(models.logits(loaded, "llama", ids), models.logits(whole, "llama", ids))
+
+
+def test_a_model_around_that_would_be_saved_without_the_scheme_is_found() -> None:
+    whole = EncoderDecoderModel(encoder=models.stock("llama").model, decoder=models.stock("gpt2"))
+    hf_posenc.patch(whole.decoder, "alibi")
+    with pytest.raises(NotPatchedError, match="EncoderDecoderModel around the patched model does not hold that of"):
+        hf_posenc.verify(whole)
+    whole.config.decoder = whole.decoder.config
+    hf_posenc.verify(whole)
 
 
 def test_the_inside_of_a_patched_model_is_no_model_of_its_own_until_it_is_taken_out(tmp_path: Path) -> None:

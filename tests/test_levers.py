@@ -26,11 +26,14 @@ from transformers import (
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
 from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
-from hf_posenc.recipes.training.annealing import Annealing, annealed_inside
+from hf_posenc.recipes.training.callbacks import (
+    Annealing,
+    Handover,
+    NewParametersFirst,
+    annealed_inside,
+    is_scheme_parameter,
+)
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
-from hf_posenc.recipes.training.handover import Handover
-from hf_posenc.recipes.training.optimizer import is_scheme_parameter
-from hf_posenc.recipes.training.warm_start import NewParametersFirst
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

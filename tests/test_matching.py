@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import DIRECTORIES, loss, stacks_for, stock, tokens
+from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training import fit_attention as matching
+from hf_posenc.recipes.training import fit_bias
 from hf_posenc.recipes.training.fit_attention import match
 from hf_posenc.scheme import Scheme
 
@@ -128,14 +134,21 @@ def test_micro_batches_fit_as_whole_ones_do() -> None:
         assert torch.isclose(mine, whole_one, atol=1e-3, rtol=1e-3).float().mean() > 0.99, name
 
 
-@pytest.mark.parametrize("rate", [1e4, 1e37])
-def test_a_fit_that_leads_away_is_taken_back(rate: float) -> None:
-    """Also one that ends in what is no number."""
+@pytest.mark.parametrize("rate", [0.3, 1e4, 1e37])
+def test_a_fit_that_leads_away_is_taken_back(rate: float, caplog: pytest.LogCaptureFixture) -> None:
+    """On held-out windows, where it fits those that it is given (0.3); also one that ends in what is no number."""
+    torch.manual_seed(0)
     model = patched("llama", "shaw")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = match(model, tokens("llama", 8, 17), steps=3, learning_rate=rate)
+    _, tokenizer = load_tiny_llama()
+    text = torch.tensor(tokenizer(builtin_text("train")[:10_000])["input_ids"][: 4 * 64]).view(4, 64)
+    odd = torch.randint(40, 43, (12, 64), generator=torch.Generator().manual_seed(0))
+    found = match(model, torch.cat([odd, text]), steps=12, batch_size=4, learning_rate=rate)
     assert found.after == found.before
+    assert not found.accepted
+    assert [record.message for record in caplog.records] == [found.sentence]
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert rate > 1 or match(model, odd, steps=12, batch_size=4, learning_rate=rate).accepted
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -159,14 +172,14 @@ def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was(error: type[BaseExc
 @pytest.mark.parametrize("name", ["shaw", "fire"])
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     model = patched("llama", name)
-    documents = tokens("llama", 2, 20)
-    lengths = torch.tensor([20, 20])
-    packed, positions = documents.reshape(1, 40), torch.cat([torch.arange(n) for n in lengths])[None]
+    # The same document twice, so that both have the distances of one alone.
+    document = tokens("llama", 1, 20)
+    packed, positions = document.repeat(1, 2), torch.arange(20).repeat(2)[None]
 
     def distance(ids: torch.Tensor, **options: Any) -> torch.Tensor:
         return torch.tensor(match(copy.deepcopy(model), ids, steps=1, batch_size=2, **options).before)
 
-    apart = distance(documents)
+    apart = distance(document)
     torch.testing.assert_close(distance(packed, position_ids=positions), apart)
     assert not torch.allclose(distance(packed), apart)
 
@@ -296,3 +309,20 @@ def test_a_recipe_begins_with_it(architecture: str, tmp_path: Path, monkeypatch:
         return run.train(recipe, tmp_path / fit).measurements.curve("before").at(64).mean
 
     assert begins("attention") < 0.8 * begins("null")
+
+
+def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter((1.0, 2.0))
+    monkeypatch.setattr(fit_bias, "_loss", lambda *given: next(losses))
+    small = ["training.steps=1", "training.length=64", "evaluation.contexts=[64]", "evaluation.windows=2"]
+    recipe = Recipe.read("llama-kerple", [*small, "training.batch_size=2", "distillation={}"])
+    console = Console(record=True, width=200, file=io.StringIO())
+    run.train(recipe, tmp_path / "out", console=console)
+    record = json.loads((tmp_path / "out" / run.RUN).read_text(encoding="utf-8"))
+    sentence = record["fit"]["sentence"]
+    assert record["fit"]["accepted"] is False
+    assert "not changed" in sentence
+    assert "from 1 to 2" in sentence
+    assert sentence in console.export_text()
+    assert "fit" not in record["start"]
+    assert sentence in record["cautions"]

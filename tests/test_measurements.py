@@ -21,7 +21,7 @@ from hf_posenc import CheckpointError, PositionError, RecipeError
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
-from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.callbacks import Handover
 
 
 def grid(value: float = 0.0, contexts: tuple[int, ...] = (16, 32)) -> Grid:

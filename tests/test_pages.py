@@ -14,9 +14,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from portraits import portrait
 
 import hf_posenc
-from hf_posenc.recipes.plots.portraits import portrait
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "schemes"

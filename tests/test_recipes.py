@@ -21,8 +21,8 @@ import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.recipes import demo
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Saving, Training
+from hf_posenc.recipes.training.callbacks import parameter_groups
 from hf_posenc.recipes.training.distillation import Teacher, divergence
-from hf_posenc.recipes.training.optimizer import parameter_groups
 from hf_posenc.recipes.training.trainer import LogAndSave, adapt, adaptation_trainer
 
 VOCABULARY = 50
@@ -221,7 +221,7 @@ def test_divergence_is_zero_for_equals_and_never_negative(ids: Tensor) -> None:
 
 def test_the_demo_measures_every_scheme_at_every_length() -> None:
     for name in hf_posenc.schemes():
-        model = hf_posenc.patch(small(), name, **demo._OPTIONS.get(name, {}))
+        model = hf_posenc.patch(small(), name, **demo.options_of(name))
         ends = [module.end_of_positions() for module in model.modules() if isinstance(module, hf_posenc.Scheme)]
         assert all(end is None or end >= max(demo.CONTEXTS) for end in ends), name
 

@@ -487,23 +487,6 @@ def test_xpos_by_blocks_reads_a_block_more_per_layer() -> None:
     assert not torch.equal(before[:, 16:20], after[:, 16:20])
 
 
-def test_xpos_by_blocks_is_the_same_with_a_cache_and_padding() -> None:
-    model = hf_posenc.patch(models.stock("llama"), "xpos", block_length=4)
-    ids = torch.randint(0, 50, (1, 23), generator=torch.Generator().manual_seed(0))
-    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
-    mask = torch.cat((torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)), dim=1)
-    places = (mask.cumsum(-1) - 1).clamp_min(0)
-    with torch.no_grad():
-        want = model(ids).logits
-        torch.testing.assert_close(model(padded, attention_mask=mask, position_ids=places).logits[:, 5:], want)
-        cache, steps = None, []
-        for part in ids.split((9, 1, 6, 7), dim=1):
-            found = model(part, past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
-            steps.append(found.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), want)
-
-
 def test_xpos_leaves_nothing_ahead_of_a_query() -> None:
     """What fades behind a query grows ahead of it; a mask that is added in half precision would not hide that."""
     scheme, (q, k) = build("xpos", geometry()), random_qk()

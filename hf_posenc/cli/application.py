@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
-from collections.abc import Container, Iterable, Sequence
-from typing import Annotated, Any
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from hf_posenc import __version__
-from hf_posenc.cli import processes
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import OptionError, PosencError
+from hf_posenc.patches import directories
+
+Word = TypeVar("Word")
 
 
 class Commands(TyperGroup):
@@ -27,8 +37,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:
-            if processes.is_first_to_fail():
-                typer.echo(f"hf-posenc: {one_line(error)}", err=True)
+            typer.echo(f"hf-posenc: {one_line(error)}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -79,14 +88,76 @@ def print_table(
 
 
 def quiet() -> None:
-    """Silence transformers and our own log; the printed plan tells the user what matters."""
+    """Silence transformers, datasets and our own log, and keep idle threads from spinning."""
     import logging
+
+    # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
+    # it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("hf_posenc").setLevel(logging.ERROR)
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints, of those that `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def words(option: str, text: str, kind: Callable[[str], Word]) -> tuple[Word, ...]:
+    """Return the comma-separated words or numbers in the value of an option."""
+    try:
+        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found:
+        what = "one or more whole numbers, such as '0,2,5'" if kind is int else "one or more words, such as 'a,b'"
+        raise OptionError(f"{option} {text!r}: expected {what}.")
+    return found
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
+    """Handle signals with a function for a while."""
+    before = [signal.signal(number, handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, old in zip(signals, before, strict=True):
+            signal.signal(number, old)
+
+
+def whole_directory(
+    out: Path, replaceable: Callable[[Path], bool] = lambda folder: False
+) -> AbstractContextManager[Path]:
+    """Write a directory whole or not at all, and remove a partial one on a termination signal, too."""
+    # The handler must be installed as soon as the folder exists.
+    return directories.whole_directory(out, replaceable, _removed_when_terminated)
+
+
+@contextlib.contextmanager
+def _removed_when_terminated(folder: Path) -> Iterator[None]:
+    """Remove a folder and end the process on a termination signal, as job schedulers send it."""
+
+    def stop(number: int, frame: object) -> None:
+        # Python swallows an exception raised while an object is deleted, so an exception is not enough.
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    with handled(stop, signal.SIGTERM):
+        yield
+
+
+def listing(folder: Path) -> str:
+    """Return the top-level names in a folder and the total size of its files."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = sorted({path.relative_to(folder).parts[0] + "/" * (path.parent != folder) for path in files})
+    return f"{', '.join(names)} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)"
 
 
 def _print_version(wanted: bool) -> None:

@@ -80,29 +80,48 @@ def _reading(model: str, what: str) -> Iterator[None]:
         raise CheckpointError(f"The {what} of {model} cannot be read: {one_line(error)}") from error
 
 
-def copy_tokenizer(model: str, folder: Path) -> bool:
-    """Save the tokenizer of a checkpoint, if any, into a folder, and return whether there is one."""
+def find_tokenizer(model: str) -> Any:
+    """Return the tokenizer of a checkpoint, or `None` if it has none."""
     from transformers.utils import cached_file
 
     from hf_posenc.recipes.loading import load_tokenizer
 
     with _reading(model, "tokenizer"):
         if not any(cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES):
-            return False
-    load_tokenizer(model).save_pretrained(folder)
-    return True
+            return None
+    return load_tokenizer(model)
 
 
-def copy_processor(model: str, folder: Path) -> bool:
-    """Copy the image processor of a checkpoint, if any, into a folder, and return whether there is one."""
+def copy_companions(model: str, folder: Path) -> tuple[bool, str]:
+    """Copy tokenizer and image processor of a checkpoint into a folder.
+
+    Returns:
+        Whether there is a tokenizer, and a line for the user, which is empty if there is either.
+    """
     from transformers.utils import cached_file
 
-    name = "preprocessor_config.json"
+    tokenizer, name = find_tokenizer(model), "preprocessor_config.json"
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     with _reading(model, "image processor"):
-        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-        if found:
-            shutil.copyfile(found, folder / name)
-    return bool(found)
+        processor = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if processor:
+            shutil.copyfile(processor, folder / name)
+    is_bare = tokenizer is None and not processor
+    return tokenizer is not None, f"{model} has no tokenizer, so none was written.\n" if is_bare else ""
+
+
+def load_converted(directory: Path, otherwise: str) -> PreTrainedModel:
+    """Return the model of a converted checkpoint; raise with a remedy if it is not converted."""
+    from hf_posenc.patches import record
+    from hf_posenc.recipes.loading import place
+
+    config = load_config(place(str(directory)))
+    if not record.from_config(config):
+        raise CheckpointError(
+            f"{directory} is not a converted checkpoint: its config.json names no scheme. {otherwise}"
+        )
+    return load_model(str(directory), config, "auto")
 
 
 def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:

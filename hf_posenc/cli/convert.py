@@ -1,19 +1,17 @@
-"""The commands that describe schemes and convert checkpoints."""
+"""The commands that describe schemes, and convert, verify and export checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_posenc.cli.application import app, print_table, quiet
-from hf_posenc.cli.checkpoints import copy_processor, copy_tokenizer, how_to_load, load_config, load_model
-from hf_posenc.cli.directories import listing, whole_directory
-from hf_posenc.errors import CheckpointError, LayerSelectionError, OptionError
+from hf_posenc.cli.application import app, listing, print_table, quiet, whole_directory, words
+from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_config, load_converted, load_model
+from hf_posenc.errors import LayerSelectionError, OptionError
 
 if TYPE_CHECKING:
     from hf_posenc.patches.preparation import Layers
@@ -109,13 +107,9 @@ def convert(
         patching.patch(loaded, scheme, **selection)
         verification = planning.verify(loaded)
         loaded.save_pretrained(folder)
-        has_tokenizer, has_processor = copy_tokenizer(model, folder), copy_processor(model, folder)
-        written = listing(folder)
-    typer.echo(f"\n{verification}")
-    typer.echo(f"\nwrote {out}: {written}")
-    if not has_tokenizer and not has_processor:
-        typer.echo(f"{model} has no tokenizer, so none was written.")
-    typer.echo(f"\nTo load it:\n\n{how_to_load(loaded, out, has_tokenizer)}")
+        has_tokenizer, note = copy_companions(model, folder)
+    typer.echo(f"\n{verification}\n\nwrote {out}: {listing(out)}\n{note}")
+    typer.echo(f"To load it:\n\n{how_to_load(loaded, out, has_tokenizer)}")
 
 
 @app.command()
@@ -124,17 +118,43 @@ def verify(
 ) -> None:
     """Load a converted checkpoint and check that its scheme is active."""
     from hf_posenc.patches import plan as planning
-    from hf_posenc.patches import record
-    from hf_posenc.recipes.loading import place
 
     quiet()
-    config = load_config(place(str(directory)))
-    if not record.from_config(config):
-        raise CheckpointError(
-            f"{directory} is not a converted checkpoint: its config.json names no scheme. "
-            "Convert it first: hf-posenc convert."
-        )
-    typer.echo(str(planning.verify(load_model(str(directory), config, "auto"))))
+    typer.echo(str(planning.verify(load_converted(directory, "Convert it first: hf-posenc convert."))))
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    max_head_dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum head width for schemes whose layers or heads have different frequencies. Default: unchanged.",
+        ),
+    ] = None,
+    max_positions: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Length of the table of positions or distances, for schemes without a maximum length."
+        ),
+    ] = None,
+) -> None:
+    """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
+    from hf_posenc.patches.export.stock import stock_twin
+
+    quiet()
+    with whole_directory(out) as folder:
+        model = load_converted(directory, "It is a stock one already.")
+        stock, report = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
+        stock.save_pretrained(folder)
+        _, note = copy_companions(str(directory), folder)
+    typer.echo(f"{report}\n\nwrote {out}: {listing(out)}\n{note}")
+    typer.echo(
+        f"To load it:\n\n    from transformers import {report.model}\n"
+        f'    model = {report.model}.from_pretrained("{out}")'
+    )
 
 
 @app.command()
@@ -146,15 +166,12 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
 ) -> None:
     """Convert and adapt a tiny built-in model, in about two minutes and without network."""
-    # Spinning threads make a small model ten times slower while other programs run.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+    quiet()
     from rich.console import Console
 
     from hf_posenc import registry
     from hf_posenc.recipes import demo as recipe
 
-    quiet()
     registry.get(scheme)
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
         recipe.run(folder, Console(), scheme=scheme, steps=steps)
@@ -179,7 +196,7 @@ def _layers(text: str | None) -> Layers:
 
 
 def _stacks(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
+    return None if text is None else list(words("--stacks", text, str))
 
 
 def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:

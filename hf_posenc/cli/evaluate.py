@@ -1,24 +1,16 @@
-"""The command that measures models side by side."""
+"""The commands that measure models side by side: eval and compare."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from hf_posenc.cli import processes
-from hf_posenc.cli.application import app, quiet
+from hf_posenc.cli.application import app, is_main, listing, quiet, whole_directory, words
 from hf_posenc.cli.checkpoints import load_config
-from hf_posenc.cli.directories import listing, whole_directory
-from hf_posenc.errors import OptionError
-
-Word = TypeVar("Word")
 
 # Options that belong to a single measure.
 _OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
@@ -70,26 +62,10 @@ def evaluate(
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each question.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
-    launch: Annotated[
-        str | None,
-        typer.Option(metavar="CONFIG", help="Config for `accelerate launch`: ddp (built in) or a file."),
-    ] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1, help="Number of processes, with --launch.")] = None,
 ) -> None:
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
-    # Spinning threads make a small model ten times slower while other programs run.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     quiet()
-    if launch is not None:
-        arguments = list(_without(shlex.split(context.obj)[1:], "--launch", "--num-processes"))
-        processes.launch(launch, num_processes, arguments, command=context.obj)
-        return
-    if num_processes is not None:
-        raise typer.BadParameter("--num-processes does nothing without --launch, for instance --launch ddp.")
-
-    named = None if measures is None else _list(measures, str, "--measures")
+    named = None if measures is None else words("--measures", measures, str)
     _check_used(context, named)
 
     from rich.console import Console
@@ -103,12 +79,12 @@ def evaluate(
         measures=named,
         text=text,
         column=column,
-        contexts=None if contexts is None else _list(contexts, int, "--contexts"),
+        contexts=None if contexts is None else words("--contexts", contexts, int),
         trained_length=trained_length,
         samples=samples,
         cue=cue,
-        tasks=_list(tasks, str, "--tasks"),
-        lengths=_list(lengths, int, "--lengths"),
+        tasks=words("--tasks", tasks, str),
+        lengths=words("--lengths", lengths, int),
         trained=trained,
         shots=shots,
         batch_size=batch_size,
@@ -117,16 +93,75 @@ def evaluate(
     for subject in subjects(request.models):
         # A missing model is reported before anything else is read.
         load_config(subject.base)
-    main = processes.is_main()
+    main = is_main()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(whole_directory(out, replaceable=is_report)) if main else None
-        report = request.run(Console() if main else None, command=processes.command(context.obj))
+        report = request.run(Console() if main else None, command=context.obj)
         if folder is not None:
             report.write(folder)
     if main:
         # The first section is enough for the terminal; the report has the rest.
         typer.echo(report.sections[0].markdown())
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Override keys of all recipes, such as data.source=text.txt."),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: the usual ones."),
+    ] = None,
+    budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder. Finished runs there are reused.")] = Path(
+        "posenc-comparison"
+    ),
+    measures: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Measures in addition to perplexity, as in eval. Default: induction, for causal models.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Windows or examples of each kind.")] = 32,
+) -> None:
+    """Adapt a model to several schemes under one budget, compare the results, and recommend a scheme."""
+    quiet()
+    from rich.console import Console
+
+    from hf_posenc.recipes.comparison.run import compare as run
+    from hf_posenc.recipes.loading import place
+
+    # A missing model is reported before anything else is read.
+    load_config(place(model))
+    try:
+        found = run(
+            model,
+            out,
+            schemes=None if schemes is None else words("--schemes", schemes, str),
+            budget=budget,
+            overrides=overrides or [],
+            measures=None if measures is None else words("--measures", measures, str),
+            samples=samples,
+            console=Console(),
+            command=context.obj,
+        )
+    except KeyboardInterrupt:
+        typer.echo("hf-posenc: stopped; run the same command again to continue.", err=True)
+        raise typer.Exit(130) from None
+    typer.echo("\n".join(("", *found.verdict.sentences, "")))
+    typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.html'}")
+    for name, reason in found.failed.items():
+        typer.echo(f"hf-posenc: {name} failed: {reason}", err=True)
+    if found.failed:
+        raise typer.Exit(1)
 
 
 def _check_used(context: typer.Context, measures: Sequence[str] | None) -> None:
@@ -137,25 +172,3 @@ def _check_used(context: typer.Context, measures: Sequence[str] | None) -> None:
         taken = measure == "needle" if measures is None else measure in measures
         if given is not None and given.name == "COMMANDLINE" and not taken:
             raise typer.BadParameter(f"--{option} does nothing without the measure {measure}. Name it in --measures.")
-
-
-def _list(text: str, kind: Callable[[str], Word], option: str) -> tuple[Word, ...]:
-    """Return the comma-separated words or numbers of a text."""
-    try:
-        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-    except ValueError:
-        found = ()
-    if not found:
-        what = "one or more whole numbers" if kind is int else "one or more"
-        raise OptionError(f"{option} {text!r}: expected {what}, with commas between them.")
-    return found
-
-
-def _without(arguments: Sequence[str], *options: str) -> Iterator[str]:
-    """Return arguments without some options and their values."""
-    rest = iter(arguments)
-    for argument in rest:
-        if argument in options:
-            next(rest, None)
-        elif argument.partition("=")[0] not in options:
-            yield argument

@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hf_posenc.cli.application import app, quiet
-from hf_posenc.cli.checkpoints import load_config, load_model
-from hf_posenc.cli.directories import listing, whole_directory
-from hf_posenc.errors import OptionError
+from hf_posenc.cli.application import app, listing, quiet, whole_directory, words
+from hf_posenc.cli.checkpoints import find_tokenizer, load_config, load_model
 
 # File of an adapter; file and subfolder of a training run.
 _ADAPTER, _RUN, _MODEL = "adapter_config.json", "recipe.yaml", "model"
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 @app.command()
@@ -52,7 +49,10 @@ def plot(
 ) -> None:
     """Draw what a model has learned: biases, rotations, tables, gates, attention, and an overview."""
     quiet()
-    chosen_layers, chosen_heads = _numbers("--layers", layers), _numbers("--heads", heads)
+    chosen_layers, chosen_heads = (
+        None if text is None else words(option, text, int)
+        for option, text in (("--layers", layers), ("--heads", heads))
+    )
     from hf_posenc.recipes import plots
 
     with whole_directory(out) as folder:
@@ -70,13 +70,6 @@ def plot(
     typer.echo(f"wrote {out}: {listing(out)}")
 
 
-def _numbers(option: str, text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        raise OptionError(f"{option} {text!r}: expected indices like '0,2,5'.") from None
-
-
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
     from hf_posenc.recipes.loading import place
@@ -86,23 +79,12 @@ def _load(directory: str) -> tuple[Any, Any]:
     if Path(directory, _RUN).is_file() and run.is_dir():
         directory = str(run)
     if not Path(directory, _ADAPTER).is_file():
-        return load_model(directory, load_config(directory), "auto"), _tokenizer(directory)
+        return load_model(directory, load_config(directory), "auto"), find_tokenizer(directory)
     from hf_posenc.patches import adapters
 
     base = adapters.base_of(directory)
     model = adapters.merged(load_model(base, load_config(base), "auto"), directory)
-    return model, _tokenizer(directory) or _tokenizer(base)
-
-
-def _tokenizer(directory: str) -> Any:
-    from transformers.utils import cached_file
-
-    from hf_posenc.recipes.loading import load_tokenizer
-
-    for name in _TOKENIZER_FILES:
-        if cached_file(directory, name, _raise_exceptions_for_missing_entries=False):
-            return load_tokenizer(directory)
-    return None
+    return model, find_tokenizer(directory) or find_tokenizer(base)
 
 
 def _write(drawn: dict[str, Any], folder: Path, form: str) -> None:

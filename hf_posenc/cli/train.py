@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-import sys
-from collections.abc import Callable
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posenc.cli import processes
-from hf_posenc.cli.application import app, print_table, quiet
+from hf_posenc.cli.application import app, handled, is_main, listing, print_table, quiet
 from hf_posenc.cli.checkpoints import load_config
-from hf_posenc.cli.directories import OutputError, listing
+from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,16 +32,6 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Override keys of the recipe, such as training.steps=500."),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
-Launch = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CONFIG",
-        help="Config for `accelerate launch`: one, ddp, fsdp2, deepspeed (built in) or a file.",
-    ),
-]
-Processes = Annotated[
-    int | None, typer.Option(min=1, help="Number of processes, with --launch. Default: from the config.")
-]
 
 
 @recipes_app.callback(invoke_without_command=True)
@@ -109,40 +100,36 @@ def train(
     recipe: Name,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; a run in it is continued.")],
     overrides: Overrides = None,
-    launch: Launch = None,
-    num_processes: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
     """Convert a model and train it according to a recipe."""
     from hf_posenc.recipes.schema.recipe import Recipe
 
-    _prepare()
+    quiet()
     read = Recipe.read(recipe, overrides or [])
     if dry_run:
         typer.echo(_plan(read))
         return
+    from rich.console import Console
 
-    def here(console: Console) -> None:
-        from hf_posenc.recipes.runs import run
+    from hf_posenc.recipes.runs import run
 
-        outcome = run.train(read, out, console=console, command=processes.command(context.obj))
-        _say_what_is_there(outcome)
-
-    arguments = ["train", recipe, *(overrides or []), "--out", str(out)]
-    _run(here, out, launch, num_processes, arguments, context.obj)
+    console = Console()
+    with resumable(out, console):
+        _say_what_is_there(run.train(read, out, console=console, command=context.obj))
 
 
 @app.command()
-def resume(context: typer.Context, directory: Folder, launch: Launch = None, num_processes: Processes = None) -> None:
+def resume(directory: Folder) -> None:
     """Continue an interrupted run from its last complete checkpoint."""
-    _prepare()
+    quiet()
+    from rich.console import Console
 
-    def here(console: Console) -> None:
-        from hf_posenc.recipes.runs import run
+    from hf_posenc.recipes.runs import run
 
+    console = Console()
+    with resumable(directory, console):
         _say_what_is_there(run.resume(directory, console=console))
-
-    _run(here, directory, launch, num_processes, ["resume", str(directory)], context.obj)
 
 
 @app.command()
@@ -158,38 +145,28 @@ def push(
     typer.echo(f"pushed to {pushing.push(directory, repository, private=private, revision=revision)}")
 
 
-def _prepare() -> None:
-    # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
-    # it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    quiet()
+@contextlib.contextmanager
+def resumable(folder: Path, console: Console) -> Iterator[None]:
+    """Print how to continue a run when a signal stops it: Ctrl-C, or the end of a job."""
 
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Python swallows an exception raised while an object is deleted, and print may be what was interrupted. A run
+        # can be killed at any moment, so no cleanup is needed.
+        if console.is_terminal:
+            os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
+        if is_main():
+            begun = (folder / "recipe.yaml").is_file()
+            again = f"; hf-posenc resume {shlex.quote(str(folder))} goes on."
+            message = f"stopped{again if begun else ' before there was anything to go on with.'}"
+            os.write(2, f"hf-posenc: {message}\n".encode())
+        os._exit(128 + number)
 
-def _run(
-    here: Callable[[Console], None],
-    folder: Path,
-    launch: str | None,
-    num_processes: int | None,
-    arguments: list[str],
-    typed: str,
-) -> None:
-    """Run a function here, or its command in several processes if `--launch` is given."""
-    if launch is not None:
-        processes.launch(launch, num_processes, arguments, command=typed)
-        return
-    if num_processes is not None:
-        raise typer.BadParameter("--num-processes does nothing without --launch, for instance --launch ddp.")
-    from rich.console import Console
-
-    console = Console()
-    with processes.resumable(folder, console):
-        here(console)
+    with handled(stop, signal.SIGINT, signal.SIGTERM):
+        yield
 
 
 def _say_what_is_there(outcome: Outcome) -> None:
-    if processes.is_main() and not outcome.already:
+    if is_main() and not outcome.already:
         typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
         typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.ops.masking import fill_hidden_, worth_it
+from hf_posenc.ops.masking import differentiable_gradients, fill_hidden_, worth_it
 
 
 def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
@@ -20,9 +21,13 @@ def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None)
         keep: Keys that are counted, bool `[B|1, H|1, q|1, K]`; `None` means all.
     """
     if not worth_it(gate_logits):
-        return between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
+        return _naive(gate_logits, at_whole, keep)
     values: Tensor = _ValuesAtCounts.apply(gate_logits, at_whole, keep)  # type: ignore[no-untyped-call]
     return values
+
+
+def _naive(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
+    return between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
 
 
 def counts(gate_logits: Tensor, keep: Tensor | None, most: int) -> Tensor:
@@ -75,11 +80,8 @@ class _ValuesAtCounts(torch.autograd.Function):
         of_logits: Tensor | None = None
         of_whole: Tensor | None = None
         if torch.is_grad_enabled():
-            # For gradients of gradients.
-            values = between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
-            targets = [x for x in (gate_logits, at_whole) if x.requires_grad]
-            found = iter(torch.autograd.grad(values, targets, grad, create_graph=True))
-            return (*(next(found) if x.requires_grad else None for x in (gate_logits, at_whole)), None)
+            naive = functools.partial(_naive, keep=keep)
+            return *differentiable_gradients(naive, (gate_logits, at_whole), grad), None
         if ctx.needs_input_grad[0]:
             # From the last count on the slope is zero.
             of_logits = torch.ops.aten.sigmoid_backward((grad * slope).cumsum_(-1), gates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def softmax_of_seen(logits: Tensor, keep: Tensor | None) -> Tensor:
     return weights
 
 
+def differentiable_gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], grads: Tensor | tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """Return gradients of `function(*inputs)` that have gradients themselves; `None` for inputs that need none."""
+    targets = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs), targets, grads, create_graph=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
 def _first_hidden(keep: Tensor) -> int:
     """Return the first column in which a key is hidden, or the number of columns."""
     # Bytes, since torch is slow to reduce booleans.
@@ -70,11 +80,9 @@ class _SoftmaxOfSeen(torch.autograd.Function):
         return weights
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         logits, keep, weights = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # For gradients of gradients.
-            (found,) = torch.autograd.grad(_naive(logits, keep), logits, grad, create_graph=True)
-            return found, None
+            return differentiable_gradients(lambda x: _naive(x, keep), [logits], grad)[0], None
         of_logits = torch.ops.aten._softmax_backward_data(grad, weights, -1, logits.dtype)
         return fill_hidden_(of_logits, keep, 0.0), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.ops.linear import channel_linear
-from hf_posenc.ops.masking import worth_it
+from hf_posenc.ops.masking import differentiable_gradients, worth_it
 
 # Hidden numbers at once: those of a whole block of logits would fit into no cache, and be written to new memory each
 # time.
@@ -41,8 +41,8 @@ def naive(
     second_bias: Tensor,
     *inputs: Tensor,
 ) -> Tensor:
-    hidden = F.leaky_relu(channel_linear(first, first_bias, inputs), slope)
-    output = channel_linear(second, second_bias, [hidden])
+    hidden = F.leaky_relu(_channel_linear(first, first_bias, inputs), slope)
+    output = _channel_linear(second, second_bias, [hidden])
     return sum(inputs, output) if residual else output
 
 
@@ -69,12 +69,8 @@ class _InCache(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # For gradients of gradients.
-            targets = [x for x in tensors if x.requires_grad]
-            found = iter(
-                torch.autograd.grad(naive(ctx.slope, ctx.residual, *tensors), targets, grad, create_graph=True)
-            )
-            return None, None, *(next(found) if x.requires_grad else None for x in tensors)
+            again = functools.partial(naive, ctx.slope, ctx.residual)
+            return None, None, *differentiable_gradients(again, tensors, grad)
         first, second, inputs = _with_biases(tensors)
         wanted = ctx.needs_input_grad[2:]
         of_first, of_second = torch.zeros_like(first), torch.zeros_like(second)
@@ -142,6 +138,20 @@ def _few_at_once(slope: float, weight: Tensor, inputs: Sequence[Tensor]) -> Iter
             hidden = all_hidden[: many * width * few].view(many, width, few)
             torch.bmm(weight.expand(many, -1, -1), given, out=hidden)
             yield here, given, F.leaky_relu_(hidden, slope)
+
+
+def _channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` that lie side by side.
+
+    Logits have heads there, so the result needs no transpose. Inputs of one row for the whole batch come last, and are
+    multiplied once for all rows.
+    """
+    total, stop = bias[:, None], weight.shape[1]
+    for x in reversed(inputs):
+        start = stop - x.shape[1]
+        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
+        stop = start
+    return total
 
 
 def _within(place: _Place, x: Tensor) -> _Place:

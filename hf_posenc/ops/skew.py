@@ -2,6 +2,9 @@
 
 Where positions are consecutive, the distance changes by one from key to key and from query to query. The number of a
 distance is then shifted by one more place in each row, which strides can do, without an index per query and key.
+
+Distances are int64 `[B|1, q, K]`. Values `[B, H, q, N]` and vectors `[H, N, D]` are those of N distances, from `last`
+down (or from `first` up); distances beyond have those of the end. `plain` says that positions are consecutive.
 """
 
 from __future__ import annotations
@@ -16,18 +19,7 @@ _TILE = 64
 
 
 def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
-    """Return for each query and key the number that the query has for their distance.
-
-    Args:
-        values: Numbers `[B, H, q, N]`, for the distances from `last` down; distances before and behind have that of
-            the end.
-        distance: Distances, int64 `[B|1, q, K]`.
-        last: Largest distance.
-        plain: Positions are consecutive.
-
-    Returns:
-        `[B, H, q, K]`.
-    """
+    """Return for each query and key the value that the query has for their distance, `[B, H, q, K]`."""
     rows, keys = distance.shape[1:]
     if not plain:
         index = (last - distance).clamp(0, values.shape[-1] - 1)[:, None]
@@ -37,17 +29,9 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
 
 
 def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *, plain: bool) -> Tensor:
-    """Return for each query and distance the sum over the keys at it: the transpose of `by_distance`.
+    """Return for each query and distance the sum of the weights `[B, H, q, K]` of the keys at it, `[B, H, q, count]`.
 
-    Args:
-        weights: Numbers to sum, `[B, H, q, K]`.
-        distance: Distances, int64 `[B|1, q, K]`.
-        last: Largest distance.
-        count: Number of distances, from `last` down; keys beyond count to the ends.
-        plain: Positions are consecutive.
-
-    Returns:
-        `[B, H, q, count]`.
+    It is the transpose of `by_distance`.
     """
     rows, keys = distance.shape[1:]
     if not plain:
@@ -58,19 +42,7 @@ def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *
 
 
 def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
-    """Return for each query and key the product of the query with the vector of their distance.
-
-    Args:
-        q: Queries `[B, H, q, D]`.
-        vectors: Vectors `[H, N, D]`, for the distances from `last` down; distances before and behind have that of the
-            end.
-        distance: Distances, int64 `[B|1, q, K]`.
-        last: Largest distance.
-        plain: Positions are consecutive.
-
-    Returns:
-        `[B, H, q, K]`.
-    """
+    """Return for each query `[B, H, q, D]` and key the product of the query with the vector of their distance."""
     if not plain:
         return by_distance(q @ vectors.mT, distance, last, plain=False)
     rows, keys = distance.shape[1:]
@@ -79,17 +51,9 @@ def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int,
 
 
 def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -> Tensor:
-    """Return for each query and key the product of the key with the vector of their distance.
+    """Return for each query and key `[B, G, K, D]` the product of the key with the vector of their distance.
 
-    Args:
-        k: Keys `[B, G, K, D]`.
-        vectors: Vectors `[H, N, D]`, for the distances from `first` up; distances before and behind have that of the
-            end.
-        distance: Distances, int64 `[1, q, K]`, of consecutive positions.
-        first: Smallest distance.
-
-    Returns:
-        `[B, H, q, K]`.
+    Positions are consecutive; vectors are those of distances from `first` up.
     """
     rows, keys = distance.shape[1:]
     groups, width = k.shape[1], k.shape[3]
@@ -104,16 +68,14 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
         near = keys_by_distance(k[:, :, far:], vectors, distance[:, :, far:], first)
         return torch.cat((met, near), dim=-1)
     tiles, spread = -(-keys // _TILE), -(-(rows + _TILE - 1) // _TILE)
-    k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys)).reshape(
-        len(k), groups, tiles, _TILE, width
-    )  # [B, G, T, t, D]
+    k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys))
+    k = k.reshape(len(k), groups, tiles, _TILE, width)  # [B, G, T, t, D]
     # A tile sees the distances from its last key and the first query to its first key and the last query: so many
     # chunks of as many distances as it has keys.
     lowest = int(distance[0, 0, 0]) - tiles * _TILE + 1
     rising = _window(vectors.mT, lowest - first, (tiles - 1 + spread) * _TILE)
-    chunks = (
-        rising.reshape(heads, width, -1, _TILE).movedim(2, 1).flip(1)
-    )  # [H, ..., D, t], those of the first tile first
+    # [H, ..., D, t], those of the first tile first
+    chunks = rising.reshape(heads, width, -1, _TILE).movedim(2, 1).flip(1)
     windows = torch.cat([chunks[:, start : start + tiles] for start in reversed(range(spread))], dim=-1)
     windows = windows.view(groups, heads // groups, tiles, width, -1)
     products = torch.einsum("bgtkd,grtds->bgrtks", k, windows).flatten(1, 2)

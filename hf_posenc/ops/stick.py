@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.ops.masking import fill_hidden_, worth_it
+from hf_posenc.ops.masking import differentiable_gradients, fill_hidden_, worth_it
 
 
 def broken(logits: Tensor, taking: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,12 +52,10 @@ class _Broken(torch.autograd.Function):
         return pieces, rest
 
     @staticmethod
-    def backward(ctx: Any, of_pieces: Tensor, of_rest: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, of_pieces: Tensor, of_rest: Tensor) -> tuple[Tensor | None, None]:
         logits, taking, filled, pieces, rest = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # For gradients of gradients.
-            found = torch.autograd.grad(_naive(logits, taking), logits, (of_pieces, of_rest), create_graph=True)
-            return found[0], None
+            return differentiable_gradients(lambda x: _naive(x, taking), [logits], (of_pieces, of_rest))[0], None
         own = of_pieces * pieces
         # A logit takes from the pieces of the keys before it, and from the rest.
         others = own.cumsum(-1).add_(of_rest * rest)

@@ -10,7 +10,7 @@ from hf_posenc.ops.masking import fill_hidden_
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing
+from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing, Numbers, Picture
 
 # Name of the keys of `separate_keys` in the cache.
 _GATE_KEYS = "gate_keys"
@@ -110,6 +110,16 @@ class CoPE(Scheme):
         if self.geometry.causal:
             return counts(gates, block.keep, self.npos - 1)
         return self._count_both_ways(gates, _ahead(block), block.keep)
+
+    pictures = (
+        Picture(
+            "positions",
+            "positions as each query counts them over a text, with its tokens",
+            "positions of keys as each query counts them",
+            "pairs",
+            (Numbers(count, "position of the key (tokens counted)", high=None),),
+        ),
+    )
 
     def _count_both_ways(self, gate_logits: Tensor, ahead: Tensor, keep: Tensor | None) -> Tensor:
         gates = gate_logits.sigmoid()

@@ -11,10 +11,10 @@ from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.additive import LONGEST
 from hf_posenc.schemes.families.layers import Linear
-from hf_posenc.structures import Bias, RelativeProducts, Vectors
+from hf_posenc.structures import Bias, Portrait, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -46,10 +46,7 @@ class RelativeEmbeddings(Scheme):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.zero and not self.normalize:
-            nn.init.zeros_(self.rel_embeddings)
-        else:
-            nn.init.normal_(self.rel_embeddings, std=_STD)
+        draw_start(self.rel_embeddings, "zero" if self.zero and not self.normalize else "normal", _STD)
         if self.LayerNorm is not None:
             nn.init.constant_(self.LayerNorm.weight, 0.0 if self.zero else 1.0)
             nn.init.zeros_(self.LayerNorm.bias)
@@ -103,6 +100,8 @@ class Disentangled(Scheme):
     """
 
     neutral_options = {"init": "zero"}
+
+    portrait = Portrait(({"buckets": 32, "max_distance": 128},), log=True)
 
     def __init__(
         self,
@@ -164,10 +163,6 @@ class Disentangled(Scheme):
         """Return the row d(i, j) of P for each distance (query minus key), int64 of the same shape."""
         far = self.max_distance
         return self._rows.to(distance.device)[distance.clamp(-far, far) + far]
-
-    def _row(self, distance: int) -> int:
-        far = self.max_distance
-        return int(self._rows[max(-far, min(distance, far)) + far])
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)

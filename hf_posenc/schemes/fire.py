@@ -150,9 +150,7 @@ class FIRE(AdditiveBias):
             on = self._slope_of_activation(middle[:, None] * factor + shift)  # [M + 1, width]
         weight = second_weight.to(dtype)
         slope, offset = (on * factor) @ weight.T, (on * shift) @ weight.T + second_bias.to(dtype)
-        if self.gate_weight is not None:
-            slope, offset = slope * self.gate_weight.to(dtype), offset * self.gate_weight.to(dtype)
-        return ends, slope, offset
+        return ends, self.gated(slope), self.gated(offset)
 
     def _slope_of_activation(self, x: Tensor) -> Tensor:
         return torch.where(x > 0, 1.0, self._negative_slope).to(x)

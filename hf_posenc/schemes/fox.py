@@ -12,7 +12,7 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Bias, KeyBias
+from hf_posenc.structures import Bias, KeyBias, Numbers, Picture, Portrait
 
 # The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
@@ -60,6 +60,8 @@ class FoX(Scheme):
 
     neutral_options: ClassVar[Mapping[str, Any] | None] = {"init": "horizon"}
     fgate_bias: Tensor | None
+
+    portrait = Portrait(({"init": "horizon", "horizon": 12.0},), noise=0.25)
 
     def __init__(
         self,
@@ -180,3 +182,26 @@ class FoX(Scheme):
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return 4 * self.geometry.heads, 0
+
+    def gates(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return the gate of each token, `[B, H, K]`, given the arguments of `score`; the first one in encoders."""
+        sums = block.state[_SUMS].transpose(1, 2)[:, : self.geometry.heads]
+        return F.pad(sums, (1, 0)).diff(dim=-1).exp()
+
+    pictures = (
+        Picture(
+            "gates",
+            "forget gates over a text, with its tokens, and what they leave",
+            "forget gates",
+            "tokens",
+            (
+                Numbers(gates, "kept at this token (factor)", "gate of each token"),
+                Numbers(
+                    lambda scheme, logits, q, k, block: scheme._bias(block, logits).exp(),
+                    "left (factor)",
+                    "left",
+                    log=True,
+                ),
+            ),
+        ),
+    )

@@ -24,7 +24,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = x * (x.square().mean(dim=-1, keepdim=True) + self.epsilon).rsqrt()
+        normed = F.rms_norm(x, (self.head_dim,), eps=self.epsilon)
         return normed * self.weight.to(x).view(-1, 1, self.head_dim)
 
 

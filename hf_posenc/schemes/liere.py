@@ -57,9 +57,9 @@ class LieRE(BlockRotary):
         found = super().cautions(native_kept=native_kept)
         if self.axes > 1 and self.block_size > 2:
             found.append(
-                f"Generators of {self.axes} axes do not commute: with position_coords, liere sees where tokens are, "
-                "not only how far apart. Texts are not concerned; block_size=2, comrope_ap and comrope_ld are not "
-                "either."
+                f"Generators of {self.axes} axes do not commute: with position_coords, {self.name} sees where tokens "
+                "are, not only how far apart. Texts are not concerned, nor are block_size=2 and schemes whose "
+                "generators commute."
             )
         return found
 

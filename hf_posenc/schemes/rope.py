@@ -8,7 +8,7 @@ from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Rotation
+from hf_posenc.structures import Portrait, Rotation
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary", usual=True)
@@ -34,6 +34,8 @@ class RoPE(RotaryScheme):
         freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
             for short inputs change, so the start counts as a break.
     """
+
+    portrait = Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}))
 
     def __init__(
         self,

@@ -54,7 +54,6 @@ class RoPE2D(Scheme):
 
     reproduces = "rotary"
     neutral_options = {"init": "zero"}
-    gate_weight: nn.Parameter | None
     freqs: nn.Parameter | None
 
     def __init__(
@@ -93,12 +92,12 @@ class RoPE2D(Scheme):
         self.freqs = None
         if kind == "mixed":
             self.freqs = nn.Parameter(torch.empty(self.axes, geometry.kv_heads, self._pairs))
-        self.gate_weight = nn.Parameter(torch.zeros(1)) if kind == "axial" and init == "zero" else None
+        if kind == "axial" and init == "zero":
+            self.gate_weight = nn.Parameter(torch.zeros(1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.gate_weight is not None:
-            nn.init.zeros_(self.gate_weight)
+        super().reset_parameters()
         if self.freqs is None:
             return
         if self._native or self.init == "zero":
@@ -145,9 +144,7 @@ class RoPE2D(Scheme):
             # restarts per axis.
             axis = read % self.axes if self._own is not None else read // self._pairs_per_axis
             frequencies = self._own.to(coords) if self._own is not None else self._lengths(coords)
-            if self.gate_weight is not None:
-                frequencies = frequencies * self.gate_weight.to(coords)
-            return (coords[..., axis] * frequencies)[:, None]
+            return (coords[..., axis] * self.gated(frequencies))[:, None]
         # The sum over axes is written out: a matrix product may be rounded more coarsely (TF32).
         rows = self.freqs.to(coords) / self.unit
         learned = sum(coords[:, None, :, axis, None] * row[:, None] for axis, row in enumerate(rows))

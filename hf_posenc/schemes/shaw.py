@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.skew import by_distance, sums_by_distance
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Equivalent, Locality, Nothing
+from hf_posenc.scheme import Scheme, draw_start
+from hf_posenc.structures import Equivalent, Locality, Nothing, Portrait
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -37,6 +37,8 @@ class Shaw(Scheme):
 
     neutral_options = {}
 
+    portrait = Portrait(span=40)
+
     def __init__(
         self,
         geometry: Geometry,
@@ -55,10 +57,8 @@ class Shaw(Scheme):
 
     def reset_parameters(self) -> None:
         for table in (self.rel_k, self.rel_v):
-            if table is not None and self.init == "zero":
-                nn.init.zeros_(table)
-            elif table is not None:
-                nn.init.normal_(table, std=0.02)
+            if table is not None:
+                draw_start(table, self.init, std=0.02)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         assert self.geometry.scale is not None

@@ -59,12 +59,9 @@ class Sinusoidal(Scheme):
             )
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
-        self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
+        if gate:
+            self.gate_weight = nn.Parameter(torch.zeros(1))
         self.axes = 2 if geometry.axes == 2 else 0
-
-    def reset_parameters(self) -> None:
-        if self.gate_weight is not None:
-            nn.init.zeros_(self.gate_weight)
 
     def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
         width = self.geometry.hidden_size
@@ -74,10 +71,7 @@ class Sinusoidal(Scheme):
             table = table.masked_fill((positions == 0)[..., None], 0)
         else:
             table = self._waves(positions.double(), width)
-        table = table * self.scale
-        if self.gate_weight is not None:
-            table = table * self.gate_weight.to(table)
-        return inputs + table.to(inputs)
+        return inputs + self.gated(table * self.scale).to(inputs)
 
     def _waves(self, places: Tensor, width: int) -> Tensor:
         """Return sines and cosines `[B|1, S, width]` of float64 places `[B|1, S]`."""

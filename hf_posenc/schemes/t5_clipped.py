@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import set_start
+from hf_posenc.scheme import draw_start, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias
+from hf_posenc.structures import Portrait
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
@@ -32,6 +33,8 @@ class T5Clipped(GridBias):
 
     reproduces = "t5"
     neutral_options = {"init": "zero"}
+
+    portrait = Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48)
 
     def __init__(
         self,
@@ -70,10 +73,8 @@ class T5Clipped(GridBias):
         if self.init == "native" and native is not None and not native.weight.is_meta:
             index = _buckets(native, self.max_distance, causal=self.geometry.causal)
             set_start(self.r, native.weight.detach()[index.to(native.weight.device)].T)
-        elif self.init == "normal":
-            nn.init.normal_(self.r, std=0.02)
         else:
-            nn.init.zeros_(self.r)
+            draw_start(self.r, self.init, std=0.02)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         far = self.max_distance

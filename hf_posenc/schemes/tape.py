@@ -10,9 +10,10 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
 from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded
+from hf_posenc.structures import Equivalent, Folded, Numbers, Picture, Portrait
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.
@@ -52,6 +53,8 @@ class TaPE(RotaryScheme):
             native encoding is kept.
     """
 
+    portrait = Portrait(noise=0.15)
+
     def __init__(
         self,
         geometry: Geometry,
@@ -86,12 +89,8 @@ class TaPE(RotaryScheme):
         super().reset_parameters()
         if self.post_attention_linear is not None:
             nn.init.zeros_(self.post_attention_linear.weight)
-        for name, layer in ({} if self.pe is None else self.pe).items():
-            assert isinstance(layer, AnyDtypeLinear)
-            if name == "up_proj":
-                nn.init.zeros_(layer.weight)
-            else:
-                nn.init.normal_(layer.weight, std=0.02)
+        for name, weight in () if self.pe is None else self.pe.named_parameters():
+            draw_start(weight, "zero" if name == "up_proj.weight" else "normal", std=0.02)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         states = self._states(tokens, k)  # [B, S, H, R]
@@ -174,3 +173,18 @@ class TaPE(RotaryScheme):
         rotate = rotate_halves if self._layout == "half" else rotate_neighbours
         turned = rotate(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
+
+    def lengths(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return the root mean square of each token's position state, `[B, H, K]`; 1 before any update."""
+        real, imaginary = block.state[_STATES].transpose(1, 2).chunk(2, dim=-1)
+        return (real.square() + imaginary.square()).mean(-1).sqrt()
+
+    pictures = (
+        Picture(
+            "states",
+            "lengths of the position states over a text, with its tokens",
+            "lengths of the position states",
+            "tokens",
+            (Numbers(lengths, "length of the state (1 at the start)", "length", centre=1.0),),
+        ),
+    )

@@ -10,7 +10,7 @@ from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import Linear
 from hf_posenc.structures import Bias, RelativeProducts, Vectors
 
@@ -20,7 +20,7 @@ _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_
 # to so many queries, entries above the diagonal are then part of the table. Larger blocks repeat the last row.
 _HIDDEN_ROWS = 128
 
-_BASE = 10000.0
+_BASE, _STD = 10000.0, 0.02
 
 
 class GlobalBiases(Scheme):
@@ -28,19 +28,19 @@ class GlobalBiases(Scheme):
 
     Args:
         geometry: Shape of the first layer.
-        zero: Start at zero.
+        init: Start; see `TransformerXL`.
     """
 
-    def __init__(self, geometry: Geometry, *, zero: bool) -> None:
+    def __init__(self, geometry: Geometry, *, init: str) -> None:
         super().__init__(geometry)
-        self.zero = zero
+        self.init = init
         self.r_w_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
         self.r_r_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        _start(self.r_w_bias, self.zero)
-        _start(self.r_r_bias, self.zero)
+        draw_start(self.r_w_bias, self.init, _STD)
+        draw_start(self.r_r_bias, self.init, _STD)
 
 
 class PositionProjection(Linear):
@@ -100,10 +100,10 @@ class TransformerXL(Scheme):
     def reset_parameters(self) -> None:
         for parameter in (self.r_net.weight, self.r_w_bias, self.r_r_bias):
             if parameter is not None:
-                _start(parameter, self.init == "zero")
+                draw_start(parameter, self.init, _STD)
 
     def make_common(self) -> Scheme | None:
-        return None if self.untie else GlobalBiases(self.geometry, zero=self.init == "zero")
+        return None if self.untie else GlobalBiases(self.geometry, init=self.init)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -202,10 +202,3 @@ class TransformerXL(Scheme):
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.init == "zero"
-
-
-def _start(parameter: Tensor, zero: bool) -> None:
-    if zero:
-        nn.init.zeros_(parameter)
-    else:
-        nn.init.normal_(parameter, std=0.02)

@@ -97,9 +97,7 @@ class XPos(Annealed, RotaryScheme):
     @staticmethod
     def _blockwise(logits: Tensor, query: Tensor, key: Tensor, length: int) -> Tensor:
         """Return logits `[B, H, q, K]` with keys masked that are two or more blocks of positions before the query."""
-        between = (
-            query.div(length, rounding_mode="floor")[:, :, None] - key.div(length, rounding_mode="floor")[:, None, :]
-        )
+        between = (query // length)[:, :, None] - (key // length)[:, None, :]
         return logits.masked_fill((between > 1)[:, None], torch.finfo(logits.dtype).min)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
@@ -147,16 +145,7 @@ class XPos(Annealed, RotaryScheme):
         return self._scaled(q, query - last, exponents), self._scaled(k, (last - key).clamp_min(0), exponents)
 
     def _faded(self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor, reach: int) -> Tensor:
-        """Return the products `[B, H, q, K]` of queries and keys, faded by distance.
-
-        Args:
-            q: Queries, `[B, H, q, D]`.
-            k: Keys, `[B, G, K, D]`.
-            query: Positions of the queries, `[B|1, q]`.
-            key: Positions of the keys, `[B|1, K]`.
-            exponents: Exponents of the channels, `[rotary_dim]`.
-            reach: Upper bound on every distance.
-        """
+        """Return the products `[B, H, q, K]` of queries and keys, faded by distance, which `reach` bounds."""
         last = query.amax(dim=1, keepdim=True)
         if query.shape[1] > 1 and reach > self._span and int((last - query).max()) > self._span:
             halves = [

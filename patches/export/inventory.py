@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,7 +64,9 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
     """
     body = architecture.stacks(model)[name]
     attentions = architecture.attentions(body)
-    groups = {layer: group for group in record.from_config(model.config) for layer in _layers_of(group, name)}
+    groups = {
+        layer: group for group in record.from_config(model.config) for stack, layer in group.places() if stack == name
+    }
     strengths = record.strengths_from_config(model.config)
     # A table that enters before the first layer reaches layers without a scheme at the same strength as the others.
     outside = strengths.native if architecture.swapped(body) else 1.0
@@ -78,7 +79,7 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
         if group is None:
             layers.append(Layer(outside, Nothing(), 1.0, f"layer {index} of the {name} (without a scheme)"))
             continue
-        scheme = _scheme_of(body, attention, group.id)
+        scheme = surgery.scheme_of(body, attention)
         place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
         if strengths.scheme == 0:
             known[id(scheme)] = Nothing()
@@ -88,17 +89,6 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
         layers.append(Layer(native, known[id(scheme)], strengths.scheme, place))
     geometries = [architecture.geometry(body, index) for index in range(len(attentions))]
     return Stack(name, body, geometries, layers)
-
-
-def _layers_of(group: record.Group, stack: str) -> Sequence[int]:
-    return group.stacks[stack].layers if stack in group.stacks else ()
-
-
-def _scheme_of(body: nn.Module, attention: nn.Module, group: int) -> Scheme:
-    own = attention._modules.get(surgery.OWN)
-    scheme = own if own is not None else getattr(body._modules[surgery.SHARED], str(group))
-    assert isinstance(scheme, Scheme)
-    return scheme
 
 
 def _equivalent(scheme: Scheme, place: str) -> Equivalent:

@@ -27,10 +27,10 @@ from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request, check_measures
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
+from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion
-from hf_posenc.recipes.training.threads import enough_threads
 
 FINDINGS, PICTURE = "results.json", "overview.png"
 

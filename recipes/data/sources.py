@@ -37,10 +37,6 @@ def read(data: Data) -> tuple[Documents, Documents]:
     Raises:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
-    if not 0 < data.held_out_share < 1:
-        raise RecipeError(f"data.held_out_share is {data.held_out_share}; expected a share between 0 and 1.")
-    if data.limit is not None and data.limit < 1:
-        raise RecipeError(f"data.limit is {data.limit}; expected at least one document, or null for all.")
     if data.streaming and data.held_out is None:
         raise RecipeError(
             "data.streaming is on and data.held_out is null; a stream has no end to set text aside from. Name a split "
@@ -69,8 +65,6 @@ def _source(data: Data) -> Documents:
         )
     if data.source != BUILTIN:
         return _from_files(Path(data.source), data.column, streaming=data.streaming)
-    if data.streaming:
-        raise RecipeError(f"data.streaming is on, but the {where} text is here already; leave it off.")
     return Dataset.from_dict({TEXT: builtin_documents("train")})
 
 

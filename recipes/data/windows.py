@@ -24,8 +24,8 @@ from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes.data import packing, sources
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data import sources
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.schema.recipe import Data
 
 # Part of the cache keys. Raise it when the same text gives other tokens or windows.
@@ -43,7 +43,12 @@ _NUL = "\0"
 
 _IDS = Features({"ids": List(Value("int32"))})
 
-Pack = Callable[[Iterable[list[int]]], Iterator[packing.Example]]
+# Windows that wait for a document that fits. More windows waste less padding and take more time.
+OPEN_WINDOWS = 64
+
+Ids = list[int]
+Example = dict[str, Ids]
+Pack = Callable[[Iterable[list[int]]], Iterator[Example]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,21 +186,84 @@ def _parts(text: str) -> Iterator[str]:
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
+def cut_windows(documents: Iterable[Ids], length: int) -> Iterator[Example]:
+    """Cut the concatenated documents into windows of `length` tokens; the remainder is dropped."""
+    rest: Ids = []
+    for ids in documents:
+        rest += ids
+        whole = len(rest) - len(rest) % length
+        for start in range(0, whole, length):
+            window = rest[start : start + length]
+            yield {"input_ids": window, "labels": window}
+        rest = rest[whole:]
+
+
+def whole_documents(documents: Iterable[Ids], length: int, *, padding: int) -> Iterator[Example]:
+    """Fill windows of `length` tokens with whole documents, each in the first that has room.
+
+    Positions restart at each document; this tells the documents of a window apart. The first token of a document is no
+    label, since the token before it belongs to another one. Longer documents are cut. The rest of a window is padding,
+    as a document of its own without labels.
+
+    Args:
+        documents: Token ids of each document.
+        length: Tokens per window.
+        padding: Id of the padding token.
+    """
+    waiting: list[list[Ids]] = []
+    for piece in _pieces(documents, length):
+        window = next((window for window in waiting if _used(window) + len(piece) <= length), None)
+        if window is None:
+            window = []
+            waiting.append(window)
+        window.append(piece)
+        if len(waiting) > OPEN_WINDOWS or _used(window) == length:
+            fullest = max(waiting, key=_used)
+            # By identity: equal windows are not the same one.
+            waiting = [other for other in waiting if other is not fullest]
+            yield _filled(fullest, length, padding)
+    for window in waiting:
+        yield _filled(window, length, padding)
+
+
+def _pieces(documents: Iterable[Ids], length: int) -> Iterator[Ids]:
+    for ids in documents:
+        for start in range(0, len(ids), length):
+            piece = ids[start : start + length]
+            # A single token predicts nothing.
+            if len(piece) > 1:
+                yield piece
+
+
+def _used(window: list[Ids]) -> int:
+    return sum(map(len, window))
+
+
+def _filled(window: list[Ids], length: int, padding: int) -> Example:
+    room = length - _used(window)
+    segments = [*window, [padding] * room]
+    return {
+        "input_ids": [token for ids in segments for token in ids],
+        "labels": [label for ids in window for label in (-100, *ids[1:])] + [-100] * room,
+        "position_ids": [position for ids in segments for position in range(len(ids))],
+    }
+
+
 def _packed(
     kind: str, tokens: sources.Documents, length: int, padding: int, avoided: frozenset[bytes]
 ) -> sources.Documents:
     columns = ["input_ids", "labels", *(["position_ids"] if kind == "documents" else [])]
     features = Features({column: List(Value("int32"), length=length) for column in columns})
     pack: Pack = (
-        partial(packing.windows, length=length)
+        partial(cut_windows, length=length)
         if kind == "windows"
-        else partial(packing.whole_documents, length=length, padding=padding)
+        else partial(whole_documents, length=length, padding=padding)
     )
     key = _key(VERSION, kind, length, padding, sorted(avoided))
     return _generated(partial(_windows, pack=pack, avoided=avoided), tokens, features, key)
 
 
-def _windows(tokens: sources.Documents, *, pack: Pack, avoided: frozenset[bytes]) -> Iterator[packing.Example]:
+def _windows(tokens: sources.Documents, *, pack: Pack, avoided: frozenset[bytes]) -> Iterator[Example]:
     found = pack(ids for ids in _ids(tokens) if _digest(np.asarray(ids, dtype=np.int32)) not in avoided)
     first = next(found, None)
     if first is None:

@@ -113,7 +113,7 @@ def check_corruption(measure: str, model: Any, corrupt: object) -> None:
     if model.config.is_encoder_decoder and corrupt is None:
         raise OptionError(
             f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
-            "writes; pass hf_posenc.recipes.data.denoising.Denoising(tokenizer).corrupt."
+            "writes; pass hf_posenc.recipes.data.collation.Denoising(tokenizer).corrupt."
         )
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
-from hf_posenc.recipes.data.denoising import Denoising
+from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.evaluation.induction import InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey

@@ -9,41 +9,25 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches import record
-from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.recipes.plots import (
-    attention,
-    bias,
-    counts,
-    decay,
-    frequencies,
-    gates,
-    planes,
-    remainder,
-    series,
-    states,
-    style,
-    tables,
-)
-from hf_posenc.recipes.plots.kind import Kind
-from hf_posenc.recipes.plots.overview import overview
-from hf_posenc.recipes.plots.subject import Part, Subject, patched
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.recipes.plots import style
+from hf_posenc.recipes.plots.pictures import Kind, all_kinds
+from hf_posenc.recipes.plots.subject import Part, Subject, layer_names, patched
 
-# In the order of a page: what a scheme is, then what it does on a text.
-KINDS: dict[str, Kind] = {
-    module.KIND.name: module.KIND
-    for module in (bias, decay, frequencies, planes, series, tables, gates, counts, states, remainder, attention)
-}
+# One page about a model: what each of its schemes does, in the pictures that fit it.
 OVERVIEW = "overview"
-
 # Names come back and things happen twice, so that heads which look for either have something to find.
 PROMPT = "Once upon a time there was a cat. The cat sat on a mat. A dog came, and the dog sat on the mat too."
+
+# Layers and heads on a page; maps are large.
+_LAYERS, _HEADS, _MAPS = 4, 8, 3
+_MARGIN = 0.2
 # An attention map of more tokens takes gigabytes in all heads.
 _LONGEST = 1024
-# Beyond this, distances are no numbers of 32 bits any more.
+# Larger positions are not exact in 32 bits.
 _FARTHEST = 2**30
 
 
@@ -83,72 +67,99 @@ def figures(
         NotPatchedError: A stock model has an encoding that no scheme reproduces.
         WrappedModelError: The model is inside a wrapper.
     """
-    wanted = _kinds(what)
-    _check_positions(queries)
+    known = all_kinds()
+    wanted = _wanted(what, [OVERVIEW, *known])
+    for query in queries:
+        if not isinstance(query, int) or isinstance(query, bool) or not 1 <= query <= _FARTHEST:
+            raise OptionError(
+                f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
+            )
     with patched(model) as native, torch.no_grad():
-        architecture = of_model(model)
-        read = _inputs(architecture, model, tokenizer, prompt, inputs)
         strength = record.strengths_from_config(model.config).scheme
-        subject = Subject(model, tokenizer, read, native, strength)
+        subject = Subject(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native, strength)
         parts = _chosen(subject, layers, heads, tuple(queries))
-        named = dict(_draw(subject, parts, wanted, free=layers is None and heads is None))
-    missing = [kind for kind in wanted if kind != OVERVIEW and not any(KINDS[kind].fits(part) for part in parts)]
-    if what is not None and missing:
-        raise OptionError(
-            f"There is no picture {', '.join(map(repr, missing))} of {', '.join(sorted({part.name for part in parts}))}. "
-            f"Such as there are: {', '.join([*fitting(parts), OVERVIEW])}."
-        )
-    return named
+        there = {name: kind for name, kind in known.items() if any(kind.fits(part) for part in parts)}
+        missing = [name for name in wanted if name not in (OVERVIEW, *there)]
+        if what is not None and missing:
+            raise OptionError(
+                f"There is no picture {', '.join(map(repr, missing))} of "
+                f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: "
+                f"{', '.join([*there, OVERVIEW])}."
+            )
+        narrow = layers is None and heads is None
+        drawn: dict[str, Figure] = {}
+        for name in wanted:
+            if name == OVERVIEW:
+                drawn[OVERVIEW] = _overview(subject, parts, list(there.values()))
+            elif name in there:
+                drawn |= _of_kind(there[name], parts, narrow=narrow)
+    return drawn
 
 
 def kinds() -> dict[str, str]:
     """Return the kinds of pictures, with what they show."""
-    return {name: kind.summary for name, kind in KINDS.items()} | {
-        OVERVIEW: "all of these on one page, of a few layers"
-    }
+    found = {name: kind.summary for name, kind in all_kinds().items()}
+    return found | {OVERVIEW: "all of these on one page, of a few layers"}
 
 
-def fitting(parts: Sequence[Part]) -> list[str]:
-    """Return the names of the kinds of pictures that there are of some parts."""
-    return [name for name, kind in KINDS.items() if any(kind.fits(part) for part in parts)]
-
-
-def _draw(
-    subject: Subject, parts: Sequence[Part], wanted: Sequence[str], *, free: bool
-) -> Iterator[tuple[str, Figure]]:
-    for name in wanted:
-        if name == OVERVIEW:
-            yield name, overview(subject, parts, list(KINDS.values()))
+def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tuple[str, Figure]]:
+    """Yield the figures of one kind, each with a name that no other figure has."""
+    for part in parts:
+        if not kind.fits(part):
             continue
-        kind = KINDS[name]
-        for part in parts:
-            if not kind.fits(part):
-                continue
-            some = part.narrowed(kind.layers, kind.heads) if free else part
-            for drawn in some.one_by_one() if kind.per_layer else [some]:
-                width, height = kind.size(drawn)
-                made = style.figure(width, height, f"{drawn.title}: {kind.title(drawn)}")
-                kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
-                yield _name(kind, drawn, parts), made
+        words = [kind.name, part.stack, part.name]
+        if sum((other.stack, other.name) == (part.stack, part.name) for other in parts) > 1:
+            words.append(str(part.group.id))
+        some = part.narrowed(kind.layers, kind.heads) if narrow else part
+        for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
+            drawn = replace(some, layers=layers)
+            width, height = kind.size(drawn)
+            made = style.figure(width, height, f"{drawn.title}: {kind.title(drawn)}")
+            kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
+            yield "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])]), made
 
 
-def _name(kind: Kind, part: Part, parts: Sequence[Part]) -> str:
-    """Return the name of a figure, different from those of all others."""
-    words = [kind.name, part.stack, part.name]
-    if sum((other.stack, other.name) == (part.stack, part.name) for other in parts) > 1:
-        words.append(str(part.group.id))
-    if kind.per_layer:
-        words.append(f"layer-{part.layers[0].index}")
-    return "-".join(words)
+def _overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) -> Figure:
+    """Draw one page: a row for each picture of each part, of a few layers and heads."""
+    rows = []
+    for part in parts:
+        for kind in kinds:
+            if kind.fits(part):
+                few = part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS)
+                rows.append((kind, few, kind.size(few), f"{few.title}: {kind.title(few)}"))
+    head = _header(subject, parts)
+    width = max(style.width_of(head), *(max(size[0], style.width_of(title)) for _, _, size, title in rows))
+    heights = [size[1] + _MARGIN for _, _, size, _ in rows]
+    made = style.figure(width, sum(heights) + 0.2 * (1 + head.count("\n")), head)
+    lines = made.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for line, (kind, part, size, title) in zip(lines, rows, strict=True):
+        kind.draw(style.at_the_left(line, size[0], width), part)
+        style.entitle(line, title)
+    return made
+
+
+def _header(subject: Subject, parts: Sequence[Part]) -> str:
+    kind = type(subject.model).__name__.removeprefix("Posenc")
+    lines = [f"{kind}, {subject.model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"]
+    for stack, body in subject.architecture.stacks(subject.model).items():
+        schemes, others = [], set(range(len(subject.architecture.attentions(body))))
+        for part in subject.parts:
+            if part.stack == stack:
+                indices = [layer.index for layer in part.layers]
+                kept = " over the native encoding" if part.group.native == "keep" else ""
+                schemes.append(f"{part.name}{kept} in {layer_names(indices)}")
+                others -= {*indices}
+        schemes += [f"no scheme in {layer_names(sorted(others))}"] if others else []
+        lines.append(f"{stack}: {'; '.join(schemes)}")
+    return "\n".join(lines)
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
 
 
-def _kinds(what: str | Sequence[str] | None) -> list[str]:
-    known = [OVERVIEW, *KINDS]
+def _wanted(what: str | Sequence[str] | None, known: Sequence[str]) -> list[str]:
     if what is None:
-        return known
+        return list(known)
     asked = [what] if isinstance(what, str) else list(what)
     for name in asked:
         if name not in known:
@@ -156,14 +167,6 @@ def _kinds(what: str | Sequence[str] | None) -> list[str]:
     if not asked:
         raise OptionError(f"Got no kind of picture to draw. {suggest('', known)}")
     return list(dict.fromkeys(asked))
-
-
-def _check_positions(queries: Sequence[int]) -> None:
-    for query in queries:
-        if not isinstance(query, int) or isinstance(query, bool) or not 1 <= query <= _FARTHEST:
-            raise OptionError(
-                f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
-            )
 
 
 def _chosen(
@@ -191,33 +194,26 @@ def _chosen(
 
 
 def _inputs(
-    architecture: Architecture,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    prompt: str,
-    inputs: Mapping[str, Tensor] | None,
+    model: Any, tokenizer: Any, prompt: str, inputs: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
     """Return the arguments of a forward of each stack."""
+    architecture = of_model(model)
     bodies = architecture.stacks(model)
     first, body = next(iter(bodies.items()))
     call = dict(architecture.example(body) if inputs is None else inputs)
-    if inputs is None and "input_ids" in call and tokenizer is not None:
-        call = {"input_ids": _read(tokenizer, prompt, call["input_ids"].device)}
     if "input_ids" not in call:
         return {first: call}
     ids = call["input_ids"]
+    if inputs is None and tokenizer is not None:
+        ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"].to(ids.device, torch.long)
     if ids.ndim != 2 or ids.shape[0] != 1 or not 1 < ids.shape[1] <= _LONGEST:
         raise OptionError(
-            f"Got {list(ids.shape)} tokens to draw; expected [1, tokens] with 2 to {_LONGEST:,} of them. Give another prompt."
+            f"Got {list(ids.shape)} tokens to draw; expected [1, tokens] with 2 to {_LONGEST:,} of them. Give another "
+            "prompt."
         )
-    calls: dict[str, Any] = {first: {**call, "use_cache": False}}
+    calls: dict[str, Any] = {first: {**call, "input_ids": ids, "use_cache": False}}
     for stack in list(bodies)[1:]:
         # A decoder behind an encoder writes what that read, from its start token on.
         start = ids.new_full((1, 1), model.config.decoder_start_token_id or 0)
         calls[stack] = {"input_ids": torch.cat((start, ids[:, :-1]), dim=1), "use_cache": False}
     return calls
-
-
-def _read(tokenizer: Any, prompt: str, device: torch.device) -> Tensor:
-    ids: Tensor = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
-    return ids.to(device, torch.long)

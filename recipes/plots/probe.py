@@ -1,4 +1,4 @@
-"""What schemes are asked: their own seams, on queries and keys of our choice."""
+"""Logits of a scheme with and without positions, on queries and keys of any origin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import reach
-from hf_posenc.operands import Block, Geometry, Positions, Tokens
+from hf_posenc.operands import Block, Positions, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.recipes.plots.subject import Layer, Part
 from hf_posenc.scheme import Scheme
@@ -19,7 +19,7 @@ class Asked:
     """One layer's logits with and without positions; all float64.
 
     Attributes:
-        content: The scaled products of queries and keys as `score` gets them: of a rotary scheme, rotated `[B, H, Q,
+        content: Scaled products of queries and keys as `score` gets them (rotary schemes have rotated them), `[B, H, Q,
             K]`.
         plain: The same of queries and keys as they were projected.
         logits: Result of `score`, unmasked.
@@ -37,7 +37,30 @@ class Asked:
 
 
 @torch.no_grad()
-def ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Asked:
+def asked(part: Part, layer: Layer) -> Asked:
+    """Ask a layer about the text or image that the model reads."""
+    seen = part.seen(layer)
+    return _ask(layer.scheme, seen.tokens, seen.q, seen.k, seen.v)
+
+
+def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Tensor) -> Tensor:
+    """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
+
+    Args:
+        scheme: The scheme.
+        tokens: Further state that the scheme needs.
+        positions: Positions of Q queries and K keys.
+        q: The query of each head `[H, D]`.
+        k: The key of each kv head `[G, D]`.
+    """
+    queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
+    keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)
+    answer = _ask(scheme, replace(tokens, positions=positions, hidden=None), queries, keys, keys)
+    return (answer.logits - answer.plain)[0].cpu()
+
+
+@torch.no_grad()
+def _ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Asked:
     """Run `project`, `recall` and `score` of a scheme, without the model's own encoding.
 
     Args:
@@ -51,47 +74,16 @@ def ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Aske
     assert scale is not None
     projected = scheme.project(tokens, q, k, v)
     keys = scheme.recall(projected.k, projected.state)
-    count, length = k.shape[2], q.shape[2]
     places = tokens.positions
-    keep = places.key[:, None, None] <= places.query[:, None, :, None] if scheme.geometry.causal else None
     block = Block(
         positions=places,
         reach=reach(places),
-        keep=keep,
+        keep=places.key[:, None, None] <= places.query[:, None, :, None] if scheme.geometry.causal else None,
         values=projected.v,
         state=projected.state,
-        own={name: tensor[:, count - length :] for name, tensor in projected.state.items()},
+        own={name: tensor[:, k.shape[2] - q.shape[2] :] for name, tensor in projected.state.items()},
         tables=projected.tables,
     )
     content = scale * grouped_matmul(projected.q, keys.mT)
     logits = scheme.score(content, projected.q, keys, block)
     return Asked(content, scale * grouped_matmul(q, k.mT), logits, projected.q, keys, block)
-
-
-def asked(part: Part, layer: Layer) -> Asked:
-    """Ask a layer about the text or image that the model reads."""
-    seen = part.seen(layer)
-    return ask(layer.scheme, replace(seen.tokens, common=layer.common), seen.q, seen.k, seen.v)
-
-
-def added(scheme: Scheme, positions: Positions, q: Tensor, k: Tensor, tokens: Tokens | None = None) -> Tensor:
-    """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
-
-    Args:
-        scheme: The scheme.
-        positions: Positions of Q queries and K keys.
-        q: The query of each head `[H, D]`.
-        k: The key of each kv head `[G, D]`.
-        tokens: Further state that the scheme needs, if any.
-    """
-    queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
-    keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)
-    tokens = Tokens(positions=positions) if tokens is None else replace(tokens, positions=positions, hidden=None)
-    answer = ask(scheme, tokens, queries, keys, keys)
-    return (answer.logits - answer.plain)[0].cpu()
-
-
-def nothing(geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return queries and keys that say nothing, to see a bias alone: zeros `[H, D]` and `[G, D]`."""
-    zero = torch.zeros(geometry.heads, geometry.head_dim, dtype=torch.float64)
-    return zero, zero[: geometry.kv_heads]

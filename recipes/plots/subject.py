@@ -1,30 +1,48 @@
-"""What there is to draw in a model: its schemes, and what they do on one text or image."""
+"""A model as pictures see it: its schemes, and what each of its layers computes on one text or image."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.errors import NotPatchedError, WrappedModelError
-from hf_posenc.operands import Geometry
+from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.patch import patch, unpatch
+from hf_posenc.patches.patch import evaluating, patch, unpatch
 from hf_posenc.patches.preparation import refuse_wrapped
-from hf_posenc.recipes.plots.record import Seen, see
+from hf_posenc.patches.seams import CONTEXT
 from hf_posenc.scheme import Scheme
 
-# What a model that states no length is drawn for, in tokens.
+# Assumed length of a model that states none, in tokens.
 _LENGTH = 512
-# Scheme that computes what a stock model does, by the kind of its own table.
-_NATIVE = {"learned": "learned", "t5": "t5"}
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What one layer computes; batch 1, float64.
+
+    Attributes:
+        tokens: Tokens as the scheme gets them.
+        q: Queries as projected, without any position, `[1, H, S, D]`.
+        k: Keys likewise, `[1, G, S, D]`.
+        v: Values, `[1, G, S, D]`.
+        weights: Attention weights as the model used them, `[H, S, S]`.
+    """
+
+    tokens: Tokens
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +53,11 @@ class Layer:
         index: Index of the layer in its stack.
         scheme: Its scheme, which other layers may share.
         common: The part of the scheme that all layers share, if it has one.
-        attention: The patched attention module.
     """
 
     index: int
     scheme: Scheme
     common: Scheme | None
-    attention: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,32 +82,37 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The name of the scheme."""
+        """Name of the scheme."""
         return self.group.scheme
 
     @property
-    def info(self) -> registry.SchemeInfo:
-        """What the registry knows of it."""
-        return registry.get(self.group.scheme)
+    def family(self) -> str:
+        """Family of the scheme."""
+        return registry.get(self.name).family
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of the first layer."""
+        """Scheme of the first layer."""
         return self.layers[0].scheme
 
     @property
     def geometry(self) -> Geometry:
-        """The shape of the first layer."""
+        """Shape of the first layer."""
         return self.scheme.geometry
 
     @property
     def length(self) -> int:
-        """The trained length, in tokens."""
+        """Trained length, in tokens."""
         return self.geometry.max_positions or _LENGTH
 
     @property
+    def on_grid(self) -> bool:
+        """Whether the scheme reads the places of patches in an image."""
+        return self.geometry.axes > 1 and self.scheme.axes > 1
+
+    @property
     def title(self) -> str:
-        """What the title of a picture begins with."""
+        """Beginning of the title of a picture."""
         native = " over the native encoding" if self.group.native == "keep" else ""
         share = self.subject.strength
         faded = f" (drawn in full; at {share:.0%} of its strength now)" if share != 1 else ""
@@ -101,28 +122,29 @@ class Part:
         """Return the same with at most so many layers and heads, evenly spread."""
         return replace(self, layers=_some(self.layers, layers), heads=_some(self.heads, heads))
 
-    def one_by_one(self) -> Iterator[Part]:
-        """Yield a part for each layer."""
-        return (replace(self, layers=(layer,)) for layer in self.layers)
+    def each(self) -> list[tuple[str, Layer]]:
+        """Return each layer with its name."""
+        return [(layer_names([layer.index]), layer) for layer in self.layers]
 
-    def distinct(self) -> list[tuple[str, Layer]]:
-        """Return each different scheme once, with what its layers are called."""
-        users: dict[int, list[Layer]] = {}
+    def distinct(self, key: Callable[[Layer], object] = lambda layer: id(layer.scheme)) -> list[tuple[str, Layer]]:
+        """Return a layer for each different key, by default each scheme, with the names of all layers that have it."""
+        users: dict[object, list[Layer]] = {}
         for layer in self.layers:
-            users.setdefault(id(layer.scheme), []).append(layer)
+            users.setdefault(key(layer), []).append(layer)
         return [(layer_names([user.index for user in found]), found[0]) for found in users.values()]
 
     def seen(self, layer: Layer) -> Seen:
         """Return what a layer computes on the text or image."""
-        return self.subject.seen[self.stack, layer.index]
+        seen = self.subject.seen[self.stack, layer.index]
+        return replace(seen, tokens=replace(seen.tokens, common=layer.common))
 
     @property
     def tokens(self) -> list[str]:
         """The tokens of the text that this stack reads, as they are written along axes."""
-        ids = self.subject.read[self.stack]
-        if ids is None:
-            return [str(place) for place in range(self.seen(self.layers[0]).q.shape[2])]
-        return self.subject.written(ids)
+        ids, tokenizer = self.subject.inputs[self.stack].get("input_ids"), self.subject.tokenizer
+        if ids is None or tokenizer is None:
+            return [str(i) for i in (range(self.seen(self.layers[0]).q.shape[2]) if ids is None else ids[0].tolist())]
+        return [_readable(piece) for piece in tokenizer.convert_ids_to_tokens(ids[0].tolist())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +154,8 @@ class Subject:
     Attributes:
         model: The model.
         tokenizer: Tokenizer of the model; without one, tokens are written as numbers.
-        inputs: Arguments of a forward of each stack, batch 1.
+        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
+            too.
         native: Whether it was a stock model, drawn as what it computes itself.
         strength: Strength of its schemes, see `hf_posenc.set_strength`.
     """
@@ -142,20 +165,16 @@ class Subject:
     inputs: Mapping[str, Mapping[str, Tensor]]
     native: bool = False
     strength: float = 1.0
-    architecture: Architecture = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "architecture", of_model(self.model))
-
-    @property
-    def read(self) -> dict[str, Tensor | None]:
-        """What each stack reads: ids of tokens `[S]`, or `None` for an image."""
-        return {stack: call["input_ids"][0] if "input_ids" in call else None for stack, call in self.inputs.items()}
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Architecture of the model."""
+        return of_model(self.model)
 
     @cached_property
     def seen(self) -> dict[tuple[str, int], Seen]:
         """What each patched layer computes on the inputs, by stack and index."""
-        return see(self.architecture, self.model, self.inputs)
+        return _see(self.architecture, self.model, self.inputs)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -174,21 +193,15 @@ class Subject:
         attention: Any = self.architecture.attentions(body)[index]
         shared: Any = getattr(body._modules.get(surgery.SHARED), str(attention.posenc_group), None)
         own: Any = attention._modules.get(surgery.OWN)
-        return Layer(index, shared if own is None else own, None if own is None else shared, attention)
-
-    def written(self, ids: Tensor) -> list[str]:
-        """Return how ids are written along axes."""
-        if self.tokenizer is None:
-            return [str(id_) for id_ in ids.tolist()]
-        pieces: list[str | None] = self.tokenizer.convert_ids_to_tokens(ids.tolist())
-        return [
-            _readable(str(id_) if piece is None else piece) for piece, id_ in zip(pieces, ids.tolist(), strict=True)
-        ]
+        return Layer(index, shared if own is None else own, None if own is None else shared)
 
 
 @contextlib.contextmanager
 def patched(model: Any) -> Iterator[bool]:
-    """Make a stock model compute what it does by a scheme, for a while; yield whether it was a stock one.
+    """Set a model to evaluation, and make a stock one compute what it does by a scheme, for a while.
+
+    Yields:
+        Whether it was a stock model.
 
     Raises:
         WrappedModelError: The model is inside a wrapper.
@@ -203,18 +216,19 @@ def patched(model: Any) -> Iterator[bool]:
         ) from None
     architecture = of_model(model)
     if surgery.is_patched(model):
-        yield False
+        with evaluating(model):
+            yield False
         return
-    body = next(iter(architecture.stacks(model).values()))
-    geometry = architecture.geometry(body, 0)
-    name = "rope" if geometry.inv_freq is not None else _NATIVE.get(geometry.native.kind if geometry.native else "")
+    name = _native_scheme(architecture.geometry(next(iter(architecture.stacks(model).values())), 0))
     if name is None:
         raise NotPatchedError(
-            f"The {type(model).__name__} is not patched, and no scheme computes its own encoding. Call hf_posenc.patch first."
+            f"The {type(model).__name__} is not patched, and no scheme computes its own encoding. Call hf_posenc.patch "
+            "first."
         )
     patch(model, name)
     try:
-        yield True
+        with evaluating(model):
+            yield True
     finally:
         unpatch(model)
 
@@ -228,6 +242,18 @@ def layer_names(indices: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, indices))}"
 
 
+def _native_scheme(geometry: Geometry) -> str | None:
+    """Return the scheme that computes a layer's own encoding with the fewest parameters."""
+    kind = "rotary" if geometry.inv_freq is not None else geometry.native.kind if geometry.native else None
+    sizes = {}
+    for name, info in registry.schemes().items():
+        if kind is not None and info.cls.reproduces == kind:
+            scheme = registry.build(name, geometry)
+            if scheme.starts_exact(native_kept=False):
+                sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
 def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
     """Return at most so many of some things, evenly spread, the first and the last among them."""
     if len(things) <= most:
@@ -237,9 +263,65 @@ def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
     return tuple(things[round(place * (len(things) - 1) / (most - 1))] for place in range(most))
 
 
-def _readable(piece: str) -> str:
+def _readable(piece: str | None) -> str:
     """Return a piece of a vocabulary with its marks of spaces and line ends as they are commonly drawn."""
-    # Of SentencePiece, and of byte-level vocabularies.
-    for mark, drawn in (("\u2581", "\N{OPEN BOX}"), ("\u0120", "\N{OPEN BOX}"), ("\u010a", "\\n"), ("\n", "\\n")):
-        piece = piece.replace(mark, drawn)
-    return piece.replace("<0x0A>", "\\n")
+    # SentencePiece and byte-level vocabularies have different marks.
+    marks = {"\u2581": "\N{OPEN BOX}", "\u0120": "\N{OPEN BOX}", "\u010a": "\\n", "\n": "\\n"}
+    return str(piece).translate(str.maketrans(marks)).replace("<0x0A>", "\\n")
+
+
+# -- what layers compute -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _see(
+    architecture: Architecture, model: PreTrainedModel, inputs: Mapping[str, Mapping[str, Tensor]]
+) -> dict[tuple[str, int], Seen]:
+    """Run every stack of a patched model once; return what its patched layers computed, by stack and index."""
+    bodies = architecture.stacks(model)
+    observers: dict[tuple[str, int], _Observer] = {}
+    before, encoded = model.config._attn_implementation, {}
+    with contextlib.ExitStack() as undo:
+        for stack, body in bodies.items():
+            for index, attention in enumerate(architecture.attentions(body)):
+                if surgery.is_patched(attention):
+                    observer = observers[stack, index] = _Observer()
+                    undo.callback(attention.register_forward_pre_hook(observer.before, with_kwargs=True).remove)
+                    undo.callback(attention.register_forward_hook(observer.after).remove)
+        # Only this implementation hands out its weights.
+        undo.callback(model.set_attn_implementation, before)
+        model.set_attn_implementation("eager")
+        for stack, body in bodies.items():
+            output = body(**inputs[stack], **encoded)
+            if stack == "encoder" and "decoder" in bodies:
+                encoded = {"encoder_hidden_states": output.last_hidden_state}
+    return {place: observer.seen for place, observer in observers.items() if observer.seen is not None}
+
+
+class _Observer:
+    """Hooks of one attention module: they look at its inputs and at its weights."""
+
+    def __init__(self) -> None:
+        self.seen: Seen | None = None
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        context = kwargs[CONTEXT]
+
+        def host(x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, _ = module.project_heads(x.to(hidden.dtype))
+            return q.double(), k.double()
+
+        q, k, v = (x.double() for x in module.project_heads(hidden))
+        tokens = Tokens(
+            positions=Positions(context.positions, context.positions, context.coords, context.coords),
+            hidden=hidden.double(),
+            # Read now: the layer replaces it by what it hands on.
+            carried=None if context.passage is None else context.passage.carried,
+            host=host,
+        )
+        self.seen = Seen(tokens, q, k, v, q.new_empty(0))
+
+    def after(self, module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        assert self.seen is not None
+        self.seen = replace(self.seen, weights=output[-1][0].double())

@@ -1,4 +1,4 @@
-"""Progress displays: a bar with loss and speed for the training, and plain bars for the steps before it."""
+"""Progress displays: a bar, or plain lines if the console is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 from transformers import TrainerCallback
 
 from hf_posenc.recipes.runs.facts import Facts
-
-# Decay of the running mean of the loss; its half-life is about seven entries.
-_DECAY = 0.9
-# Maximum number of seconds left for which an end time is shown: dates have a limit.
-_FORESEEABLE = 100 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ def counting(console: Console | None, what: str, total: int) -> Iterator[Callabl
 
 
 class Progress(TrainerCallback):
-    """Callback that shows a bar with loss, speed and time left, or plain lines if the console is not a terminal.
+    """Callback that shows loss, speed and time left: a bar, or plain lines if the console is not a terminal.
 
     Use it as a context manager, which restores the terminal if the training raises:
     `with Progress(...) as progress: Trainer(..., callbacks=[progress]).train()`. Turn the trainer's own displays off
@@ -95,157 +86,89 @@ class Progress(TrainerCallback):
         interval: float = 30.0,
     ) -> None:
         self._console, self._facts, self._strength, self._interval = console, facts, strength, interval
-        self._live: Live | None = None
-        self._step = self._steps = 0
-        self._loss, self._text_loss = _RunningMean(), _RunningMean()
-        self._clock = _Clock()
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
+        self._loss: float | None = None
+        self._text_loss: float | None = None
+        self._steps, self._seconds = 0, 0.0
         self._began = self._shown = time.monotonic()
+        self._step_began = self._first_ended = 0.0
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._bar.stop()
 
     @property
     def pace(self) -> Pace | None:
         """Speed of this process, also without a console; `None` before the second step."""
-        if self._clock.steps == 0:
+        if self._steps == 0:
             return None
-        seconds = self._clock.seconds / self._clock.steps
-        return Pace(seconds, self._facts.tokens_per_step / seconds, _peak_memory(), self._clock.steps)
+        seconds = self._seconds / self._steps
+        return Pace(seconds, self._facts.tokens_per_step / seconds, _peak_memory(), self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar; in a resumed run, at the step where it stopped."""
-        self._step, self._steps = state.global_step, state.max_steps
         for logs in state.log_history:
             self._note(logs)
-        self._clock = _Clock()
+        self._steps, self._seconds, self._first_ended = 0, 0.0, 0.0
         self._began = self._shown = time.monotonic()
-        if self._console is not None and self._console.is_terminal:
-            self._live = Live(get_renderable=self._bar, console=self._console, refresh_per_second=4)
-            self._live.start()
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
+        self._bar.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
-        self._clock.start()
+        self._step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock."""
-        self._clock.stop()
-        self._step = state.global_step
+        """Stop the clock, which leaves out the first step, since that also allocates and compiles."""
+        now = time.monotonic()
+        if self._first_ended:
+            self._steps += 1
+            self._seconds += now - self._step_began
+        else:
+            self._first_ended = now
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=state.global_step, description=", ".join(self._parts(state)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss, and print a line if it is time and there is no bar."""
-        logs = logs or {}
-        self._note(logs)
-        now = time.monotonic()
-        if "loss" in logs and self._live is None and now - self._shown >= self._interval:
-            self._shown = now
-            self._line()
+        self._note(logs or {})
+        if "loss" in (logs or {}) and time.monotonic() - self._shown >= self._interval:
+            self._shown = time.monotonic()
+            self._line(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the bar, or print a last line."""
-        if self._live is None:
-            self._line()
-        self.__exit__()
+        self._line(state)
+        self._bar.stop()
 
     def _note(self, logs: Mapping[str, Any]) -> None:
-        self._loss.add(logs.get("loss"))
-        self._text_loss.add(logs.get("text_loss" if self._facts.teacher else "loss"))
+        self._loss = logs.get("loss", self._loss)
+        self._text_loss = logs.get("text_loss" if self._facts.teacher else "loss", self._text_loss)
 
-    def _line(self) -> None:
-        if self._console is not None:
-            parts = [self._position(), *self._numbers(), *self._times()]
-            self._console.print(", ".join(parts), highlight=False, markup=False, soft_wrap=True)
+    def _line(self, state: Any) -> None:
+        if self._console is not None and self._bar.disable:
+            line = ", ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._parts(state)])
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _bar(self) -> Group:
-        line = Table.grid(padding=(0, 1), expand=True)
-        for ratio in (None, 1, None):
-            line.add_column(no_wrap=True, ratio=ratio)
-        line.add_row(
-            Text(self._position()),
-            ProgressBar(total=max(1, self._steps), completed=self._step),
-            Text(", ".join(self._times())),
-        )
-        return Group(line, Text(", ".join(self._numbers()), style="dim"))
-
-    def _position(self) -> str:
-        return f"step {self._step:,}/{self._steps:,}"
-
-    def _numbers(self) -> list[str]:
-        parts = []
-        if self._loss.value is not None:
-            parts.append(f"loss {self._loss.value:.3f}")
-        if self._text_loss.value is not None:
+    def _parts(self, state: Any) -> Iterator[str]:
+        if self._loss is not None:
+            yield f"loss {self._loss:.3f}"
+        if self._text_loss is not None:
             # Without a limit, exp would overflow for a model that diverged.
-            parts.append(f"perplexity {math.exp(min(self._text_loss.value, 700.0)):.4g}")
+            yield f"perplexity {math.exp(min(self._text_loss, 700.0)):.4g}"
         pace = self.pace
         if pace is not None:
-            parts.append(f"{pace.tokens:,.0f} tokens/s")
-            if pace.memory is not None:
-                parts.append(f"{pace.memory / 2**20:,.0f} MiB at most")
+            yield f"{pace.tokens:,.0f} tokens/s"
         if self._strength is not None:
-            parts.append(f"scheme at {self._strength(self._step, self._steps):.0%}")
-        return parts
-
-    def _times(self) -> list[str]:
-        parts = [f"{_duration(time.monotonic() - self._began)} gone"]
-        left = self._clock.left(self._steps - self._step)
-        if self._step < self._steps and left is not None and left < _FORESEEABLE:
-            end = datetime.now().astimezone() + timedelta(seconds=left)
-            day = "" if left < 12 * 3600 else f"{end:%Y-%m-%d} "
-            parts.append(f"{_duration(left)} left, ends about {day}{end:%H:%M}")
-        return parts
-
-
-class _RunningMean:
-    """Exponential moving average."""
-
-    def __init__(self) -> None:
-        self._sum = self._weight = 0.0
-
-    @property
-    def value(self) -> float | None:
-        return self._sum / self._weight if self._weight else None
-
-    def add(self, number: float | None) -> None:
-        if number is not None:
-            self._sum = _DECAY * self._sum + (1 - _DECAY) * number
-            self._weight = _DECAY * self._weight + (1 - _DECAY)
-
-
-class _Clock:
-    """Clock of the steps of this process, except the first, which also allocates and compiles.
-
-    Attributes:
-        steps: Number of timed steps.
-        seconds: Their total time, without the time between steps.
-    """
-
-    def __init__(self) -> None:
-        self.steps, self.seconds = 0, 0.0
-        self._began = 0.0
-        self._first: float | None = None
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now
-        else:
-            self.steps += 1
-            self.seconds += now - self._began
-
-    def left(self, steps: int) -> float | None:
-        """Return the expected seconds for more steps, with the time between them."""
-        if self._first is None or self.steps == 0:
-            return None
-        return (time.perf_counter() - self._first) / self.steps * steps
+            yield f"scheme at {self._strength(state.global_step, state.max_steps):.0%}"
+        yield f"{_duration(time.monotonic() - self._began)} gone"
+        if pace is not None and state.global_step < state.max_steps:
+            # With the time between steps.
+            mean = (time.monotonic() - self._first_ended) / pace.steps
+            yield f"{_duration(mean * (state.max_steps - state.global_step))} left"
 
 
 def _peak_memory() -> int | None:
@@ -260,4 +183,5 @@ def _peak_memory() -> int | None:
 
 
 def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    # Spans of time have a limit.
+    return str(timedelta(seconds=round(min(seconds, 1e9))))

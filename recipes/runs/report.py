@@ -22,7 +22,7 @@ from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Recipe
-from hf_posenc.recipes.training.handover import Handover
+from hf_posenc.recipes.training.callbacks import Handover
 
 TABLE, PICTURE = "table.md", "perplexity.png"
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import json
 import os
 import platform
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -35,10 +34,11 @@ from hf_posenc.errors import CheckpointError, RecipeError, StorageError
 from hf_posenc.patches.directories import UNFINISHED, publish, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
+from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import load
-from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
@@ -46,11 +46,10 @@ from hf_posenc.recipes.runs.progress import Progress, counting
 from hf_posenc.recipes.schema import consistency, fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
+from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
-from hf_posenc.recipes.training.fit_attention import match
-from hf_posenc.recipes.training.fit_bias import fit
-from hf_posenc.recipes.training.handover import Handover
-from hf_posenc.recipes.training.threads import enough_threads
+from hf_posenc.recipes.training.fit_attention import Match, match
+from hf_posenc.recipes.training.fit_bias import Fit, fit
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
@@ -58,8 +57,8 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 
-# Key of the recipe in run.json.
-_KEPT = "recipe"
+# Keys of the recipe, and of the verdict of a fit, in run.json.
+_KEPT, _FIT = "recipe", "fit"
 # Windows for `fit`; steps of `match`, which have the training's batch size.
 _FITTED = 16
 _MATCHING = 150
@@ -150,15 +149,7 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
     """
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
-    recipe = Recipe.read(folder / RECIPE)
-    changes = [f"{key} was {before!r} and is {now!r}" for key, before, now in _changes(folder, recipe)]
-    if changes:
-        raise RecipeError(
-            f"{folder / RECIPE} was changed since the run began: {'; '.join(changes)}. Put back what was there, or "
-            f"train the changed recipe in a folder of its own: hf-posenc train {shlex.quote(str(folder / RECIPE))} "
-            "--out FOLDER"
-        )
-    return train(recipe, folder, console=console, command=_record(folder).get("command", ""))
+    return train(Recipe.read(folder / RECIPE), folder, console=console)
 
 
 def is_finished(folder: Path) -> bool:
@@ -180,7 +171,9 @@ class _Run:
     ) -> None:
         self.lock = lock
         self.recipe, self.folder, self.console = recipe, folder, console
-        self.command = command or _record(folder).get("command", "")
+        record = _record(folder)
+        self.command = command or record.get("command", "")
+        self.fitted: dict[str, Any] | None = record.get(_FIT)
         self.measurements = measurements
         self.processes = processes()
         self.checkpoint = next(reversed(files.checkpoints(folder / CHECKPOINTS)), None)
@@ -217,20 +210,22 @@ class _Run:
             planned = plan(model, recipe.conversion.scheme, **keywords)
             patch(model, recipe.conversion.scheme, **keywords)
         suitability.check_tables(recipe, model, length)
-        self._fit(model, data)
-        teacher = _own_teacher(model, recipe)
+        if self.checkpoint is None:  # Its weights would replace the fitted ones.
+            self.fitted = self._fit(model, data)
         model = attach(model, recipe.adapter)
-        if teacher is None and _distils(recipe):
-            teacher = Teacher.within(model, length=recipe.distillation.length)
+        teacher = _teacher(model, recipe)
+        refused = self.fitted is not None and not self.fitted["accepted"]
         facts = Facts.of(
             model,
-            recipe,
+            replace(recipe, conversion=replace(recipe.conversion, fit=None)) if refused else recipe,
             planned,
             trained_length=own_length,
             data_tokens=data.tokens,
             processes=self.processes.num_processes,
             command=self.command,
         )
+        if self.fitted is not None and refused:
+            facts = replace(facts, cautions=(*facts.cautions, self.fitted["sentence"]))
         self._claim(facts)
         if self.console:
             print_header(self.console, facts)
@@ -282,34 +277,43 @@ class _Run:
             keep_unpacked(model)
         return model, tokenizer
 
-    def _fit(self, model: Any, data: Prepared) -> None:
-        like = self.recipe.conversion.fit
-        # The weights of a checkpoint would replace the fitted ones.
-        if like is None or self.checkpoint is not None:
-            return
-        if like != "attention":
-            fit(model, like, ids=_first_windows(data, _FITTED)["input_ids"].to(model.device))
-            return
-        training = self.recipe.training
-        windows = _first_windows(data, _MATCHING * training.batch_size)
-        # Move the model back afterwards: the trainer places it, depending on the kind of parallelism.
-        home, device = model.device, self.processes.device
-        if home.type != device.type:
-            model.to(device)
-        with counting(self.console, "fitting attention", _MATCHING) as advance:
-            match(
-                model,
-                windows["input_ids"],
-                position_ids=windows.get("position_ids"),
-                corrupt=data.corrupt,
-                steps=_MATCHING,
-                batch_size=training.batch_size,
-                micro_batch_size=training.micro_batch_size,
-                seed=training.seed,
-                progress=advance,
-            )
-        if home.type != device.type:
-            model.to(home)
+    def _fit(self, model: Any, data: Prepared) -> dict[str, Any] | None:
+        """Fit the start if the recipe says so, and return the verdict for run.json."""
+        conversion, training = self.recipe.conversion, self.recipe.training
+        if conversion.fit is None:
+            return None
+        if conversion.fit != "attention":
+            # A handover ends without the native encoding, so the fit is judged without it.
+            handover = conversion.native == "handover"
+            if handover:
+                set_strength(model, native=0)
+            ids = _first_windows(data, _FITTED)["input_ids"].to(model.device)
+            result: Fit | Match = fit(model, conversion.fit, ids=ids, corrupt=data.corrupt)
+            if handover:
+                set_strength(model)
+        else:
+            # Move the model back afterwards: the trainer places it, depending on the kind of parallelism.
+            home, device = model.device, self.processes.device
+            if home.type != device.type:
+                model.to(device)
+            windows = _first_windows(data, _MATCHING * training.batch_size)
+            with counting(self.console, "fitting attention", _MATCHING) as advance:
+                result = match(
+                    model,
+                    windows["input_ids"],
+                    position_ids=windows.get("position_ids"),
+                    corrupt=data.corrupt,
+                    steps=_MATCHING,
+                    batch_size=training.batch_size,
+                    micro_batch_size=training.micro_batch_size,
+                    seed=training.seed,
+                    progress=advance,
+                )
+            if home.type != device.type:
+                model.to(home)
+        if self.console:
+            self.console.print(result.sentence, highlight=False, soft_wrap=True)
+        return {"accepted": result.accepted, "sentence": result.sentence}
 
     def _claim(self, facts: Facts) -> None:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
@@ -333,7 +337,7 @@ class _Run:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         starts = [*_record(self.folder).get("starts", []), start]
-        return {**dataclasses.asdict(facts), "starts": starts, _KEPT: dataclasses.asdict(self.recipe)}
+        return {**asdict(facts), _FIT: self.fitted, "starts": starts, _KEPT: asdict(self.recipe)}
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any) -> None:
         """Write the final model, its tokenizer and its card atomically."""
@@ -392,11 +396,11 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     if not folder.parent.is_dir():
         raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
     if _has_begun(folder):
-        changes = [f"{key} is {there!r} there and {here!r} here" for key, there, here in _changes(folder, recipe)]
+        changes = "; ".join(f"{key} was {there!r} and is {here!r}" for key, there, here in _changes(folder, recipe))
         if changes:
             raise RecipeError(
-                f"{folder} holds a run of another recipe: {'; '.join(changes)}. Choose another folder, or resume that "
-                "run."
+                f"{folder} holds a run that began with another recipe: {changes}. Put back what was there (also in "
+                f"{RECIPE}), or train the changed recipe in another folder."
             )
     elif (
         folder.is_dir()
@@ -418,22 +422,16 @@ def _has_begun(folder: Path) -> bool:
 
 def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """Return the keys in which a recipe differs from the one the run began with, with old and new values."""
-    if not _has_begun(folder):
-        return []
     kept = _record(folder).get(_KEPT)
     # Earlier versions kept the recipe only in recipe.yaml.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
-    return _differences(dataclasses.asdict(there), dataclasses.asdict(recipe))
+    before, now = _by_key(there), _by_key(recipe)
+    return [(key, before[key], value) for key, value in now.items() if value != before[key]]
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any], section: str = "") -> list[tuple[str, Any, Any]]:
-    found = []
-    for key, value in here.items():
-        if isinstance(value, dict) and isinstance(there[key], dict) and not section:
-            found += _differences(there[key], value, f"{key}.")
-        elif value != there.get(key):
-            found.append((f"{section}{key}", there.get(key), value))
-    return found
+def _by_key(recipe: Recipe) -> dict[str, Any]:
+    sections = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(recipe).items()}
+    return {f"{name}.{key}".rstrip("."): value for name, section in sections.items() for key, value in section.items()}
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -467,19 +465,17 @@ def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
     return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-def _own_teacher(model: Any, recipe: Recipe) -> Teacher | None:
-    """Return a teacher with its own weights, another model or a copy of the original; `None` if none is needed."""
-    converted = recipe.conversion.scheme is not None
-    if not _distils(recipe):
+def _teacher(model: Any, recipe: Recipe) -> Teacher | None:
+    """Return the teacher of a model that has its adapter but is not trained yet; `None` if the recipe has none."""
+    distillation = recipe.distillation
+    if not distillation.share and not distillation.hidden:
         return None
-    length = recipe.distillation.length
-    if recipe.distillation.teacher is not None:
-        return Teacher(_other_teacher(model, recipe.distillation), length=length)
-    if converted and recipe.adapter.kind != "none":
-        return None
-    if converted:
-        return Teacher.copy_of(model, length=length)
-    return Teacher(copy.deepcopy(model).requires_grad_(False), length=length)
+    if distillation.teacher is not None:
+        return Teacher(_other_teacher(model, distillation), length=distillation.length)
+    if recipe.conversion.scheme is None:
+        return Teacher(copy.deepcopy(model).requires_grad_(False), length=distillation.length)
+    kind = Teacher.copy_of if recipe.adapter.kind == "none" else Teacher.within
+    return kind(model, length=distillation.length)
 
 
 def _other_teacher(model: Any, distillation: Distillation) -> Any:
@@ -494,7 +490,3 @@ def _other_teacher(model: Any, distillation: Distillation) -> Any:
                 "from."
             )
     return other.requires_grad_(False)
-
-
-def _distils(recipe: Recipe) -> bool:
-    return bool(recipe.distillation.share or recipe.distillation.hidden)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.distillation import without_jumps
-from hf_posenc.recipes.training.fit_bias import check_windows
-from hf_posenc.recipes.training.restore import kept
+from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 
 # Input and output of each attention, both `[B, S, E]`.
@@ -29,17 +28,21 @@ Part = tuple[dict[str, Tensor], Traffic]
 
 @dataclass(frozen=True)
 class Match:
-    """Distance of each layer's attention output from the stock model's.
+    """Distance of each layer's attention output from the stock model's, on held-out windows.
 
     A distance is the mean square of the difference, relative to the mean square of the stock output.
 
     Attributes:
         before: Distances by layer before the fit.
-        after: Distances by layer after the fit.
+        after: Distances by layer after the fit; equal to `before` if the schemes kept their weights.
+        accepted: Whether the schemes have the fitted weights.
+        sentence: Verdict in one sentence.
     """
 
     before: tuple[float, ...]
     after: tuple[float, ...]
+    accepted: bool
+    sentence: str
 
 
 @torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
@@ -62,10 +65,14 @@ def match(
     change. Unlike `fit`, which needs additive schemes, this works for any scheme with weights in attention. A step
     costs about as much as a training step. The caller's random state is unchanged.
 
+    The last quarter of the windows (at most one batch) is held out to judge the fit: if the distances on it do not
+    fall, or on an exception, the schemes keep their weights, bit for bit; a warning says so.
+
     Args:
         model: Converted model without its own encoding, which must have acted in attention (not a table of positions
             added to the inputs).
-        ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut.
+        ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut. One window serves both
+            the fit and the verdict.
         position_ids: Positions of packed documents, `[N, S]`, which restart at each document.
         corrupt: Function from token ids to the encoder's inputs, for encoder-decoders.
         steps: Steps of Adam, with a cosine schedule to 0.
@@ -77,7 +84,7 @@ def match(
         progress: Function called after each step with the number of steps done.
 
     Returns:
-        The distances on the first windows. If they did not shrink, or on an error, the weights are restored.
+        Distances and verdict.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -85,8 +92,7 @@ def match(
             is out of range, or `position_ids` are given for a model without positions.
         ShapeError: `ids` are not windows of at least two known tokens, or `position_ids` has another shape.
     """
-    if not surgery.is_patched(model):
-        raise NotPatchedError(f"match: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    check_model("match", model)
     if min(steps, batch_size, micro_batch_size or 1) < 1 or learning_rate <= 0:
         raise OptionError(
             f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}): expected steps and windows of at "
@@ -121,11 +127,13 @@ def match(
         return [(inputs, _stock_traffic(model, attentions, inputs)) for inputs in batches]
 
     with _training_only(model, weights) as put_back:
-        some = parts(torch.arange(min(batch_size, len(ids)), device=ids.device))
-        before = _distances(model, some)
+        apart = held_out(len(ids), most=batch_size)
+        learned = len(ids) - apart
+        judged = parts(torch.arange(learned if apart else 0, len(ids), device=ids.device))
+        before = _distances(model, judged)
         for step in range(steps):
             optimizer.zero_grad()
-            chosen = torch.randint(len(ids), (batch_size,), generator=order).to(ids.device)
+            chosen = torch.randint(learned, (batch_size,), generator=order).to(ids.device)
             _distances(model, parts(chosen), learn=True)
             if all(weight.grad is None for weight in weights):
                 raise OptionError(
@@ -136,11 +144,14 @@ def match(
             schedule.step()
             if progress is not None:
                 progress(step + 1)
-        after = _distances(model, some)
-        if not after.sum() <= before.sum():
+        after = _distances(model, judged)
+        accepted, sentence = verdict(
+            "match", "distance from the original attention", float(before.mean()), float(after.mean())
+        )
+        if not accepted:
             after = before
             put_back()
-    return Match(tuple(before.tolist()), tuple(after.tolist()))
+    return Match(tuple(before.tolist()), tuple(after.tolist()), accepted, sentence)
 
 
 def _matchable(model: PreTrainedModel) -> list[nn.Module]:

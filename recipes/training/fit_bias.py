@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,34 +12,42 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import registry
-from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.models import schemes_of
 from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.recipes.training.restore import kept
+from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
 _ROWS = 16
 _ITERATIONS_PER_STEP = 20
+# Maximum number of windows that judge a fit.
+_JUDGED = 16
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Root mean square errors of the schemes' biases.
+    """Result of a regression: root mean square errors of the schemes' biases, and the loss on held-out text.
 
     Attributes:
         before: Error before the regression, in nats.
-        after: Error after the regression.
+        after: Error after the regression; equal to `before` if the schemes kept their weights.
         spread: Size of the target bias, which is the error of a zero bias.
+        losses: Loss on held-out text before and after the regression, in nats per token; `None` if there is no text,
+            or the model predicts no tokens.
+        accepted: Whether the schemes have the fitted weights.
+        sentence: Verdict in one sentence.
     """
 
     before: float
     after: float
     spread: float
+    losses: tuple[float, float] | None
+    accepted: bool
+    sentence: str
 
 
 @torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
@@ -47,14 +56,17 @@ def fit(
     like: str = "native",
     *,
     ids: Tensor | None = None,
+    corrupt: Callable[[Tensor], Tensor] | None = None,
     length: int | None = None,
     steps: int = 20,
     **options: Any,
 ) -> Fit:
     """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
 
-    Networks start from fresh weights and gates start open, unless some parameters are frozen. If the regression does
-    not reduce its error, the scheme keeps its weights; on an error, all schemes do.
+    Networks start from fresh weights and gates start open, unless some parameters are frozen. The last quarter of the
+    text (at most 16 windows) is held out to judge the fit: if the loss on it does not fall, all schemes keep their
+    weights, bit for bit, and a warning says so. Without text, or with a model that predicts no tokens, a scheme keeps
+    its weights if the error of its bias does not fall. On an exception all schemes keep them.
 
     The error compares the keys of one query, since a constant per query does not change the softmax. Keys have the
     weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to the mean target.
@@ -65,13 +77,14 @@ def fit(
     Args:
         model: Model patched with an additive scheme.
         like: `"native"`, or the name of an additive scheme.
-        ids: Text for the means of a rotary model, int64 `[B, S]`.
+        ids: Text for the means of a rotary model and for the verdict, int64 `[N, S]`; one window serves both.
+        corrupt: Function from token ids to the encoder's inputs, for encoder-decoders; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
         steps: Steps of the regression (L-BFGS, 20 iterations each).
         **options: Options of the scheme `like`.
 
     Returns:
-        The errors before and after.
+        Errors, losses and verdict.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -79,8 +92,7 @@ def fit(
             or there are options for `like="native"`.
         ShapeError: `ids` are not windows of known tokens.
     """
-    if not surgery.is_patched(model):
-        raise NotPatchedError(f"fit: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    check_model("fit", model)
     if steps < 1 or (length is not None and length < 2):
         raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
     if like == "native" and options:
@@ -89,29 +101,55 @@ def fit(
             "scheme to fit to, and the native encoding has none. Leave them out, or name a scheme: fit(model, "
             "'kerple')."
         )
+    judged = None
     if ids is not None:
         check_windows("fit", model, ids, least=1)
+        apart = held_out(len(ids), most=_JUDGED)
+        judged, ids = ids[-apart:], ids[: len(ids) - apart]
+        if model.get_output_embeddings() is None or judged.shape[1] < 2:
+            judged = None
+    # Check all schemes before changing one.
+    found = _wanted(model, like, ids, options)
+    sums = torch.zeros(3, dtype=torch.float64)
+    with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
+        start = None if judged is None else _loss(model, judged, corrupt)
+        for scheme, targets in found.items():
+            far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
+            sums += _regress(scheme, targets, far, steps)
+        before, after, spread = (sums / len(found)).sqrt().tolist()
+        if judged is None or start is None:
+            accepted, sentence = after < before, f"fit: the error of the bias went from {before:.4g} to {after:.4g}."
+            return Fit(before, after, spread, None, accepted, sentence)
+        losses = start, _loss(model, judged, corrupt)
+        accepted, sentence = verdict("fit", "loss", *losses)
+        if not accepted:
+            put_back()
+            after = before
+    return Fit(before, after, spread, losses, accepted, sentence)
+
+
+def _wanted(
+    model: PreTrainedModel, like: str, ids: Tensor | None, options: dict[str, Any]
+) -> dict[AdditiveBias, list[Callable[[Block], Tensor]]]:
+    """Return the schemes to fit, each with the target biases of its layers; raise if one cannot be fitted."""
     architecture = of_model(model)
     # Only rotary models need the means; a model with a table of positions may be unable to read the text.
     rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
     means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
-    # Check all schemes before changing one.
-    wanted: dict[int, list[Callable[[Block], Tensor]]] = {}
-    found: dict[int, AdditiveBias] = {}
+    wanted: dict[AdditiveBias, list[Callable[[Block], Tensor]]] = {}
     for group in record.from_config(model.config):
-        for name, body in architecture.stacks(model).items():
-            if name not in group.stacks:
-                continue
-            attentions = architecture.attentions(body)
-            for layer in group.stacks[name].layers:
-                geometry = architecture.geometry(body, layer)
+        for name, stack in group.stacks.items():
+            body = architecture.stacks(model)[name]
+            for layer in stack.layers:
+                geometry, attention = architecture.geometry(body, layer), architecture.attentions(body)[layer]
                 if geometry.axes > 1:
                     raise OptionError(
                         f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} "
                         "coordinates; only models of text are fitted."
                     )
-                own = attentions[layer]._modules.get(surgery.OWN)
-                scheme = own if isinstance(own, Scheme) else _shared(body, group.id)
+                scheme = attention._modules.get(surgery.OWN)
+                if not isinstance(scheme, Scheme):
+                    scheme = getattr(body._modules.get(surgery.SHARED), str(group.id), None)
                 if not isinstance(scheme, AdditiveBias):
                     raise OptionError(
                         f"fit: {group.scheme} adds no bias of the distance alone. Fit one of {', '.join(additive())}."
@@ -125,35 +163,20 @@ def fit(
                     raise OptionError(
                         f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
                     )
-                found[id(scheme)] = scheme
-                target = _target(like, geometry, options, means.get(id(attentions[layer])))
-                wanted.setdefault(id(scheme), []).append(target)
-    sums = torch.zeros(3, dtype=torch.float64)
-    # If a later scheme fails, restore the earlier ones too.
-    with kept([parameter for scheme in found.values() for parameter in scheme.parameters()]):
-        for key, scheme in found.items():
-            far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
-            sums += _regress(scheme, wanted[key], far, steps)
-    count = sum(len(schemes_of(architecture, model, group)) for group in record.from_config(model.config))
-    before, after, spread = (sums / max(1, count)).sqrt().tolist()
-    return Fit(before, after, spread)
+                wanted.setdefault(scheme, []).append(_target(like, geometry, options, means.get(attention)))
+    return wanted
 
 
-def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: int) -> None:
-    """Raise `ShapeError` unless `ids` are windows `[N, S]`, S >= `least`, of tokens in the model's vocabulary."""
-    expected = f"expected [windows, tokens], integers, at least 1 of at least {least}"
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        got = f"is of dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is of type {type(ids).__name__}"
-        raise ShapeError(f"{caller}: ids {got}; {expected}.")
-    if ids.dim() != 2 or ids.shape[1] < least or not len(ids):
-        raise ShapeError(f"{caller}: ids has the shape {list(ids.shape)}; {expected}.")
-    known = model.get_input_embeddings().weight.shape[0]
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= known:
-        raise ShapeError(
-            f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the "
-            "model. Tokenise the text with its own tokenizer."
-        )
+@torch.no_grad()
+def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> float:
+    """Return the loss per token on windows of text, read one at a time to save memory."""
+    inputs = ids if corrupt is None else corrupt(ids)
+    with evaluating(model):
+        losses = [
+            model(input_ids=given[None], labels=window[None], use_cache=False).loss
+            for given, window in zip(inputs, ids, strict=True)
+        ]
+    return float(torch.stack(losses).mean())
 
 
 def additive() -> list[str]:
@@ -161,33 +184,24 @@ def additive() -> list[str]:
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
 
 
-def _shared(body: nn.Module, group: int) -> Any:
-    return getattr(body._modules.get(surgery.SHARED), str(group), None)
-
-
-def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
     """Return the mean query `[H, D]` and key `[G, D]` of each patched attention over a text, in the stock model."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         q, k, _ = module.project_heads(hidden)
-        found[id(module)] = q.double().mean((0, 2)), k.double().mean((0, 2))
+        found[module] = q.double().mean((0, 2)), k.double().mean((0, 2))
 
-    architecture = of_model(model)
-    patched = [a for body in architecture.stacks(model).values() for a in architecture.attentions(body)]
-    handles = [
-        attention.register_forward_pre_hook(look, with_kwargs=True)
-        for attention in patched
-        if surgery.is_patched(attention)
-    ]
-    try:
-        with evaluating(model), torch.no_grad(), disabled(model):
-            for body in architecture.stacks(model).values():
-                body(input_ids=ids)
-    finally:
-        for handle in handles:
-            handle.remove()
+    bodies = of_model(model).stacks(model).values()
+    attentions = [attention for body in bodies for attention in of_model(model).attentions(body)]
+    with contextlib.ExitStack() as stack:
+        for attention in filter(surgery.is_patched, attentions):
+            stack.callback(attention.register_forward_pre_hook(look, with_kwargs=True).remove)
+        for context in (evaluating(model), torch.no_grad(), disabled(model)):
+            stack.enter_context(context)
+        for body in bodies:
+            body(input_ids=ids)
     return found
 
 

@@ -21,11 +21,8 @@ from hf_posenc.recipes.data.collation import Collator, PositionSkipping, content
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
 from hf_posenc.recipes.schema.recipe import Recipe, Training
-from hf_posenc.recipes.training.annealing import Annealing
+from hf_posenc.recipes.training.callbacks import Annealing, Handover, NewParametersFirst, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
-from hf_posenc.recipes.training.handover import Handover
-from hf_posenc.recipes.training.optimizer import parameter_groups
-from hf_posenc.recipes.training.warm_start import NewParametersFirst
 
 # Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98

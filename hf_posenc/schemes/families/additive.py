@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions
-from hf_posenc.scheme import Scheme, set_start
+from hf_posenc.scheme import Scheme, draw_start, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
 
 # Bound on the table of all distances: a number in a file must not be able to claim any amount of memory.
@@ -26,8 +26,6 @@ class AdditiveBias(Scheme):
         ahead: Bias of keys ahead of the query, in encoders; `None` uses the bias of keys behind it.
     """
 
-    gate_weight: nn.Parameter | None
-
     def __init__(
         self, geometry: Geometry, *, gate: bool = False, shared: bool = False, ahead: AdditiveBias | None = None
     ) -> None:
@@ -35,11 +33,8 @@ class AdditiveBias(Scheme):
         self.gate = gate
         self.shared = shared
         self.ahead = ahead
-        self.gate_weight = nn.Parameter(torch.zeros(geometry.heads)) if gate else None
-
-    def reset_parameters(self) -> None:
-        if self.gate_weight is not None:
-            nn.init.zeros_(self.gate_weight)
+        if gate:
+            self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
 
     def begin_fit(self) -> None:
         """Set parameters to a good start for a regression of the bias: an open gate."""
@@ -54,9 +49,7 @@ class AdditiveBias(Scheme):
 
     def gated_bias(self, block: Block, like: Tensor) -> Tensor:
         """Return the bias times its gate, `[B|1, H, q, K]`, in the dtype and on the device of the logits `like`."""
-        bias = self.bias(block, like.dtype).to(like.device)
-        if self.gate_weight is not None:
-            bias = bias * self.gate_weight.to(like)[:, None, None]
+        bias = self.gated(self.bias(block, like.dtype).to(like.device), 2)
         if self.ahead is None:
             return bias
         return torch.where(block.distance()[:, None].to(like.device) < 0, self.ahead.gated_bias(block, like), bias)
@@ -192,7 +185,5 @@ def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: fl
     """
     if init == "native" and native is not None and not native.is_meta:
         set_start(table, native.detach())
-    elif init == "zero":
-        nn.init.zeros_(table)
     else:
-        nn.init.normal_(table, std=std)
+        draw_start(table, init, std)

@@ -14,7 +14,7 @@ from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
 from hf_posenc.schemes.families.rotary import frozen_cautions
-from hf_posenc.structures import Equivalent, Rotation
+from hf_posenc.structures import Equivalent, Numbers, Picture, Portrait, Rotation
 
 # The block size that LieRE's authors found best.
 _BLOCK = 8
@@ -39,6 +39,7 @@ class BlockRotary(Scheme):
 
     reproduces = "rotary"
     neutral_options = {"init": "zero"}
+    portrait = Portrait(({"init": "official", "unit": 16.0},))
 
     def __init__(
         self,
@@ -87,12 +88,10 @@ class BlockRotary(Scheme):
         raise NotImplementedError
 
     def native_generators(self, device: torch.device) -> Tensor:
-        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without `init="native"` or
-        rotation."""
+        """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without a base."""
         size = self._count * self.block_size // 2
-        if self._native is None:
-            return plane_generators(torch.zeros(size, dtype=torch.float64, device=device), self.block_size)
-        return plane_generators(self._native[:size].to(device, torch.float64), self.block_size)
+        own = torch.zeros(size) if self._native is None else self._native[:size]
+        return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         positions = tokens.positions
@@ -109,26 +108,16 @@ class BlockRotary(Scheme):
         return torch.cat((turned, x[..., self._width :]), dim=-1) if self._width < x.shape[-1] else turned
 
     def rotation(self, positions: Tensor, coords: Tensor | None, like: Tensor) -> Turn:
-        """Return the rotation of queries or keys `[B, G, R, S, W]`.
-
-        Args:
-            positions: Positions of the tokens, int64 `[B|1, S]`.
-            coords: Coordinates of the tokens, `[B|1, S, axes]`; `None` in a text.
-            like: Tensor with the dtype of queries and keys.
-        """
+        """Return the rotation of queries or keys at positions `[B|1, S]` or, if given, coordinates `[B|1, S, axes]`."""
         if coords is None:
             coords = positions[..., None].expand(*positions.shape, self.axes)
         coords = coords.to(positions.device, torch.float64)
         return self.flowing(*self.flow(coords), coords[..., 0], like)
 
     def flowing(self, generators: Tensor, times: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation by `exp(t A)`.
+        """Return the rotation by `exp(t A)`, given generators `[G, m, b, b]` and times `[B|1, S, m|1]`, float64.
 
-        Args:
-            generators: Generators A, float64 `[G, m, b, b]`.
-            times: Times t, float64 `[B|1, S, m|1]`.
-            first: Coordinates on the first axis, float64 `[B|1, S]`; they turn the channels outside of blocks.
-            like: Tensor with the dtype of queries and keys.
+        The coordinates on the first axis `[B|1, S]` turn the channels outside of blocks.
         """
         if self.block_size == 2:
             return self.turning(times[:, None] * generators[:, None, :, 1, 0], first, like)
@@ -220,6 +209,25 @@ class BlockRotary(Scheme):
                 "commute."
             )
         return found
+
+    def shares(self) -> Tensor | None:
+        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` if there are no fixed planes."""
+        # The places of an image have no plane in common.
+        if self.geometry.axes > 1 or self.geometry.head_dim % 2:
+            return None
+        first, second = self.spectrum()[1].chunk(2, dim=-1)
+        return (first.square() + second.square()) / 2
+
+    pictures = (
+        Picture(
+            "planes",
+            "the channels of which the planes of a learned rotation are made",
+            "channels that turn together",
+            "channels",
+            (Numbers(shares, "share of the channel", high=0.5),),
+            ("channel", "planes of each kv head"),
+        ),
+    )
 
 
 class ComRoPE(BlockRotary):

@@ -52,12 +52,9 @@ class Planes:
 
 
 def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
-    """Decompose generators `[G, m, b, b]` into planes, without gradients.
+    """Decompose antisymmetric generators `[G, m, b, b]` into planes of W channels, without gradients.
 
-    Args:
-        generators: Antisymmetric matrices, b even.
-        width: Number of turned channels W, at least m * b.
-        layout: Pairing of the channels of x; a block is b / 2 consecutive pairs.
+    The layout pairs channels; a block is b / 2 consecutive pairs.
     """
     generators = generators.detach().double()
     size = generators.shape[-1]
@@ -153,10 +150,8 @@ def _to_times(planes: Planes, times: Tensor, turned: Tensor, grad: Tensor) -> Te
     count, half = planes.frequencies.shape[1:]
     (u, w), (grad_u, grad_w) = turned.chunk(2, dim=-1), grad.chunk(2, dim=-1)
     angles = (grad_w * u - grad_u * w).sum(2)  # [B, G, S, P]; with times per block there are no other channels
-    angles = angles.view(*angles.shape[:-1], count, half)
-    return torch.einsum("bgsmh,gmh->bsm", angles.to(times.dtype), planes.frequencies.to(times.dtype)).sum_to_size(
-        times.shape
-    )
+    angles = angles.view(*angles.shape[:-1], count, half).to(times.dtype)
+    return torch.einsum("bgsmh,gmh->bsm", angles, planes.frequencies.to(times.dtype)).sum_to_size(times.shape)
 
 
 def _to_generators(planes: Planes, times: Tensor, inner: Tensor, turned: Tensor, back: Tensor, grad: Tensor) -> Tensor:
@@ -167,13 +162,8 @@ def _to_generators(planes: Planes, times: Tensor, inner: Tensor, turned: Tensor,
     two terms is one matrix product of vectors that are already turned. If two eigenvalues are so close that rounding
     dominates the difference, the quotient is `t` times the mean of both exponentials, up to second order.
 
-    Args:
-        planes: Planes of the generators.
-        times: Time of each token and block, `[B|1, S, m|1]`.
-        inner: Inputs in their planes, `[B, G, R, S, W]`.
-        turned: Inputs in their planes after the rotation.
-        back: Gradient of the result in its planes, turned back.
-        grad: Gradient of the result in its planes.
+    Inputs before (`inner`) and after the rotation (`turned`), and the gradient of the result (`grad`, turned back:
+    `back`), are in their planes, `[B, G, R, S, W]`.
     """
     count, size = planes.axes.shape[1:3]
     weights = _per_channel(times, size // 2).to(inner.dtype)
@@ -206,13 +196,7 @@ def _per_channel(times: Tensor, half: int) -> Tensor:
 
 
 def rotate_blocks(x: Tensor, rotations: Tensor, layout: Layout) -> Tensor:
-    """Multiply the first m * b channels, in blocks, by matrices; leave the others as they are.
-
-    Args:
-        x: Queries or keys, `[B, G, R, S, W]`.
-        rotations: Matrices of each token and block, `[B|1, S, G, m, b, b]`.
-        layout: Pairing of the channels of x, see `find_planes`.
-    """
+    """Multiply the first m * b channels of `[B, G, R, S, W]`, in blocks, by matrices `[B|1, S, G, m, b, b]`."""
     count, size = rotations.shape[3:5]
     shape = x.shape[:-1]
     pairs = x.reshape(*shape, 2, -1).transpose(-1, -2) if layout == "half" else x.reshape(*shape, -1, 2)

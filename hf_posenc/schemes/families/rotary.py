@@ -67,11 +67,8 @@ class RotaryScheme(Scheme):
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
         self._own = own
         self._native = own is not None
-        self.gate_weight = nn.Parameter(torch.zeros(1)) if gate else None
-
-    def reset_parameters(self) -> None:
-        if self.gate_weight is not None:
-            nn.init.zeros_(self.gate_weight)
+        if gate:
+            self.gate_weight = nn.Parameter(torch.zeros(1))
 
     def frequencies(self, like: Tensor) -> Tensor:
         """Return the angle per position of each channel pair, `[rotary_dim / 2]`, in the dtype of `like`."""
@@ -79,7 +76,7 @@ class RotaryScheme(Scheme):
             frequencies = self._own.to(like)
         else:
             frequencies = geometric_frequencies(self.rotary_dim, 10000.0 if self.theta is None else self.theta, like)
-        return frequencies if self.gate_weight is None else frequencies * self.gate_weight.to(like)
+        return self.gated(frequencies)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the angles at int64 positions `[B|1, S]`, each `[B|1, S, rotary_dim / 2]`.

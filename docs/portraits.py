@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from hf_posenc import registry
 from hf_posenc.attention import Call, Mask, run
 from hf_posenc.operands import Geometry, Positions, Tokens
-from hf_posenc.recipes.plots import probe as probing
-from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.style import log_distance, spread
+from hf_posenc.recipes.plots import panels, style
+from hf_posenc.recipes.plots.probe import added
 from hf_posenc.scheme import Scheme
-
-Variants = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What makes the picture of a scheme meaningful.
-
-    Attributes:
-        variants: Options to build it with, one panel or line for each.
-        heads: Number of heads that are drawn as lines; `None` is 8 where heads are alike but for their strength, else
-            3.
-        span: Largest distance in a picture over distances.
-        log: Whether distances are drawn on a log scale.
-        noise: Standard deviation of parameters that start at zero, where that would show nothing.
-        wake: Whether to give them values in any case.
-    """
-
-    variants: Variants = ({},)
-    heads: int | None = None
-    span: int = 256
-    log: bool = False
-    noise: float = 1.0
-    wake: bool = False
-
-
-_LOOKS = {
-    "comrope_ap": _Look(({"init": "official", "unit": 16.0},)),
-    "comrope_ld": _Look(({"init": "official", "unit": 16.0},)),
-    "disentangled": _Look(({"buckets": 32, "max_distance": 128},), log=True),
-    "fox": _Look(({"init": "horizon", "horizon": 12.0},), noise=0.25, wake=True),
-    "fox_pro": _Look(({"init": "horizon", "horizon": 12.0},), noise=0.25, wake=True),
-    "kerple": _Look(({"kernel": "log"}, {"kernel": "power"})),
-    "liere": _Look(({"init": "official", "unit": 16.0},)),
-    "rope": _Look(({"theta": 10_000.0}, {"theta": 500_000.0})),
-    "shaw": _Look(span=40),
-    "t5": _Look(heads=3, span=512, log=True),
-    "t5_clipped": _Look(({"max_distance": 24, "init": "normal"},), heads=3, span=48),
-    "tape": _Look(noise=0.15),
-}
+from hf_posenc.structures import Portrait
 
 _SEED = 0
-_WOKEN = "\n(parameters that start at zero are drawn at random for this picture)"
 _HEAD_DIM = 64
+_WOKEN = "\n(parameters that start at zero are drawn at random for this picture)"
+_CHANGE = "logit, minus that at distance 0 (nats)"
 
 
 def portrait(name: str, **options: Any) -> Figure:
@@ -80,9 +41,7 @@ def portrait(name: str, **options: Any) -> Figure:
         A figure of 1000 x 420 pixels.
     """
     info = registry.get(name)
-    look = _LOOKS.get(name, _Look())
-    if options:
-        look = replace(look, variants=(options,))
+    look = replace(info.cls.portrait, variants=(options,)) if options else info.cls.portrait
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_SEED)
         if info.family == "absolute":
@@ -95,96 +54,75 @@ def portrait(name: str, **options: Any) -> Figure:
 # -- kinds of picture --------------------------------------------------------------------------------------------------
 
 
-def _encoding(name: str, look: _Look) -> Figure:
+def _encoding(name: str, look: Portrait) -> Figure:
     """A heat map of what is added to the embeddings, over positions and channels."""
     positions = torch.arange(160)[None]
     geometry = Geometry(heads=1, kv_heads=1, head_dim=48, hidden_size=48, max_positions=positions.shape[1])
     schemes = [_build(name, geometry, options) for options in look.variants]
     figure = _figure(f"{name}: what is added to the token embeddings{_state(schemes[0])}")
-    panels = figure.subplots(1, len(schemes), squeeze=False)[0]
-    for axes, scheme, options in zip(panels, schemes, look.variants, strict=True):
-        added = scheme.embed(torch.zeros(1, positions.shape[1], geometry.hidden_size), positions)[0]
-        limit = float(added.abs().max())
-        image = axes.imshow(
-            added.T.numpy(),
-            aspect="auto",
-            origin="lower",
-            cmap="cividis",
-            vmin=-limit,
-            vmax=limit,
-            interpolation="nearest",
-        )
+    for axes, scheme, options in zip(_row(figure, len(schemes)), schemes, look.variants, strict=True):
+        table = scheme.embed(torch.zeros(1, positions.shape[1], geometry.hidden_size), positions)[0].T
+        limit = float(table.abs().max())
+        image = panels.heat(axes, table, "cividis", aspect="auto", origin="lower", vmin=-limit, vmax=limit)
         figure.colorbar(image, ax=axes, label="added value", pad=0.01)
-        _label(axes, "position (tokens)", "channel", options)
+        _label(axes, "position (tokens)", "channel", _given(options))
     return figure
 
 
-def _bias(name: str, look: _Look, *, content: bool) -> Figure:
+def _bias(name: str, look: Portrait, *, content: bool) -> Figure:
     """Lines of what positions add to the logits of a query, over the distance to the key."""
     heads = look.heads or (3 if content else 8)
-    geometry = _geometry(heads)
     # All keys are equal, so that logits differ by what positions do to them only.
-    size = (1, heads, 1, _HEAD_DIM)
-    q, k = (_normal(*size) if content else torch.zeros(size).double() for _ in range(2))
+    q, k = (torch.randn(heads, _HEAD_DIM, dtype=torch.float64) * content for _ in range(2))
     distances = torch.arange(look.span + 1)
-    schemes = [_build(name, geometry, options) for options in look.variants]
-    curves = [_logits(scheme, q, k, look.span, distances) for scheme in schemes]
-    note = _state(schemes[0])
-    if all(bool((curve == 0).all()) for curve in curves):
-        for scheme in schemes:
-            _wake(scheme, look.noise)
-        curves = [_logits(scheme, q, k, look.span, distances) for scheme in schemes]
-        note = _WOKEN
+    schemes = [_build(name, _geometry(heads), options) for options in look.variants]
+
+    def curves() -> list[Tensor]:
+        return [_logits(scheme, q, k, look.span, distances) for scheme in schemes]
+
+    found, note = curves(), _state(schemes[0])
+    if look.noise is not None or not any(bool(curve.any()) for curve in found):
+        _wake(schemes, look)
+        found, note = curves(), _WOKEN
     what = "change of the logits of a random query" if content else "bias on the logits"
     elsewhere = _logits(schemes[0], q, k, 16 * look.span, distances)
-    if not torch.allclose(curves[0], elsewhere, equal_nan=True, rtol=1e-5, atol=1e-5):
+    if not torch.allclose(found[0], elsewhere, equal_nan=True, rtol=1e-5, atol=1e-5):
         return _bias_by_query(f"{name}: {what}, by distance and query position{note}", schemes[0], q, k)
     figure = _figure(f"{name}: {what}, by distance{note}")
-    panels = figure.subplots(1, len(schemes), squeeze=False, sharey=True)[0]
-    for axes, options, curve in zip(panels, look.variants, curves, strict=True):
-        for head, (colour, line) in enumerate(style.line_styles(heads)):
-            axes.plot(distances, curve[head], color=colour, linestyle=line, linewidth=1.8, label=f"{head + 1}")
-        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-        if look.log:
-            log_distance(axes)
-        axes.set_xlim(0, look.span)
-        _label(axes, "distance to the key (tokens)", "", options)
-    lowest = min(float(curve.min()) for curve in curves)
-    if lowest < style.FLOOR:
-        panels[0].set_ylim(style.FLOOR, max(0.5, *(float(curve.max()) for curve in curves)))
-    panels[0].set_ylabel("logit, minus that at distance 0 (nats)")
-    panels[-1].legend(title="head", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    drawn = _row(figure, len(schemes))
+    for axes, options, curve in zip(drawn, look.variants, found, strict=True):
+        panels.lines(axes, distances, curve, range(1, heads + 1), log=look.log, width=1.8)
+        _label(axes, "distance to the key (tokens)", "" if axes is not drawn[0] else _CHANGE, _given(options))
+    if min(float(curve.min()) for curve in found) < style.FLOOR:
+        drawn[0].set_ylim(style.FLOOR, max(0.5, *(float(curve.max()) for curve in found)))
+    _legend(drawn[-1], "head")
     return figure
 
 
 def _bias_by_query(title: str, scheme: Scheme, q: Tensor, k: Tensor) -> Figure:
-    """Some heads of a bias that also depends on where the query stands: one line per query position."""
+    """Three heads of a bias that also depends on the position of the query: one line per query position."""
     figure = _figure(title)
-    panels = figure.subplots(1, 3, sharey=True)
+    drawn = _row(figure, 3)
     queries = (256, 1024, 4096, 16384)
     for query, colour in zip(queries, style.ramp(len(queries)), strict=True):
-        distances = spread(query)
-        curve = _logits(scheme, q, k, query, distances)
-        for head, axes in enumerate(panels):
-            axes.plot(distances, curve[head], color=colour, linewidth=1.8, label=f"{query}")
-            axes.plot(distances[-1:], curve[head, -1:], color=colour, marker="o", markersize=4)
-    for head, axes in enumerate(panels):
-        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-        log_distance(axes)
-        axes.set_xlim(0, 2 * queries[-1])
-        style.caption(axes, f"head {head + 1}")
-        _label(axes, "distance to the key (tokens)", "" if head else "logit, minus that at distance 0 (nats)", {})
-    panels[-1].legend(title="query at", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+        distances = style.spread(query)
+        for axes, curve in zip(drawn, _logits(scheme, q, k, query, distances), strict=False):
+            axes.plot(distances, curve, color=colour, linewidth=1.8, label=f"{query}")
+            axes.plot(distances[-1:], curve[-1:], color=colour, marker="o", markersize=4)
+    for head, axes in enumerate(drawn):
+        panels.frame(axes, torch.tensor([0, 2 * queries[-1]]), log=True)
+        _label(axes, "distance to the key (tokens)", "" if head else _CHANGE, f"head {head + 1}")
+    _legend(drawn[-1], "query at")
     return figure
 
 
-def _decay(name: str, look: _Look) -> Figure:
+def _decay(name: str, look: Portrait) -> Figure:
     """The logit of a query and a key that are equal before they are encoded, over the distance: mean and spread."""
     figure = _figure(f"{name}: logit of a query and a key that are equal, by distance (64 random vectors)")
     axes = figure.subplots()
-    distances = spread(8192)
+    distances = style.spread(8192)
     # One head per vector.
-    vectors = _normal(1, 64, 1, 128)
+    vectors = torch.randn(64, 128, dtype=torch.float64)
     geometry = Geometry(heads=64, kv_heads=64, head_dim=128, hidden_size=64 * 128)
     for options, (colour, line) in zip(look.variants, cycle(style.STYLES), strict=False):
         curves = _logits(_build(name, geometry, options), vectors, vectors, int(distances[-1]), distances)
@@ -192,19 +130,16 @@ def _decay(name: str, look: _Look) -> Figure:
         axes.fill_between(distances, low, high, color=colour, alpha=0.18, linewidth=0)
         given = _given(options) or "mean"
         axes.plot(distances, curves.mean(0), color=colour, linestyle=line, linewidth=1.8, label=given)
-    log_distance(axes)
-    axes.set_xlim(0, int(distances[-1]))
-    axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    _label(axes, "distance (tokens)", "logit, minus that at distance 0 (nats)", {})
+    panels.frame(axes, distances, log=True)
+    _label(axes, "distance (tokens)", _CHANGE)
     axes.legend(title="mean; band: 10 to 90 %", loc="lower left", frameon=False, fontsize=9)
     return figure
 
 
-def _uniform(name: str, look: _Look) -> Figure:
+def _uniform(name: str, look: Portrait) -> Figure:
     """The weights when no content tells tokens apart: what the scheme and the causal mask do alone."""
     length = 48
-    scheme = _build(name, _geometry(1), look.variants[0])
-    weights = _weights([scheme], torch.zeros(1, length, _HEAD_DIM))[0]
+    weights = _weights([_build(name, _geometry(1), look.variants[0])], torch.zeros(1, length, _HEAD_DIM))[0]
     figure = _figure(f"{name}: attention weights when all tokens have equal content")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.4), gridspec_kw={"wspace": 0.12})
     _heat(figure, left, [left], weights, "")
@@ -213,12 +148,12 @@ def _uniform(name: str, look: _Look) -> Figure:
     for query, colour in zip(queries, style.ramp(len(queries)), strict=True):
         right.step(range(query + 1), weights[query, : query + 1], where="mid", color=colour, linewidth=1.8, label=query)
     right.set_ylim(0)
-    _label(right, "key (position)", "weight", {})
+    _label(right, "key (position)", "weight")
     right.legend(title="query at", frameon=False, fontsize=9)
     return figure
 
 
-def _attention(name: str, look: _Look) -> Figure:
+def _attention(name: str, look: Portrait) -> Figure:
     """Heat maps of the weights on content with topics that come back, next to those without any scheme."""
     geometry = _geometry(2)
     content = _topics(geometry.hidden_size)
@@ -226,24 +161,22 @@ def _attention(name: str, look: _Look) -> Figure:
     layers, where = [_build(name, geometry, look.variants[0])], ""
     if layers[0].overrides("carry"):
         # What one layer makes acts in the next one.
-        first = _build(name, replace(geometry, last=False), look.variants[0])
-        second = _build(name, replace(geometry, layer=1, first=False), look.variants[0])
-        layers, where = [first, second], " in the second layer"
+        shapes = (replace(geometry, last=False), replace(geometry, layer=1, first=False))
+        layers, where = [_build(name, shape, look.variants[0]) for shape in shapes], " in the second layer"
     weights, note = _weights(layers, content), _state(layers[0])
-    if where or look.wake or torch.allclose(weights, plain, atol=1e-6):
-        for scheme in layers:
-            _wake(scheme, look.noise)
+    if look.noise is not None or torch.allclose(weights, plain, atol=1e-6):
+        _wake(layers, look)
         weights, note = _weights(layers, content), _WOKEN
     figure = _figure(f"{name}: attention weights{where} on random content of four topics that come back{note}")
-    panels = figure.subplots(1, 1 + geometry.heads, sharey=True)
+    drawn = _row(figure, 1 + geometry.heads)
     titles = ("no scheme, head 1", *(f"{name}, head {head + 1}" for head in range(geometry.heads)))
-    for axes, values, title in zip(panels, (plain[0], *weights), titles, strict=True):
-        _heat(figure, axes, panels if axes is panels[-1] else [], values, title)
-    panels[0].set_ylabel("query (position)")
+    for axes, values, title in zip(drawn, (plain[0], *weights), titles, strict=True):
+        _heat(figure, axes, drawn if axes is drawn[-1] else [], values, title)
+    drawn[0].set_ylabel("query (position)")
     return figure
 
 
-# -- what schemes are asked --------------------------------------------------------------------------------------------
+# -- what schemes compute ----------------------------------------------------------------------------------------------
 
 
 def _geometry(heads: int) -> Geometry:
@@ -255,16 +188,13 @@ def _build(name: str, geometry: Geometry, options: Mapping[str, Any]) -> Scheme:
     return registry.build(name, geometry, **options).eval()
 
 
-def _wake(scheme: Scheme, noise: float) -> None:
+def _wake(schemes: Sequence[Scheme], look: Portrait) -> None:
     """Give values to the parameters that start at zero."""
-    torch.manual_seed(_SEED)
-    for parameter in scheme.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=noise)
-
-
-def _normal(*size: int) -> Tensor:
-    return torch.randn(size, dtype=torch.float64)
+    for scheme in schemes:
+        torch.manual_seed(_SEED)
+        for parameter in scheme.parameters():
+            if not parameter.any():
+                nn.init.normal_(parameter, std=1.0 if look.noise is None else look.noise)
 
 
 def _logits(scheme: Scheme, q: Tensor, k: Tensor, query: int, distances: Tensor) -> Tensor:
@@ -272,14 +202,13 @@ def _logits(scheme: Scheme, q: Tensor, k: Tensor, query: int, distances: Tensor)
 
     Args:
         scheme: The scheme.
-        q: The query, `[1, H, 1, D]`.
-        k: The key, `[1, H, 1, D]`.
+        q: The query of each head, `[H, D]`.
+        k: The key of each head, `[H, D]`.
         query: Position of the query.
         distances: Query minus key, ascending from 0.
     """
     places = Positions(torch.tensor([[query]]), query - distances[None])
-    tokens = Tokens(positions=places, common=scheme.common)
-    logits = probing.added(scheme, places, q[0, :, 0], k[0, :, 0], tokens)[:, 0]  # [H, distances]
+    logits = added(scheme, Tokens(positions=places, common=scheme.common), places, q, k)[:, 0]
     return logits - logits[:, :1]
 
 
@@ -333,18 +262,24 @@ def _figure(title: str) -> Figure:
     return style.figure(8, 3.36, title, dpi=125)
 
 
+def _row(figure: Figure, count: int) -> list[Axes]:
+    return list(figure.subplots(1, count, squeeze=False, sharey=True)[0])
+
+
 def _state(scheme: Scheme) -> str:
     """Return the second line of a title: whether the picture is of something that training will change."""
     return "\n(parameters at their start; training changes them)" if any(True for _ in scheme.parameters()) else ""
 
 
-def _label(axes: Axes, x: str, y: str, options: Mapping[str, Any]) -> None:
+def _label(axes: Axes, x: str, y: str, title: str = "") -> None:
     axes.set_xlabel(x)
-    if y:
-        axes.set_ylabel(y)
-    if options:
-        style.caption(axes, _given(options))
+    axes.set_ylabel(y)
+    style.caption(axes, title)
     style.open_frame(axes)
+
+
+def _legend(axes: Axes, title: str) -> None:
+    axes.legend(title=title, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
 
 
 def _given(options: Mapping[str, Any]) -> str:
@@ -354,13 +289,8 @@ def _given(options: Mapping[str, Any]) -> str:
 def _heat(figure: Figure, axes: Axes, neighbours: Sequence[Axes], weights: Tensor, title: str) -> None:
     """Draw one matrix of weights; the colour bar goes next to the given axes, if any."""
     hidden = torch.ones_like(weights).triu(1).bool()
-    # Ticks of one scale for all pictures, so that they can be compared.
-    scale: Normalize = LogNorm(1e-3, 1, clip=True)
-    image = axes.imshow(
-        weights.masked_fill(hidden, float("nan")).numpy(), cmap=style.GROWING, norm=scale, interpolation="nearest"
-    )
-    style.caption(axes, title)
-    axes.set_xlabel("key (position)")
-    style.open_frame(axes)
+    # One scale for all pictures, so that they can be compared.
+    image = panels.heat(axes, weights.masked_fill(hidden, float("nan")), scale=LogNorm(1e-3, 1, clip=True))
+    _label(axes, "key (position)", "", title)
     if len(neighbours):
         figure.colorbar(image, ax=list(neighbours), label="weight", pad=0.01, format="%g")

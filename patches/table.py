@@ -1,0 +1,125 @@
+"""A learned table of positions, which the embeddings of a model add to those of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import ArchitectureError, PositionError
+from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.context import Context, Switch
+from hf_posenc.patches.record import FULL, Strengths
+from hf_posenc.patches.seams import CONTEXT, PosencBody
+
+
+class PosencPositionTable(Switch, nn.Embedding):
+    """A position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
+
+    posenc_stock = nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.is_disabled():
+            return super().forward(input)
+        if not vars(self).get("posenc_removed"):
+            strengths: Strengths = vars(self).get("posenc_strengths", FULL)
+            added = super().forward(input)
+            return added if strengths.native == 1 else added * strengths.native
+        return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
+
+
+class TableBody(PosencBody):
+    """Mixin of patched bodies whose embeddings have a table of positions.
+
+    Some tables begin with rows for padding: the first position is then at row `first_row`, and the positions that
+    callers pass are rows, as in transformers.
+    """
+
+    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
+        table, ids = table_of(self), call.get("input_ids")
+        inputs = call.get("inputs_embeds") if ids is None else ids
+        if inputs is not None and "token_type_ids" in self.posenc_arguments and call.get("token_type_ids") is None:
+            # The stock model looks them up by position, in a buffer as long as the table.
+            call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
+        call = super().prepare(call, coords)
+        if counts and CONTEXT in call:
+            assert ids is not None
+            call["position_ids"] = (
+                call["position_ids"].expand(ids.shape).masked_fill(ids == table.padding_idx, table.padding_idx)
+            )
+        return call
+
+    def given_positions(self, call: dict[str, Any]) -> Tensor | None:
+        rows, table = super().given_positions(call), table_of(self)
+        if rows is None or not first_row(table):
+            return rows
+        below = (rows < first_row(table)) & (rows != table.padding_idx)
+        if bool(below.any()):
+            raise PositionError(
+                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first_row(table)}, and "
+                f"{table.padding_idx} is padding. Leave position_ids out, or add {first_row(table)}."
+            )
+        return (rows - first_row(table)).clamp_min(0)
+
+    def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
+        padding, ids = table_of(self).padding_idx, call.get("input_ids")
+        if padding is None or ids is None:
+            return None
+        # Positions count the tokens that are not padding, whatever the mask says.
+        return ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        table = table_of(self)
+        check_reach(table, context.reach, table.num_embeddings - first_row(table))
+        call = super().hand_down(call, context)
+        return call | {"position_ids": call["position_ids"] + first_row(table)}
+
+
+class TableArchitecture(Architecture):
+    """Mixin of architectures with such a table. It enters once, before the first layer: all layers have it, or none."""
+
+    native = "learned table of positions"
+    native_per_layer = False
+    native_fades = True
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        return [table_of(body).weight]
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        return [table_of(body)]
+
+
+def table_of(body: nn.Module) -> nn.Embedding:
+    """Return the table of positions of a body.
+
+    Raises:
+        ArchitectureError: There is none.
+    """
+    table = getattr(getattr(body, "embeddings", None), "position_embeddings", None)
+    if not isinstance(table, nn.Embedding):
+        raise ArchitectureError(
+            f"Cannot patch {type(body).__name__}: found neither a rotary embedding nor a table "
+            "embeddings.position_embeddings. Write an architecture of its own, see CONTRIBUTING.md."
+        )
+    return table
+
+
+def first_row(table: nn.Embedding) -> int:
+    """Return the row of the first position: behind the row of padding, if there is one."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def check_reach(table: Any, reach: int, rows: int) -> None:
+    """Raise if a position is beyond a table of so many positions that is in use.
+
+    Raises:
+        PositionError: It is.
+    """
+    if reach >= rows and not vars(table).get("posenc_removed"):
+        raise PositionError(
+            f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
+            "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+        )

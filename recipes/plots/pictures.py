@@ -1,0 +1,536 @@
+"""The kinds of pictures: some for each family of schemes, and those that schemes declare."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from matplotlib.figure import FigureBase
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from torch import Tensor
+
+from hf_posenc import registry
+from hf_posenc.operands import Positions, Tokens
+from hf_posenc.recipes.plots import panels, style
+from hf_posenc.recipes.plots.probe import added, asked
+from hf_posenc.recipes.plots.subject import Layer, Part
+from hf_posenc.structures import Numbers, Picture
+
+
+@dataclass(frozen=True, eq=False)
+class Kind(ABC):
+    """A kind of picture.
+
+    Attributes:
+        name: Value of `--what`, and the beginning of file names.
+        summary: Content of the picture, in a few words.
+        layers: Number of layers that are drawn unless some are chosen.
+        heads: Number of heads, likewise.
+        per_layer: Whether every layer has a figure of its own.
+    """
+
+    name: str
+    summary: str
+    layers: ClassVar[int] = 12
+    heads: ClassVar[int] = 64
+    per_layer: ClassVar[bool] = False
+
+    @abstractmethod
+    def fits(self, part: Part) -> bool:
+        """Whether there is such a picture of some layers."""
+
+    @abstractmethod
+    def title(self, part: Part) -> str:
+        """Return the title of the picture, behind the name of the scheme."""
+
+    @abstractmethod
+    def size(self, part: Part) -> tuple[float, float]:
+        """Return width and height in inches, the title included."""
+
+    @abstractmethod
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        """Draw the picture into a figure or a part of one, without the title."""
+
+
+def all_kinds() -> dict[str, Kind]:
+    """Return all kinds by name, in the order of a page: what a scheme is, then what it does on a text."""
+    declared = {p.name: p for info in registry.schemes().values() for p in info.cls.pictures}
+    forms = {"channels": Channels, "tokens": Strips, "pairs": Maps}
+    of = {form: [forms[form](p.name, p.summary) for p in declared.values() if p.over == form] for form in forms}
+    every = (BIAS, DECAY, FREQUENCIES, *of["channels"], TABLE, *of["tokens"], *of["pairs"], REMAINDER, ATTENTION)
+    return {kind.name: kind for kind in every}
+
+
+# -- by distance -------------------------------------------------------------------------------------------------------
+
+# Distances are on a logarithmic axis from here on.
+_FAR = 300
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance(Kind):
+    """What positions add to the logit of a mean query and a mean key: lines, or maps over the patches of an image.
+
+    Products are linear in both, so what these two get at a distance is the mean over all pairs of a query and a key.
+
+    Attributes:
+        families: Families of schemes that have such a picture.
+        what: Title of the picture.
+        panels: Returns the layers that are drawn, each with its name.
+    """
+
+    families: tuple[str, ...]
+    what: str
+    panels: Callable[[Part], list[tuple[str, Layer]]]
+
+    def fits(self, part: Part) -> bool:
+        return part.family in self.families
+
+    def title(self, part: Part) -> str:
+        return f"{self.what}, {'around the middle patch' if part.on_grid else 'by distance'}"
+
+    def size(self, part: Part) -> tuple[float, float]:
+        layers = self.panels(part)
+        if part.on_grid:
+            return 1.2 + 1.25 * len(part.heads), 0.6 + 1.35 * len(layers)
+        rows, columns = panels.shape(len(layers) * len(_queries(part)), _columns(layers))
+        return 1.0 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        layers = self.panels(part)
+        if part.on_grid:
+            self._maps(canvas, part, layers)
+            return
+        cells = [(query, *layer) for query in _queries(part) for layer in layers]
+        several, lowest = len(cells) > len(layers), -0.1
+        ahead = "" if part.geometry.causal else "; below 0: ahead"
+        drawn = panels.grid(
+            canvas,
+            len(cells),
+            _columns(layers),
+            x=f"distance to the key (tokens{ahead})",
+            y="logit, below its largest (nats)",
+            share_x=False,
+        )
+        for axes, (query, name, layer) in zip(drawn, cells, strict=True):
+            far = torch.arange(query + 1) if query <= 1024 else style.spread(query)
+            far = far if part.geometry.causal else torch.cat((-far.flip(0)[:-1], far))
+            values = _added(part, layer, query, far)[list(part.heads)]
+            # The same for all keys of a query changes no weight, and may be large.
+            values = values - values.amax(-1, keepdim=True)
+            lowest = min(lowest, float(values.min()))
+            panels.lines(axes, far, values, part.heads, log=int(far.max()) > _FAR, width=1.5)
+            style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
+        lowest = max(lowest, style.FLOOR)
+        drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
+        style.legend_of_heads(drawn[_columns(layers) - 1], part.heads)
+
+    def _maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> None:
+        cells = canvas.subplots(len(layers), len(part.heads), squeeze=False, sharex=True, sharey=True)
+        maps = [_around_the_middle(part, layer)[list(part.heads)] for _, layer in layers]
+        limit = max(float(values.abs().max()) for values in maps) or 1.0
+        for line, (name, _), values in zip(cells, layers, maps, strict=True):
+            rows, columns = values.shape[1:]
+            extent = (
+                *(-(columns // 2) - 0.5, columns - columns // 2 - 0.5),
+                *(rows - rows // 2 - 0.5, -(rows // 2) - 0.5),
+            )
+            for axes, value in zip(line, values, strict=True):
+                image = panels.heat(axes, value, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
+                axes.tick_params(labelsize=7)
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.set_major_locator(MaxNLocator(5, integer=True))
+            line[0].set_ylabel(f"{name}\nrow (patches)", fontsize=8)
+        for top, bottom, head in zip(cells[0], cells[-1], part.heads, strict=True):
+            style.caption(top, f"head {head}")
+            bottom.set_xlabel("column (patches)", fontsize=8)
+        panels.bar(canvas, image, cells, "added to the logit (nats)")
+
+
+def _columns(layers: Sequence[object]) -> int:
+    """Return a number of columns that leaves the last row as full as it can be."""
+    return math.ceil(len(layers) / math.ceil(len(layers) / panels.COLUMNS))
+
+
+def _added(part: Part, layer: Layer, query: int, far: Tensor) -> Tensor:
+    """Return what positions add to the logits of a query at a position, by distance, float64 `[H, N]`."""
+    seen = part.seen(layer)
+    far = far.to(seen.q.device)
+    places = Positions(torch.full((1, 1), query, device=far.device), query - far[None])
+    return added(layer.scheme, seen.tokens, places, seen.q[0].mean(1), seen.k[0].mean(1))[:, 0]
+
+
+def _around_the_middle(part: Part, layer: Layer) -> Tensor:
+    """Return what is added to the logits of the patch in the middle, for each patch, `[H, rows, columns]`."""
+    seen = part.seen(layer)
+    there = seen.tokens.positions
+    assert there.key_coords is not None
+    patches = there.key_coords[0, 1:]  # the class token has no place
+    rows, columns = (int(count) for count in patches.max(dim=0).values + 1)
+    middle = slice(1 + rows // 2 * columns + columns // 2, 2 + rows // 2 * columns + columns // 2)
+    places = Positions(there.query[:, middle], there.key[:, 1:], there.key_coords[:, middle], patches[None])
+    found = added(layer.scheme, seen.tokens, places, seen.q[0].mean(1), seen.k[0].mean(1))
+    return found[:, 0].view(-1, rows, columns)
+
+
+def _queries(part: Part) -> tuple[int, ...]:
+    """Return the positions of queries to draw: those asked for, or the trained length, and others if it matters."""
+    if part.queries:
+        return part.queries
+    near, layer = torch.arange(17), part.layers[0]
+    here, there = (_added(part, layer, query, near) for query in (16, 16 * part.length))
+    if torch.allclose(here, there, rtol=1e-4, atol=1e-4):
+        return (part.length,)
+    return tuple(sorted({min(128, part.length), part.length, 4 * part.length}))
+
+
+BIAS = ByDistance(
+    "bias",
+    "what an additive scheme adds to the logits, by distance, head and layer",
+    ("additive",),
+    "bias on the logits",
+    Part.distinct,
+)
+DECAY = ByDistance(
+    "decay",
+    "what positions add to the logit of a mean query and a mean key, by distance (rotary and content-relative schemes)",
+    ("rotary", "content-relative"),
+    "change of the mean logit",
+    # Queries and keys also differ where layers share a scheme.
+    Part.each,
+)
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------------
+
+# A step in an image, in patches: angles stay below half a turn, so that cosine and sine tell them.
+_STEP = 1 / 16
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+# Slower than this, in turns per token, is standing still.
+_STILL = 1e-9
+
+
+class Frequencies(Kind):
+    """How fast the planes turn: the eigenvalues of what a scheme does to channels at the first position."""
+
+    def fits(self, part: Part) -> bool:
+        return part.family == "rotary"
+
+    def title(self, part: Part) -> str:
+        return f"how far apart {'patches' if part.on_grid else 'tokens'} are for one turn of a plane"
+
+    def size(self, part: Part) -> tuple[float, float]:
+        rows, columns = panels.shape(len(part.distinct(_rates)))
+        return 1.4 + 2.5 * max(columns, 2), 0.5 + 2.4 * rows
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        layers = part.distinct(_rates)
+        y = f"{'patches' if part.on_grid else 'tokens'} per turn"
+        drawn = panels.grid(canvas, len(layers), x="plane, fastest first", y=y)
+        native, still = part.geometry.inv_freq, False
+        for axes, (name, layer) in zip(drawn, layers, strict=True):
+            if native is not None:
+                own = 2 * math.pi / native.double().cpu()[native.cpu() > 0]
+                axes.plot(range(len(own)), own.numpy(), color="0.6", linewidth=4, alpha=0.6, label="native", zorder=0)
+            lines = _lines(part, layer)
+            for index, (label, found) in enumerate(lines.items()):
+                turning = found > 2 * math.pi * _STILL
+                still |= not bool(turning.all())
+                axes.plot(
+                    torch.arange(len(found))[turning].numpy(),
+                    (2 * math.pi / found[turning]).numpy(),
+                    linestyle="none",
+                    marker=_MARKERS[index % len(_MARKERS)],
+                    markersize=4,
+                    alpha=0.8,
+                    color=style.line_styles(max(len(lines), 2))[index][0],
+                    label=label,
+                )
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.thousands(value)))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            if not part.on_grid:
+                axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
+            style.caption(axes, name)
+            style.open_frame(axes)
+        corner = drawn[min(len(drawn), panels.COLUMNS) - 1]
+        if corner.get_legend_handles_labels()[0]:
+            corner.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+        if still:
+            style.caption(drawn[0], f"{layers[0][0]} (planes that stand still are left out)")
+
+
+def _lines(part: Part, layer: Layer) -> dict[str, Tensor]:
+    """Return the frequencies of a layer, by the label of their line."""
+    if part.on_grid:
+        names = ("row to row", "column to column")
+        return {name: _frequencies(layer, axis).mean(0) for axis, name in enumerate(names)}
+    found = _frequencies(layer)
+    if torch.allclose(found, found[:1], rtol=1e-9, atol=0):
+        return {"all heads": found[0]}
+    return {f"kv head {group}": row for group, row in enumerate(found)}
+
+
+def _rates(layer: Layer) -> object:
+    """Return the frequencies of a layer, for comparison."""
+    return tuple(_frequencies(layer).flatten().tolist())
+
+
+def _frequencies(layer: Layer, axis: int | None = None) -> Tensor:
+    """Return the angles by which the planes of each kv head turn from one position to the next, float64 `[G, D / 2]`.
+
+    Args:
+        layer: The layer.
+        axis: Axis of an image along which a step is made; `None` in a text.
+    """
+    scheme, geometry = layer.scheme, layer.scheme.geometry
+    device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))
+    # Rows are channels, each turned by itself.
+    channels = torch.eye(geometry.head_dim, dtype=torch.float64, device=device)
+    ones = torch.ones(1, len(channels), dtype=torch.long, device=device)
+    positions, step = Positions(ones, ones), 1.0
+    if scheme.axes:
+        coords = torch.full((*ones.shape, scheme.axes), _STEP, dtype=torch.float64, device=device)
+        if axis is not None:
+            coords *= torch.arange(scheme.axes, device=device) == axis
+        positions, step = Positions(ones, ones, coords, coords), _STEP
+    q, k = (channels.expand(1, heads, -1, -1) for heads in (geometry.heads, geometry.kv_heads))
+    turned = scheme.project(Tokens(positions=positions, common=layer.common), q, k, k).k[0]
+    # Each plane has two eigenvalues, with angles of opposite sign.
+    angles = torch.linalg.eigvals(turned.cpu()).angle().abs().sort(dim=-1, descending=True).values
+    pairs: Tensor = angles[:, ::2] / step
+    return pairs
+
+
+FREQUENCIES = Frequencies(
+    "frequencies", "how fast the planes of a rotary scheme turn, next to those of the model's own rotation"
+)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+# More rows of a heat map could not be seen.
+_ROWS = 1024
+
+
+class Table(Kind):
+    """What is added to the embeddings, and the likeness of positions by it."""
+
+    def fits(self, part: Part) -> bool:
+        return part.scheme.overrides("embed")
+
+    def title(self, part: Part) -> str:
+        return "table of positions"
+
+    def size(self, part: Part) -> tuple[float, float]:
+        return 9.5, 3.6
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        table = _table(part)
+        left, right = canvas.subplots(1, 2, width_ratios=(1.6, 1))
+        # A few large entries would leave the rest grey.
+        limit = float(table.abs().flatten().quantile(0.995)) if table.numel() < 10**7 else float(table.abs().max())
+        limit = limit or 1.0
+        options = {"aspect": "auto", "origin": "lower", "vmin": -limit, "vmax": limit}
+        image = panels.heat(left, table.T, style.SIGNED, **options)
+        panels.bar(canvas, image, left, "added value", 10, extend="both")
+        unit = torch.nn.functional.normalize(table, dim=-1)
+        image = panels.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
+        panels.bar(canvas, image, right, "cosine", 10)
+        place = "patch (0 is the class token)" if part.geometry.axes > 1 else "position (tokens)"
+        for axes, title, y in (
+            (left, "added to the token embeddings", "channel"),
+            (right, "likeness of positions", place),
+        ):
+            style.caption(axes, title)
+            axes.set_xlabel(place, fontsize=9)
+            axes.set_ylabel(y, fontsize=9)
+
+
+def _table(part: Part) -> Tensor:
+    """Return what is added to the embeddings of the tokens, by position, float64 `[S, E]`."""
+    device = next((parameter.device for parameter in part.scheme.parameters()), torch.device("cpu"))
+    rows = part.scheme.end_of_positions() or part.length
+    rows = min(rows, max(part.queries, default=rows - 1) + 1, _ROWS)
+    positions, coords = torch.arange(rows, device=device)[None], None
+    if part.scheme.axes:
+        places = part.seen(part.layers[0]).tokens.positions
+        positions, coords = places.key, places.key_coords
+    none = torch.zeros(1, positions.shape[1], part.geometry.hidden_size, dtype=torch.float64, device=positions.device)
+    return part.scheme.embed(none, positions, coords)[0].cpu()
+
+
+TABLE = Table("table", "what an absolute scheme adds to the embeddings, and how alike positions are by it")
+
+
+# -- pictures that schemes declare -------------------------------------------------------------------------------------
+
+
+class Declared(Kind):
+    """A kind of picture that schemes declare."""
+
+    def fits(self, part: Part) -> bool:
+        return any(picture.name == self.name for picture in part.scheme.pictures)
+
+    def title(self, part: Part) -> str:
+        return self.picture(part).title
+
+    def picture(self, part: Part) -> Picture:
+        """Return the picture of a scheme that declares one."""
+        return next(picture for picture in part.scheme.pictures if picture.name == self.name)
+
+    def values(self, numbers: Numbers, part: Part, layer: Layer) -> Tensor:
+        """Return numbers of one layer, per head and token `[H, S]`, or per head, query and key `[H, S, S]`."""
+        found = asked(part, layer)
+        values = numbers.of(layer.scheme, found.content, found.q, found.k, found.block)
+        assert values is not None
+        return values[0].cpu()
+
+
+class Channels(Declared):
+    """A matrix for each kv head, side by side, for each different scheme."""
+
+    def fits(self, part: Part) -> bool:
+        return super().fits(part) and self.picture(part).numbers[0].of(part.scheme) is not None
+
+    def size(self, part: Part) -> tuple[float, float]:
+        rows, columns = panels.shape(len(part.distinct()))
+        return 1.4 + 2.5 * max(columns, 2), 0.6 + 2.1 * rows
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        layers, (y, x), (numbers,) = part.distinct(), self.picture(part).axes, self.picture(part).numbers
+        found = [_side_by_side(numbers.of(layer.scheme)) for _, layer in layers]
+        palette, scale = panels.colours(numbers, found)
+        drawn = panels.grid(canvas, len(layers), x=x, y=y)
+        for axes, (name, _), values in zip(drawn, layers, found, strict=True):
+            image = panels.heat(axes, values, palette, scale, aspect="auto")
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+            starts = [0, *(values.isnan().all(0).nonzero()[:, 0] + 1).tolist()]
+            if len(starts) == 1:
+                axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            else:
+                middle = (starts[1] - 2) / 2
+                axes.set_xticks([start + middle for start in starts], range(len(starts)), fontsize=8)
+            style.caption(axes, name)
+        panels.bar(canvas, image, drawn, numbers.label, extend="neither" if numbers.high is None else "max")
+
+
+def _side_by_side(heads: Tensor | None) -> Tensor:
+    """Return matrices `[G, R, C]` in one, with a column of NaN between them."""
+    assert heads is not None
+    gapped = torch.nn.functional.pad(heads.detach().double().cpu(), (0, 1), value=math.nan)
+    return gapped.transpose(0, 1).flatten(1)[:, :-1]
+
+
+class Strips(Declared):
+    """Rows of heads over the tokens of a text, a strip for each layer; and several such columns side by side."""
+
+    def size(self, part: Part) -> tuple[float, float]:
+        strip, columns = 0.3 + 0.11 * min(len(part.heads), 16), len(self.picture(part).numbers)
+        width = columns * max(1.25 * panels.side(part.tokens), 3)
+        return 1.3 + width, 0.9 + panels.TOKEN_LABELS + strip * len(part.layers)
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        columns = self.picture(part).numbers
+        drawn = canvas.subplots(len(part.layers), len(columns), squeeze=False, sharex=True, sharey=True)
+        step = math.ceil(len(part.heads) / 8)
+        for side, numbers in enumerate(columns):
+            found = [self.values(numbers, part, layer)[list(part.heads)] for layer in part.layers]
+            title = numbers.title
+            if found[0].ndim == 3:
+                # In an encoder, gates ahead of the middle count, too.
+                reader, which = (-1, "last") if part.geometry.causal else (found[0].shape[1] // 2, "middle")
+                found, title = [values[:, reader] for values in found], f"{title} at the {which} token"
+            palette, scale = panels.colours(numbers, found)
+            for row, (layer, values) in enumerate(zip(part.layers, found, strict=True)):
+                axes = drawn[row, side]
+                image = panels.heat(axes, values, palette, scale, aspect="auto")
+                style.caption(axes, f"layer {layer.index}" if row else f"{title}, layer {layer.index}")
+                shown = part.heads[::step]
+                axes.set_yticks(range(0, len(part.heads), step), [str(head) for head in shown], fontsize=7)
+                if side == 0:
+                    axes.set_ylabel("head", fontsize=8)
+            style.token_ticks(drawn[-1, side], part.tokens, x=True)
+            drawn[-1, side].set_xlabel("token", fontsize=8)
+            panels.bar(canvas, image, drawn[:, side], numbers.label, fraction=0.04, format="%g")
+
+
+class Maps(Declared):
+    """Queries over keys, a map for each head of one layer, with the tokens at the outer edges."""
+
+    layers, heads, per_layer = 4, 8, True
+    _most: ClassVar[int] = 4
+
+    def title(self, part: Part) -> str:
+        return f"{super().title(part)}, layer {part.layers[0].index}"
+
+    def size(self, part: Part) -> tuple[float, float]:
+        (rows, columns), side = panels.shape(len(part.heads), self._most), panels.side(part.tokens)
+        return 1.9 + columns * (side + 0.15), 0.5 + panels.TOKEN_LABELS + rows * (side + 0.25)
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        (numbers,), tokens = self.picture(part).numbers, part.tokens
+        found = self.values(numbers, part, part.layers[0])[list(part.heads)]
+        if part.geometry.causal:
+            found = found.masked_fill(found.new_ones(found.shape[-2:]).triu(1).bool(), math.nan)
+        palette, scale = panels.colours(numbers, [found])
+        drawn = panels.grid(canvas, len(part.heads), self._most, x="key", y="query", size=8)
+        for place, (axes, head, values) in enumerate(zip(drawn, part.heads, found, strict=True)):
+            image = panels.heat(axes, values, palette, scale)
+            style.caption(axes, f"head {head}")
+            style.open_frame(axes)
+            # Panels share their axes: labels of the outer ones are those of all.
+            columns = min(len(drawn), self._most)
+            style.token_ticks(axes, tokens, x=place + columns >= len(drawn), y=place % columns == 0)
+        panels.bar(canvas, image, drawn, numbers.label, fraction=0.04, format="%g")
+
+
+class OfWeights(Declared):
+    """A picture of the attention weights, which need no declaration; its numbers get the weights `[H, S, S]`."""
+
+    own: ClassVar[Picture]
+
+    def picture(self, part: Part) -> Picture:
+        return self.own
+
+    def values(self, numbers: Numbers, part: Part, layer: Layer) -> Tensor:
+        values = numbers.of(part.seen(layer).weights)
+        assert values is not None
+        return values.cpu()
+
+
+class Remainder(OfWeights, Strips):
+    """The share that the weights of a query leave over."""
+
+    own = Picture(
+        "remainder",
+        "the share that weights leave over, where they do not sum to 1",
+        "what each query leaves over",
+        "tokens",
+        (Numbers(lambda weights: 1 - weights.sum(-1), "share that is left", "share left over"),),
+    )
+
+    def fits(self, part: Part) -> bool:
+        return not part.scheme.weights_sum_to_one()
+
+
+class Attention(OfWeights, Maps):
+    """The weights themselves, on one scale for all pictures, so that they can be compared."""
+
+    own = Picture(
+        "attention",
+        "attention weights of each head over a text, with its tokens",
+        "attention weights",
+        "pairs",
+        (Numbers(lambda weights: weights, "weight (log scale)", log=True),),
+    )
+
+    def fits(self, part: Part) -> bool:
+        return True
+
+
+REMAINDER, ATTENTION = (kind(kind.own.name, kind.own.summary) for kind in (Remainder, Attention))

@@ -1,0 +1,219 @@
+"""Parts for any `Trainer`: callbacks that bring a scheme in gradually, and optimizer groups for its new weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_posenc import registry
+from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.patches.strength import drop_native, set_strength
+from hf_posenc.patches.surgery import OWN, SHARED, is_patched
+from hf_posenc.schemes.families.rotary import Annealed
+
+
+def patched_inside(model: nn.Module) -> PreTrainedModel:
+    """Return the patched model inside wrappers such as PEFT, DDP or a compiler.
+
+    Raises:
+        NotPatchedError: No module is a patched model.
+    """
+    for module in model.modules():
+        if is_patched(module) and isinstance(module, PreTrainedModel):
+            return module
+    raise NotPatchedError(f"There is no patched model in the {type(model).__name__}. Call hf_posenc.patch first.")
+
+
+class _Gradual(TrainerCallback):
+    """Callback that sets the progress of a model at each step; it depends only on the step, so runs can be resumed."""
+
+    def set_progress(self, model: nn.Module, state: Any) -> None:
+        raise NotImplementedError
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the progress of the first step; raise for `load_best_model_at_end`, or if there is nothing to set."""
+        # It would combine weights of an earlier step with the last progress.
+        if getattr(args, "load_best_model_at_end", False):
+            raise OptionError(
+                f"{type(self).__name__} with load_best_model_at_end=True: Trainer would restore the weights of an "
+                "earlier step, but not what the model computed with them then. Leave it out, and load the best "
+                "checkpoint from its directory."
+            )
+        self.set_progress(model, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the progress of the step."""
+        self.set_progress(model, state)
+
+
+class Handover(_Gradual):
+    """Lower the strength of the native encoding from 1 to 0 and raise the scheme's from 0 to 1, linearly.
+
+    The strengths are saved with the model, so a checkpoint computes what the model computed. At the end of training the
+    native encoding, now without effect, is removed.
+
+    Args:
+        share: Share of the steps for the handover, above 0 and at most 1; the rest trains the scheme alone.
+        start: Share of the steps before the handover.
+
+    Raises:
+        OptionError: A share is out of range.
+    """
+
+    def __init__(self, share: float = 0.3, *, start: float = 0.0) -> None:
+        # The tolerance is for rounding: 1 - 0.8 is less than 0.2.
+        if not 0 < share <= 1 or not 0 <= start <= 1 - share + 1e-9:
+            raise OptionError(
+                f"Handover(share={share!r}, start={start!r}): expected 0 < share <= 1 and 0 <= start <= 1 - share."
+            )
+        self.share, self.start = share, start
+
+    def progress(self, step: int, steps: int) -> float:
+        """Return the strength of the scheme at a step, from 0 to 1."""
+        # Without rounding, some handovers would end just below 1.
+        return min(1.0, max(0.0, round((step / max(1, steps) - self.start) / self.share, 9)))
+
+    def set_progress(self, model: nn.Module, state: Any) -> None:
+        gone = self.progress(state.global_step, state.max_steps)
+        set_strength(patched_inside(model), native=1 - gone, scheme=gone)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Remove the native encoding if the handover is complete."""
+        if self.progress(state.global_step, state.max_steps) == 1:
+            drop_native(patched_inside(model))
+
+
+class Annealing(_Gradual):
+    """Raise the `progress` of schemes with the option `anneal=True` linearly from 0 to 1; it is saved with the model.
+
+    Args:
+        share: Share of the steps it takes, above 0 and at most 1; the rest trains the full scheme.
+
+    Raises:
+        OptionError: The share is out of range, or (when training begins) no scheme has `anneal=True`.
+    """
+
+    def __init__(self, share: float = 0.3) -> None:
+        if not 0 < share <= 1:
+            raise OptionError(f"Annealing(share={share!r}): expected 0 < share <= 1.")
+        self.share = share
+
+    def set_progress(self, model: nn.Module, state: Any) -> None:
+        annealed = annealed_inside(model)
+        if not annealed:
+            known = [name for name, info in registry.schemes().items() if "anneal" in info.option_defaults()]
+            raise OptionError(
+                "Annealing: no scheme of the model has anything to bring in. Patch with a scheme that has the option "
+                f"anneal, and anneal=True: {' or '.join(known)}."
+            )
+        for scheme in annealed:
+            scheme.anneal_to(min(1.0, state.global_step / max(1, state.max_steps) / self.share))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the progress after the last step."""
+        self.set_progress(model, state)
+
+
+def annealed_inside(model: nn.Module) -> list[Annealed]:
+    """Return the schemes of a patched model that are annealed."""
+    found = (module for module in patched_inside(model).modules() if isinstance(module, Annealed))
+    return [scheme for scheme in found if scheme.anneal]
+
+
+class NewParametersFirst(TrainerCallback):
+    """Callback that trains only the schemes' weights for the first share of the steps.
+
+    The gradients of the model's own weights are computed and dropped, since DDP does not allow `requires_grad` to
+    change, and optimizers skip weights without gradients. Gradient clipping sees them as zero (except under FSDP).
+
+    `Trainer` does not tell its callbacks about errors or interrupts, after which the model's own weights would keep
+    zero gradients. Use the callback as a context manager to avoid this:
+    `with NewParametersFirst(...) as first: Trainer(..., callbacks=[first]).train()`.
+
+    Args:
+        share: Share of the steps, from 0 to 1.
+
+    Raises:
+        OptionError: The share is out of range, or (when training begins) no scheme has weights to train.
+    """
+
+    def __init__(self, share: float = 0.1) -> None:
+        if not 0 <= share <= 1:
+            raise OptionError(f"NewParametersFirst(share={share!r}): expected a number from 0 to 1.")
+        self.share = share
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> NewParametersFirst:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin the first stage; raise if it would train nothing."""
+        self._end()
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        own = [parameter for name, parameter in trained if not is_scheme_parameter(name)]
+        if self.share and len(own) == len(trained):
+            raise OptionError(
+                f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to "
+                "train, so the first stage would train nothing. Leave the callback out, or patch with a scheme that "
+                "learns."
+            )
+        self._hooks = [parameter.register_hook(torch.zeros_like) for parameter in own]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the first stage once its share is over."""
+        if not self._first(state):
+            self._end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the first stage if it lasted the whole training."""
+        self._end()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Drop the gradients of the model's own weights in the first stage."""
+        if self._first(state):
+            for name, parameter in model.named_parameters():
+                if not is_scheme_parameter(name):
+                    parameter.grad = None
+
+    def _first(self, state: Any) -> bool:
+        # Division, as in `Handover`, since 0.55 * 100 is more than 55.
+        return bool(state.global_step / max(1, state.max_steps) < self.share)
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def parameter_groups(
+    model: nn.Module, *, scheme_learning_rate: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: the scheme's weights, the model's matrices, and its vectors.
+
+    Args:
+        model: Converted or stock model.
+        scheme_learning_rate: Learning rate of the scheme's weights; the others take the optimizer's.
+        weight_decay: Weight decay of the model's matrices. The scheme's weights get none, since their size has a
+            meaning.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    new = [p for name, p in trained if is_scheme_parameter(name)]
+    own = [p for name, p in trained if not is_scheme_parameter(name)]
+    groups = [
+        {"params": new, "lr": scheme_learning_rate, "weight_decay": 0.0},
+        {"params": [p for p in own if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def is_scheme_parameter(name: str) -> bool:
+    """Whether a parameter belongs to a positional scheme, by its name."""
+    return not {OWN, SHARED}.isdisjoint(name.split("."))

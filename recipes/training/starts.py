@@ -1,0 +1,80 @@
+"""Parts that all fits of a start share: windows of text, restoring of weights, and the verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import NotPatchedError, ShapeError
+from hf_posenc.patches.surgery import is_patched
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(caller: str, model: PreTrainedModel) -> None:
+    """Raise `NotPatchedError` unless a model is patched."""
+    if not is_patched(model):
+        raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+
+
+def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: int) -> None:
+    """Raise `ShapeError` unless `ids` are windows `[N, S]`, S >= `least`, of tokens in the model's vocabulary."""
+    expected = f"expected [windows, tokens], integers, at least 1 of at least {least}"
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        got = f"is of dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is of type {type(ids).__name__}"
+        raise ShapeError(f"{caller}: ids {got}; {expected}.")
+    if ids.dim() != 2 or ids.shape[1] < least or not len(ids):
+        raise ShapeError(f"{caller}: ids has the shape {list(ids.shape)}; {expected}.")
+    known = model.get_input_embeddings().weight.shape[0]
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= known:
+        raise ShapeError(
+            f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the "
+            "model. Tokenise the text with its own tokenizer."
+        )
+
+
+def held_out(windows: int, *, most: int) -> int:
+    """Return how many windows at the end judge a fit: a quarter, at most `most`; 0 of a single window."""
+    return min(most, math.ceil(windows / 4)) if windows > 1 else 0
+
+
+def verdict(fitted: str, measure: str, before: float, after: float) -> tuple[bool, str]:
+    """Judge a fit: whether it lowered a measure on held-out text, and the sentence that says so.
+
+    A start that is not accepted is also logged, since the caller gets its model back as it was.
+    """
+    # A measure that is no number is no improvement.
+    accepted = after < before
+    change = f"the {measure} on held-out text went from {before:.4g} to {after:.4g}"
+    if accepted:
+        return True, f"{fitted}: the start is fitted; {change}."
+    sentence = f"{fitted}: the start was not changed, since fitting did not improve it: {change}."
+    logger.warning("%s", sentence)
+    return False, sentence
+
+
+@contextlib.contextmanager
+def kept(weights: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Yield a function that restores the weights bit for bit, which an error does too; leave no gradients on them."""
+    values = [weight.detach().clone() for weight in weights]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for weight, value in zip(weights, values, strict=True):
+                weight.copy_(value)
+
+    try:
+        yield put_back
+    except BaseException:
+        put_back()
+        raise
+    finally:
+        for weight in weights:
+            weight.grad = None
