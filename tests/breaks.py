@@ -171,10 +171,10 @@ BREAKS = [
     Break("packed documents learn the first token of the next", "data",
         "for label in (-100, *ids[1:])]",
         "for label in ids]"),
-    Break("the interval of a mean is that of one sample", "measurements evaluating evaluation",
+    Break("the interval of a mean is that of one sample", "measurements evaluation",
         "half = _student(count - 1) * float(values.std()) / math.sqrt(count)",
         "half = _student(count - 1) * float(values.std())"),
-    Break("needles stand at the other end of the text", "evaluating",
+    Break("needles stand at the other end of the text", "evaluation",
         "place = round(depth * room)",
         "place = round((1 - depth) * room)"),
 ]

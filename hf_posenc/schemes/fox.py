@@ -21,7 +21,7 @@ _SUMS = "log_forget_sums"
 _CONTEXT = 2048
 
 
-@register_scheme("fox", paper="2503.02130", family="contextual")
+@register_scheme("fox", paper="2503.02130", family="contextual", usual=True)
 class FoX(Scheme):
     """A gate per head and token for the share of the past that is kept (Forgetting Transformer, Lin et al. 2025).
 

@@ -9,7 +9,7 @@ from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Portrait, Rotation
 
 
-@register_scheme("rope", paper="2104.09864", family="rotary")
+@register_scheme("rope", paper="2104.09864", family="rotary", usual=True)
 class RoPE(RotaryScheme):
     """Rotate channel pairs of queries and keys by angles proportional to their positions (Su et al. 2021).
 

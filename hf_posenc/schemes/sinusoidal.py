@@ -13,7 +13,7 @@ from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Nothing, PositionTable
 
 
-@register_scheme("sinusoidal", paper="1706.03762", family="absolute")
+@register_scheme("sinusoidal", paper="1706.03762", family="absolute", usual=True)
 class Sinusoidal(Scheme):
     """Sines and cosines of the position, added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
