@@ -182,15 +182,7 @@ def make(info: SchemeInfo, geometry: Geometry, options: Mapping[str, Any]) -> Sc
 
 
 class _Making(TorchFunctionMode):
-    """A mode that makes all tensors of a scheme in float32, for any default dtype, and limits their size.
-
-    Args:
-        name: Name of the scheme.
-        options: Options of the scheme, for the message.
-
-    Raises:
-        OptionError: A tensor is too large; it is not allocated.
-    """
+    """A mode that makes all tensors of a scheme in float32, for any default dtype, and allocates no huge one."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__()

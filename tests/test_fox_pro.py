@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, LlamaModel
 
 import hf_posenc
-from hf_posenc import CacheError, Geometry, build
+from hf_posenc import Geometry, build
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}
@@ -85,10 +84,6 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
-def chunks(found: set[int], length: int = LENGTH) -> list[tuple[int, int]]:
-    return list(itertools.pairwise([0, *sorted(found), length]))
-
-
 @both
 @given(
     real=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=4),
@@ -138,65 +133,6 @@ def test_what_was_taken_back_was_never_there(scheme: str, held: int, removed: An
     cache.crop(-again)
     got = run(scheme, hidden[:, left + more - again : left + more], cache) if again else want[:, :0]
     same(got, want[:, left + more - again :])
-
-
-@both
-@given(found=st.integers(1, LENGTH - 1), beams=st.lists(st.integers(0, 2), min_size=3, max_size=3))
-@few_examples
-def test_rows_of_a_cache_move_with_all_they_hold(scheme: str, found: int, beams: list[int]) -> None:
-    model, hidden = model_of(scheme), inputs(3)
-    want = run(scheme, hidden)[:, found:]
-
-    def filled(kind: str, rows: int = 3) -> Cache:
-        cache = new_cache(model, kind)
-        run(scheme, hidden[:rows, :found], cache)
-        return cache
-
-    order = torch.tensor(beams)
-    for kind in ("dynamic", "static"):
-        cache = filled(kind)
-        cache.reorder_cache(order)
-        same(run(scheme, hidden[order, found:], cache), want[order])
-    cache = filled("dynamic")
-    cache.batch_select_indices(order[:2])
-    same(run(scheme, hidden[order[:2], found:], cache), want[order[:2]])
-    cache = filled("dynamic", 2)
-    cache.batch_repeat_interleave(2)
-    rows = torch.tensor([0, 0, 1, 1])
-    same(run(scheme, hidden[rows, found:], cache), want[rows])
-    cache = filled("static")
-    cache.reset()
-    same(run(scheme, hidden[:, found:], cache), run(scheme, hidden[:, found:]))
-
-
-def everything(cache: Cache) -> list[Tensor]:
-    return [
-        tensor.clone()
-        for held in cache.layers
-        for tensor in (held.keys, held.values, *held.token_state.values(), *held.recent_state.values())
-    ]
-
-
-@pytest.mark.parametrize("removed", [HISTORY, HISTORY + 1, 11])
-def test_a_crop_beyond_what_is_remembered_is_refused_before_anything_changes(removed: int) -> None:
-    model, hidden = model_of("fox_pro"), inputs()
-    cache = new_cache(model, "dynamic")
-    run("fox_pro", hidden[:, :12], cache)
-    before = everything(cache)
-    with pytest.raises(
-        CacheError, match=f"Cannot take {removed} tokens back from a cache that .* the last {HISTORY} only"
-    ):
-        cache.crop(-removed)
-    assert all(torch.equal(a, b) for a, b in zip(everything(cache), before, strict=True))
-    same(run("fox_pro", hidden[:, 12:], cache), run("fox_pro", hidden)[:, 12:])
-
-
-def test_plain_fox_can_go_back_as_far_as_you_like() -> None:
-    hidden, cache = inputs(), new_cache(model_of("fox"), "dynamic")
-    run("fox", hidden[:, :12], cache)
-    cache.crop(-11)
-    same(run("fox", hidden[:, 1:], cache), run("fox", hidden)[:, 1:])
-    assert not any(held.recent_state for held in cache.layers)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -200,9 +200,7 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.cli.evaluate": {"llama"},
     "hf_posenc.cli.plot": {"llama"},
     "hf_posenc.recipes.loading": {"llama"},
-    "hf_posenc.recipes.demo": {"fire_s", "llama"},
     # Hints.
-    "hf_posenc.patches.family": {"gpt2"},
     "hf_posenc.patches.export.restating": {"llama"},
     "hf_posenc.recipes.training.fit_bias": {"kerple"},
     # Choices for a user, and pictures.
@@ -233,6 +231,7 @@ def test_schemes_and_architectures_are_named_in_their_own_files_only() -> None:
         named = (names & _words(path)) - {path.stem}
         allowed = NAMED.get(module, set())
         assert named <= allowed, f"{module} names {', '.join(sorted(named - allowed))}"
+        assert named == allowed, f"{module} names {', '.join(sorted(allowed - named))} no longer: shrink NAMED"
     assert set(NAMED) <= set(_sources())
 
 
