@@ -161,7 +161,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def random_scheme(options: dict[str, Any], *, causal: bool = True, scale: float | None = None) -> Scheme:
+def random_scheme(options: dict[str, Any], *, causal: bool = True, scale: float = 0.3) -> Scheme:
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 7}
     scheme = build("cope", Geometry(**shape, causal=causal, scale=scale), **options).double()

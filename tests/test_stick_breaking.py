@@ -193,7 +193,8 @@ variants = pytest.mark.parametrize("options", VARIANTS, ids=str)
 
 def random_scheme(options: dict[str, Any], **shape: Any) -> Scheme:
     torch.manual_seed(0)
-    geometry = Geometry(**{"heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 16, "max_positions": 81, **shape})
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 16, "max_positions": 81, "scale": 0.3}
+    geometry = Geometry(**{**sizes, **shape})
     scheme = build("stick_breaking", geometry, **options).double()
     with torch.no_grad():
         for parameter in scheme.parameters():
