@@ -398,7 +398,7 @@ def _layout(attention: type, cos_sin: tuple[Tensor, Tensor], inv_freq: Tensor, s
 def _refuse(attention: type, why: str) -> NoReturn:
     raise ArchitectureError(
         f"Cannot patch {attention.__name__}: it {why}, so it is no family that can be read from its code. Write its "
-        "architecture by hand, as in hf_posenc/patches/gpt2.py."
+        "architecture by hand, see docs/own_architecture.md."
     )
 
 

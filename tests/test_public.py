@@ -203,10 +203,6 @@ NAMED: dict[str, set[str]] = {
     # Hints.
     "hf_posenc.patches.export.restating": {"llama"},
     "hf_posenc.recipes.training.fit_bias": {"kerple"},
-    # Choices for a user, and pictures.
-    "hf_posenc.recipes.comparison.contestants": {
-        "alibi", "cope", "disentangled", "fox", "gpt2", "kerple", "llama", "sinusoidal",
-    },
 }  # fmt: skip
 
 
