@@ -651,15 +651,6 @@ def test_narrow_integer_positions(dtype: torch.dtype) -> None:
     assert torch.equal(layer(scheme, inputs, narrow, None)["output"], want)
 
 
-def test_a_scheme_is_called_as_a_module() -> None:
-    scheme, scenario, seen = make("kerple"), offset(torch.float32), []
-    scheme.register_forward_hook(lambda module, args, output: seen.append(output))
-    inputs = random_inputs(scheme, scenario, torch.float32)
-    got = scheme(layer, inputs, scenario, "dense")
-    assert seen == [got]
-    assert torch.equal(got["output"], layer(scheme, inputs, scenario, "dense")["output"])
-
-
 # -- properties --------------------------------------------------------------------------------------------------------
 
 few_examples = settings(max_examples=3, deadline=None, derandomize=True)
@@ -700,31 +691,6 @@ def test_a_shift_of_all_positions_changes_nothing(
         before, after = (layer(scheme, inputs, place, None)["output"] for place in (here, there))
     # The angles of a rotation at position 5,700 are rounded in the thirteenth digit.
     torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
-
-
-@given(order=st.permutations(range(9)), seed=st.integers(0, 99))
-@few_examples
-def test_nope_does_not_see_order(order: list[int], seed: int) -> None:
-    scheme = make("nope", "bidirectional").double()
-    scenario = Scenario(9, torch.arange(9)[None])
-    inputs = random_inputs(scheme, scenario, torch.float64, seed)
-    for executor in executors(scheme):
-        output = layer(scheme, inputs, scenario, executor)["output"]
-        permuted = layer(scheme, inputs[:, order], scenario, executor)["output"]
-        torch.testing.assert_close(permuted, output[:, :, order], rtol=0, atol=1e-12)
-
-
-ordered = [(name, way) for name, info in schemes().items() for way in info.directions if name != "nope"]
-
-
-@pytest.mark.parametrize(("name", "direction"), ordered)
-def test_every_other_scheme_sees_order(name: str, direction: str) -> None:
-    scheme = make(name, direction, VARIANTS.get(name, [{}])[0]).double()
-    scenario = Scenario(1, torch.arange(9)[None])
-    inputs = random_inputs(scheme, scenario, torch.float64)
-    order = [3, 1, 0, 2, 7, 4, 6, 5, 8]
-    output, permuted = (layer(scheme, x, scenario, None)["output"] for x in (inputs, inputs[:, order]))
-    assert (permuted - output).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("scenario", [square, left_padding, rows_differ], ids=lambda scenario: scenario.__name__)
@@ -844,47 +810,6 @@ def test_autocast_does_not_touch_positions(name: str, direction: str, options: d
             got = everything()
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
-
-
-CASTS = {
-    "to_bfloat16": lambda module: module.to(torch.bfloat16),
-    "half": lambda module: module.half(),
-    "bfloat16": lambda module: module.bfloat16(),
-    "type": lambda module: module.type(torch.float16),
-}
-
-
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("name", ["fire", "disentangled", "tape"])
-def test_parameters_stay_float32_when_the_model_is_cast(name: str, cast: str) -> None:
-    scheme = make(name)
-    before = {key: value.clone() for key, value in scheme.state_dict().items()}
-    model = torch.nn.ModuleDict({"attention": torch.nn.Linear(2, 2), "posenc": scheme})
-    CASTS[cast](model)
-    assert model["attention"].weight.dtype.itemsize == 2
-    after = scheme.state_dict()
-    assert after.keys() == before.keys()
-    for key, value in after.items():
-        assert value.dtype == torch.float32, key
-        assert torch.equal(value, before[key]), key
-
-
-@every_variant
-def test_parameters_can_be_sharded_saved_and_loaded(name: str, direction: str, options: dict) -> None:
-    scheme = make(name, direction, options)
-    for key, value in itertools.chain(scheme.named_parameters(), scheme.named_buffers()):
-        assert value.ndim >= 1, f"{key} has no dimension: FSDP refuses it"
-        assert value.dtype == torch.float32, key
-    kept = set(scheme.state_dict())
-    assert {key for key, _ in scheme.named_buffers()} <= kept, "a buffer that checkpoints lack"
-    # All that the scheme is: its options and its state dict.
-    again = build(name, scheme.geometry, **scheme.options())
-    assert again.options() == scheme.options()
-    again.load_state_dict(scheme.state_dict())
-    scenario = rows_differ(torch.float32)
-    inputs = random_inputs(scheme, scenario, torch.float32)
-    want = layer(scheme, inputs, scenario, None)["output"]
-    assert torch.equal(layer(again, inputs, scenario, None)["output"], want)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

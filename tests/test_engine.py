@@ -18,9 +18,8 @@ from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import fused, kernel
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
-from hf_posenc.operands import Block, Tokens
+from hf_posenc.operands import Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
-from hf_posenc.structures import RelativeProducts, Vectors
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 FORMS = {
@@ -50,6 +49,19 @@ FAST = [
     for executor in executors(make(name, causal=direction == "causal"))
     if executor in ("fused", "locality")
 ]
+# Vectors per distance that end near, far, not at all, or on one side only.
+PRODUCTS = [
+    ("transformer_xl", {}),
+    ("transformer_xl", {"clamp_len": 40}),
+    ("transformer_xl", {"untie": True, "clamp_len": 128}),
+    ("disentangled", {"max_distance": 1}),
+    ("disentangled", {"max_distance": 40}),
+    ("disentangled", {"max_distance": 170, "buckets": 16}),
+    ("disentangled", {"max_distance": 64, "p2c": False}),
+    ("disentangled", {"max_distance": 65, "c2p": False}),
+]
+
+
 # One scheme for each form of a bias, and for each kind of locality.
 FORM_OF_EACH = [
     ("kerple", "fused"), ("fire", "fused"), ("fox", "fused"), ("disentangled", "fused"), ("cope", "locality"),
@@ -312,26 +324,27 @@ def test_autocast_beside_operands_in_float32(name: str) -> None:
     compare(got, want, tolerance=0.1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    case=st.sampled_from(FAST),
-    length=st.integers(33, 150),
-    queries=st.integers(1, 150),
-    padding=st.integers(0, 40),
+    case=st.sampled_from(
+        [*((*case, {}) for case in FAST), *((n, "causal", "fused", options) for n, options in PRODUCTS)]
+    ),
+    length=st.integers(33, 420),
+    queries=st.integers(1, 420),
+    padding=st.integers(0, 90),
     groups=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 9),
+    start=st.integers(0, 300),
 )
 def test_equals_the_reference_for_any_shape(
-    case: tuple[str, str, str], length: int, queries: int, padding: int, groups: int, seed: int
+    case: tuple[str, str, str, dict], length: int, queries: int, padding: int, groups: int, start: int
 ) -> None:
-    name, direction, executor = case
-    scheme = make(name, causal=direction == "causal", kv_heads=groups).double()
-    mask = None
-    places = torch.arange(length)[None] + seed
-    if padding and padding < length:
+    name, direction, executor, options = case
+    mask, places = None, torch.arange(length)[None] + start
+    if 0 < padding < length:
         mask = torch.ones(2, length, dtype=torch.bool)
         mask[1, :padding] = False
-        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        places = (mask.cumsum(-1) - 1).clamp_min(0) + start
+    scheme = make(name, causal=direction == "causal", kv_heads=groups, **options).double()
     check(scheme, executor, places, mask, queries=min(queries, length))
 
 
@@ -746,17 +759,6 @@ def test_no_tensor_grows_with_the_square(name: str, executor: str, layout) -> No
 
 # -- products with one vector per distance -----------------------------------------------------------------------------
 
-PRODUCTS = [
-    ("transformer_xl", {}),
-    ("transformer_xl", {"clamp_len": 40}),
-    ("transformer_xl", {"untie": True, "clamp_len": 128}),
-    ("disentangled", {"max_distance": 1}),
-    ("disentangled", {"max_distance": 40}),
-    ("disentangled", {"max_distance": 170, "buckets": 16}),
-    ("disentangled", {"max_distance": 64, "p2c": False}),
-    ("disentangled", {"max_distance": 65, "c2p": False}),
-]
-
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[ProductsBias]:
@@ -778,23 +780,6 @@ def test_products_equal_the_reference(name: str, options: dict, layout, groups: 
     # Three blocks, the last of which is not full.
     check(make(name, kv_heads=groups, **options).double(), "fused", *layout(301))
     assert len(used) == 1
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    case=st.sampled_from(PRODUCTS),
-    length=st.integers(16, 420),
-    queries=st.integers(16, 420),
-    padding=st.integers(0, 90),
-    start=st.integers(0, 300),
-)
-def test_products_behind_a_cache(case: tuple, length: int, queries: int, padding: int, start: int) -> None:
-    mask, places = None, torch.arange(length)[None] + start
-    if 0 < padding < length:
-        mask = torch.ones(2, length, dtype=torch.bool)
-        mask[1, :padding] = False
-        places = (mask.cumsum(-1) - 1).clamp_min(0) + start
-    check(make(case[0], **case[1]).double(), "fused", places, mask, queries=min(queries, length))
 
 
 @pytest.mark.parametrize("max_distance", [1, 2, 3])
@@ -828,44 +813,6 @@ def test_products_in_a_model_that_keeps_its_rotation(
     assert found[0].keys() == found[1].keys()
     for key, want in found[0].items():
         torch.testing.assert_close(found[1][key], want, rtol=0, atol=2e-4 * max(1e-3, float(want.abs().max())), msg=key)
-
-
-class EveryProduct(Scheme):
-    """All that the structure has, which no scheme of the registry does."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__(geometry)
-        shape = (geometry.heads, 30, geometry.head_dim)
-        self.of_queries, self.of_keys = (torch.nn.Parameter(torch.randn(shape[0] // n, *shape[1:])) for n in (2, 1))
-        self.offset, self.always = (torch.nn.Parameter(torch.randn(shape[0], shape[2])) for _ in range(2))
-
-    def reset_parameters(self) -> None:
-        pass
-
-    def added(self) -> RelativeProducts:
-        tables = Vectors(self.of_queries, self.of_keys, self.offset, self.always)
-        return RelativeProducts(self._bias, lambda _: tables)
-
-    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        return logits + self._bias(block, logits, q, k)
-
-    def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        index = 29 - block.distance().clamp(0, 29)
-        scale, shared = self.geometry.scale, self.geometry.heads // self.geometry.kv_heads
-        k = k.repeat_interleave(shared, dim=1)
-        by_query = self.of_queries.repeat_interleave(2, dim=0)[:, index]  # [H, B, q, K, D]
-        found = torch.einsum("bhqd,hbqkd->bhqk", q + self.offset[:, None], by_query.expand(-1, len(q), -1, -1, -1))
-        by_key = (self.of_keys[:, index] + self.always[:, None, None, None]).expand(-1, len(q), -1, -1, -1)
-        return scale * (found + torch.einsum("bhkd,hbqkd->bhqk", k, by_key))
-
-
-@pytest.mark.parametrize("layout", [plain, left_padded], ids=lambda f: f.__name__)
-def test_all_vectors_together(layout, used: list) -> None:
-    torch.manual_seed(0)
-    scheme = EveryProduct(Geometry(heads=4, kv_heads=2, head_dim=6, hidden_size=11)).double()
-    places, mask = layout(170)
-    check(scheme, "fused", places, mask)
-    assert len(used) == 1
 
 
 def test_what_is_far_passes_no_products(used: list) -> None:

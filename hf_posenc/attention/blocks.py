@@ -43,9 +43,6 @@ class Blocks(Executor):
     def __init__(self, rows: int | None = None) -> None:
         self.rows = rows
 
-    def knows(self, scheme: Scheme, device: torch.device) -> bool:
-        return True
-
     def pays(self, call: Call) -> bool:
         return len(call.q) * call.q.shape[1] * call.queries * call.keys > _DENSE_LOGITS
 

@@ -10,7 +10,6 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.executor import Executor
 from hf_posenc.operands import Block
 from hf_posenc.ops.linear import grouped_matmul
-from hf_posenc.scheme import Scheme
 
 
 class Dense(Executor):
@@ -18,9 +17,6 @@ class Dense(Executor):
 
     name = "dense"
     gives_weights = learns_masks = reshapes = windows = True
-
-    def knows(self, scheme: Scheme, device: torch.device) -> bool:
-        return True
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""

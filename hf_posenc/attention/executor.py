@@ -35,12 +35,12 @@ class Executor(ABC):
     windows: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
 
-    @abstractmethod
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         """Whether the scheme has the structure that the executor needs, on this kind of device."""
+        return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor is right for this call, fast or not."""
+        """Whether the executor is right for this call of a scheme that it knows, fast or not."""
         return True
 
     def pays(self, call: Call) -> bool:
@@ -56,7 +56,8 @@ class Executor(ABC):
     def fits(self, call: Call) -> bool:
         """Whether the executor is right for this call, whatever acts on its logits."""
         windowed = call.mask.window is not None
-        return (self.windows or not windowed) and (self.reshapes or not call.reshaped) and self.computes(call)
+        able = (self.windows or not windowed) and (self.reshapes or not call.reshaped)
+        return able and self.knows(call.scheme, call.device) and self.computes(call)
 
     def form(self, call: Call) -> str | None:
         """Return the form in which positions enter, where the executor has several."""

@@ -30,10 +30,8 @@ class Sdpa(Executor):
     def computes(self, call: Call) -> bool:
         if call.native_score is not None:
             return False
-        if not touches_the_matrix(call.scheme):
-            return True
-        folded = call.scheme.folded()
-        return folded is not None and _folds(folded, call)
+        folded = call.scheme.folded() if touches_the_matrix(call.scheme) else None
+        return folded is None or _folds(folded, call)
 
     def run(self, call: Call) -> tuple[Tensor, None]:
         q, k, v = call.q, call.k, call.v

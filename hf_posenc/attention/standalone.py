@@ -70,12 +70,12 @@ def attend(
         raise OptionError(f"attend: expected a scheme made by hf_posenc.build as first argument, got {scheme!r}.")
     geometry = scheme.geometry
     given = {"q": q, "k": k, "v": v, "query_positions": query_positions, "key_positions": key_positions}
-    for name, tensor in given.items():
-        _check_tensor(name, tensor, optional=False)
-    may_be_given = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
-    for name, operand in may_be_given.items():
-        _check_tensor(name, operand, optional=True)
-    _check_shapes(scheme, q, k, v, query_positions, key_positions, hidden)
+    optional = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
+    for name, tensor in {**given, **optional}.items():
+        if not isinstance(tensor, Tensor) and not (name in optional and tensor is None):
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+            raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' * (name in optional)}.")
+    _check_shapes(scheme, given, hidden)
     if executor is not None and executor not in executors(scheme, q.device):
         available = ", ".join(executors(scheme, q.device))
         raise OptionError(f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {available}.")
@@ -159,37 +159,22 @@ def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind
         raise PositionError(f"Got {kind}_coords that are not finite; expected a number for each axis of each token.")
 
 
-def _check_tensor(name: str, given: object, *, optional: bool) -> None:
-    if not isinstance(given, Tensor) and not (optional and given is None):
-        kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
-        raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' if optional else ''}.")
-
-
-def _check_shapes(
-    scheme: Scheme,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    hidden: Tensor | None,
-) -> None:
+def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | None) -> None:
     geometry = scheme.geometry
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [batch, heads, length, head_dim].")
-        if not tensor.is_floating_point():
-            raise ShapeError(f"Got {name} of dtype {tensor.dtype}; expected a float type.")
-    batch, keys = q.shape[0], k.shape[2]
-    expected_q = [batch, geometry.heads, q.shape[2], geometry.head_dim]
-    expected_k = [batch, geometry.kv_heads, keys, geometry.head_dim]
-    for name, tensor, expected in (("q", q, expected_q), ("k", k, expected_k), ("v", v, expected_k)):
-        if list(tensor.shape) != expected:
-            raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; the scheme's geometry expects {expected}.")
-    for name, tensor, length in (
-        ("query_positions", query_positions, q.shape[2]),
-        ("key_positions", key_positions, keys),
-    ):
+    for name in "qkv":
+        if given[name].ndim != 4:
+            raise ShapeError(
+                f"Got {name} of shape {list(given[name].shape)}; expected [batch, heads, length, head_dim]."
+            )
+        if not given[name].is_floating_point():
+            raise ShapeError(f"Got {name} of dtype {given[name].dtype}; expected a float type.")
+    batch, queries, keys = len(given["q"]), given["q"].shape[2], given["k"].shape[2]
+    for name, heads, length in (("q", geometry.heads, queries), *((n, geometry.kv_heads, keys) for n in "kv")):
+        got, expected = list(given[name].shape), [batch, heads, length, geometry.head_dim]
+        if got != expected:
+            raise ShapeError(f"Got {name} of shape {got}; the scheme's geometry expects {expected}.")
+    for name, length in (("query_positions", queries), ("key_positions", keys)):
+        tensor = given[name]
         if tensor.ndim != 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected [{batch} or 1, {length}].")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
@@ -198,11 +183,8 @@ def _check_shapes(
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
         if int(tensor.min()) < 0:
             raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
-    if hidden is not None and list(hidden.shape) not in (
-        [batch, keys, geometry.hidden_size],
-        [batch, q.shape[2], geometry.hidden_size],
-    ):
+    of_keys, of_queries = ([batch, length, geometry.hidden_size] for length in (keys, queries))
+    if hidden is not None and list(hidden.shape) not in (of_keys, of_queries):
         raise ShapeError(
-            f"Got hidden of shape {list(hidden.shape)}; expected {[batch, keys, geometry.hidden_size]}, one row "
-            f"per key (or per query: {[batch, q.shape[2], geometry.hidden_size]})."
+            f"Got hidden of shape {list(hidden.shape)}; expected {of_keys}, one row per key (or per query: {of_queries})."
         )

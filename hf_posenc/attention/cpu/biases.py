@@ -140,7 +140,8 @@ class BlockBias:
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
 
-        All heads of a row come before the next rows. Only forms with `first_keys` get another `first` than 0.
+        All heads of a row come before the next rows. Only forms with `first_keys` get some heads, or another `first` than
+        0.
         """
         raise NotImplementedError
 
@@ -309,11 +310,11 @@ class AnyBias(BlockBias):
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         if len(self.grad) > 1:
-            self.grad[batch, heads] = d_logits
+            self.grad[batch] = d_logits
         elif batch.start == 0:
-            self.grad[0, heads] = over_batch(d_logits)
+            self.grad[0] = over_batch(d_logits)
         else:
-            self.grad[0, heads] += over_batch(d_logits)
+            self.grad[0] += over_batch(d_logits)
 
     def end(self, block: Rows) -> None:
         self.sums.add(torch.autograd.grad(self.made, self.sums.targets, self.grad, allow_unused=True))

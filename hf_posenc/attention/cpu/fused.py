@@ -55,7 +55,7 @@ class Fused(Executor):
         return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling()
 
     def computes(self, call: Call) -> bool:
-        return call.one_softmax and call.scheme.added() is not None and kernel.takes(call.q, call.k, call.v)
+        return call.one_softmax
 
     def form(self, call: Call) -> str:
         return ", ".join(dict.fromkeys(part.bias.name for part in _parts(call)))

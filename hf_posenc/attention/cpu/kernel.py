@@ -16,8 +16,6 @@ from torch import Tensor
 
 from hf_posenc.ops.linear import grouped_matmul
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 class Done(NamedTuple):
     """Operands of a softmax `[B, H, Q, D]`, its output, and the logarithm of its sums of exponentials `[B, H, Q]`.
@@ -30,11 +28,6 @@ class Done(NamedTuple):
     v: Tensor
     output: Tensor
     lse: Tensor
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether operands are of a kind that `forward` and `backward` compute."""
-    return all(x.device.type == "cpu" and x.dtype in _DTYPES for x in tensors)
 
 
 def forward(

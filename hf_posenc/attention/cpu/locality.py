@@ -48,8 +48,6 @@ class Local(Executor):
         padding_only = mask.keep is None or mask.keep.shape[1:3] == (1, 1)
         return (
             call.one_softmax
-            and kernel.takes(call.q, call.k, call.v)
-            and call.scheme.locality() is not None
             # The mask leaves keys in the order of their distance, so that the nearest are the last.
             and mask.rule == "slots"
             and padding_only

@@ -114,7 +114,7 @@ class PiecewiseBias(BlockBias):
         return bias
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        mine = self.strip[heads, :, : block.keys]
+        mine = self.strip[..., : block.keys]
         if len(self.weight) > 1:
             for row, part in enumerate(d_logits, batch.start):
                 mine.copy_(part)
@@ -197,8 +197,8 @@ class PiecewiseLookup(Lookup):
             place = (self.which[row] + rows).flatten().expand(len(mine), -1)
             for total, change in ((d_slope, mine * self.x[row]), (d_offset, mine)):
                 sums = change.new_zeros(len(mine), block.length * count).scatter_add_(1, place, change.flatten(1))
-                total[:, heads] += sums.view(len(mine), block.length, count).sum(1).T
-            self.d_x[row] += (self.slope[row, heads] * mine).sum(0)
+                total += sums.view(len(mine), block.length, count).sum(1).T
+            self.d_x[row] += (self.slope[row] * mine).sum(0)
 
     def end(self, block: Rows) -> None:
         d_feature, d_weight, _, _ = self.totals

@@ -152,39 +152,36 @@ class ProductsBias(BlockBias):
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         if self.d_key_bias is not None:
-            self.d_key_bias[batch, heads, : block.keys] += d_logits.sum(2)
+            self.d_key_bias[batch, :, : block.keys] += d_logits.sum(2)
         d_bias = d_logits[..., self.near.keys]
         if self.d_q is not None or self.d_falling is not None:
-            self._add_queries((batch, heads, slice(block.start, block.stop)), d_bias)
+            self._add_queries((batch, slice(None), slice(block.start, block.stop)), d_bias)
         if self.d_k is not None or self.d_rising is not None:
             for keys, place in self.near.tiles:
                 here = slice(keys.start - self.near.keys.start, keys.stop - self.near.keys.start)
-                self._add_keys(place, batch, heads, keys, d_bias[..., here])
+                self._add_keys(place, (batch, slice(None), keys), d_bias[..., here])
 
     def _add_queries(self, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
         assert self.q is not None
         assert self.falling is not None
-        heads, place, shape = here[1], self.near.falling, (*d_bias.shape[:3], self.q.shape[-1])
+        batch, heads, rows, _ = d_bias.shape
         lines = _unshifted(d_bias, self.near.width)
         if self.d_q is not None:
-            d_q = (lines @ self.falling[heads, place]).view(shape[1], shape[0], *shape[2:])
-            self.d_q[here] = d_q.transpose(0, 1)
+            d_q = lines @ self.falling[:, self.near.falling]
+            self.d_q[here] = d_q.view(heads, batch, rows, -1).transpose(0, 1)
         if self.d_falling is not None:
-            self.d_falling[heads, place].baddbmm_(lines.mT, _by_head(self.q[here], shape[1]))
+            self.d_falling[:, self.near.falling].baddbmm_(lines.mT, _by_head(self.q[here], heads))
 
-    def _add_keys(self, place: slice, batch: slice, heads: slice, keys: slice, d_bias: Tensor) -> None:
-        k, rising = self.k, self.rising
-        assert k is not None
-        assert rising is not None
-        shared = len(rising) // k.shape[1]
-        groups = slice(heads.start // shared, heads.stop // shared)
+    def _add_keys(self, place: slice, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
+        assert self.k is not None
+        assert self.rising is not None
+        batch, heads, _, keys = d_bias.shape
         lines = _unshifted(d_bias.mT, place.stop - place.start)
         if self.d_k is not None:
-            shape = (-1, shared, len(d_bias), keys.stop - keys.start, k.shape[-1])
-            self.d_k[batch, groups, keys] += (lines @ rising[heads, place]).view(shape).sum(1).transpose(0, 1)
+            shape = (self.k.shape[1], -1, batch, keys, self.k.shape[-1])
+            self.d_k[here] += (lines @ self.rising[:, place]).view(shape).sum(1).transpose(0, 1)
         if self.d_rising is not None:
-            met = _by_head(k[batch, groups, keys].to(rising), d_bias.shape[1])
-            self.d_rising[heads, place].baddbmm_(lines.mT, met)
+            self.d_rising[:, place].baddbmm_(lines.mT, _by_head(self.k[here].to(self.rising), heads))
 
     def gradients(self) -> Sequence[Tensor | None]:
         return [None if x is None else x.to(y.dtype) for x, y in zip(self.found, self.inputs, strict=True)]

@@ -140,7 +140,7 @@ class TableLookup(Lookup):
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         for row, mine in self.by_row(batch, d_logits.flatten(2)):
-            self.totals[0][heads].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
+            self.totals[0].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
 
 
 def looked_up(table: Tensor, index: Tensor) -> Tensor:

@@ -57,16 +57,11 @@ class CompiledExecutor(Executor):
         return available(device) and self.structure(scheme) is not None
 
     def pays(self, call: Call) -> bool:
-        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling() and available(call.device)
+        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling()
 
     def computes(self, call: Call) -> bool:
-        return (
-            call.one_softmax
-            and call.mask.bias is None
-            and call.q.dtype in _DTYPES
-            and call.k.shape[1] == call.v.shape[1]
-            and self.structure(call.scheme) is not None
-        )
+        plain = call.one_softmax and call.mask.bias is None
+        return plain and call.q.dtype in _DTYPES and call.k.shape[1] == call.v.shape[1]
 
     def takes(self, call: Call) -> bool:
         # Gradients are added up in no fixed order.
