@@ -112,6 +112,6 @@ def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """Return the trained length in a model's config; `None` if it has none, as often for T5."""
+    """Return the trained length in a model's config; `None` if it states none."""
     names = ("max_position_embeddings", "n_positions")
     return next((int(length) for name in names if (length := getattr(config, name, None))), None)
