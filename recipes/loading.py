@@ -68,18 +68,18 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         RecipeError: The model cannot be read.
         CheckpointError: The tokenizer cannot be read, or there is no model of this name.
     """
-    if name == TINY_LLAMA:
-        return load_tiny_llama(**options)
-    check_place(name)
+    if name != TINY_LLAMA:
+        check_place(name)
+    folder = place(name)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(folder)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         if type(config) not in kind._model_mapping:
             raise RecipeError(
                 f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "
                 "train this one, patch it and train it as any other of its kind."
             )
-        return kind.from_pretrained(name, **options).eval(), load_tokenizer(name)
+        return kind.from_pretrained(folder, **options).eval(), load_tokenizer(folder)
     except PosencError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -108,14 +108,10 @@ def load_tokenizer(name: str) -> Any:
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
     """Return the built-in model and its tokenizer."""
-    folder = place(TINY_LLAMA)
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
+    return load(TINY_LLAMA, **options)
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """Return the trained length in a model's config; `None` if it has none, as often for T5."""
-    for name in ("max_position_embeddings", "n_positions"):
-        length = getattr(config, name, None)
-        if length:
-            return int(length)
-    return None
+    """Return the trained length in a model's config; `None` if it states none."""
+    names = ("max_position_embeddings", "n_positions")
+    return next((int(length) for name in names if (length := getattr(config, name, None))), None)

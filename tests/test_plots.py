@@ -477,7 +477,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     folder = str(DIRECTORIES["gpt2"])
     for arguments, message in (
         ((folder, "--what", "gates"), "There is no picture 'gates' of learned."),
-        ((folder, "--layers", "first"), "--layers 'first': expected indices"),
+        ((folder, "--layers", "first"), "--layers 'first': expected"),
     ):
         done = run(*arguments, "--out", str(tmp_path / "out"))
         assert (done.exit_code, done.output.count("\n")) == (1, 1)

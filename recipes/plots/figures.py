@@ -59,7 +59,7 @@ def figures(
             there are; empty is the trained length, and others where it matters.
 
     Returns:
-        Figures of matplotlib, by a name such as `"bias-decoder-fire"`.
+        Figures of matplotlib, by name: kind, stack and scheme, such as `"bias-decoder-..."`.
 
     Raises:
         OptionError: There is no such kind of picture, or none that fits the model.

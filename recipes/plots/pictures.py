@@ -59,7 +59,7 @@ class Kind(ABC):
 def all_kinds() -> dict[str, Kind]:
     """Return all kinds by name, in the order of a page: what a scheme is, then what it does on a text."""
     declared = {p.name: p for info in registry.schemes().values() for p in info.cls.pictures}
-    forms = {"channels": Channels, "tokens": Strips, "pairs": Maps}
+    forms: dict[str, type[Channels | Strips | Maps]] = {"channels": Channels, "tokens": Strips, "pairs": Maps}
     of = {form: [forms[form](p.name, p.summary) for p in declared.values() if p.over == form] for form in forms}
     every = (BIAS, DECAY, FREQUENCIES, *of["channels"], TABLE, *of["tokens"], *of["pairs"], REMAINDER, ATTENTION)
     return {kind.name: kind for kind in every}
@@ -335,8 +335,7 @@ class Table(Kind):
         # A few large entries would leave the rest grey.
         limit = float(table.abs().flatten().quantile(0.995)) if table.numel() < 10**7 else float(table.abs().max())
         limit = limit or 1.0
-        options = {"aspect": "auto", "origin": "lower", "vmin": -limit, "vmax": limit}
-        image = panels.heat(left, table.T, style.SIGNED, **options)
+        image = panels.heat(left, table.T, style.SIGNED, aspect="auto", origin="lower", vmin=-limit, vmax=limit)
         panels.bar(canvas, image, left, "added value", 10, extend="both")
         unit = torch.nn.functional.normalize(table, dim=-1)
         image = panels.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
@@ -414,7 +413,7 @@ class Channels(Declared):
                 axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             else:
                 middle = (starts[1] - 2) / 2
-                axes.set_xticks([start + middle for start in starts], range(len(starts)), fontsize=8)
+                axes.set_xticks([start + middle for start in starts], list(map(str, range(len(starts)))), fontsize=8)
             style.caption(axes, name)
         panels.bar(canvas, image, drawn, numbers.label, extend="neither" if numbers.high is None else "max")
 

@@ -266,7 +266,12 @@ def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
 def _readable(piece: str | None) -> str:
     """Return a piece of a vocabulary with its marks of spaces and line ends as they are commonly drawn."""
     # SentencePiece and byte-level vocabularies have different marks.
-    marks = {"\u2581": "\N{OPEN BOX}", "\u0120": "\N{OPEN BOX}", "\u010a": "\\n", "\n": "\\n"}
+    marks: dict[str, int | str | None] = {
+        "\u2581": "\N{OPEN BOX}",
+        "\u0120": "\N{OPEN BOX}",
+        "\u010a": "\\n",
+        "\n": "\\n",
+    }
     return str(piece).translate(str.maketrans(marks)).replace("<0x0A>", "\\n")
 
 
@@ -280,7 +285,8 @@ def _see(
     """Run every stack of a patched model once; return what its patched layers computed, by stack and index."""
     bodies = architecture.stacks(model)
     observers: dict[tuple[str, int], _Observer] = {}
-    before, encoded = model.config._attn_implementation, {}
+    before = model.config._attn_implementation
+    encoded: dict[str, Tensor] = {}
     with contextlib.ExitStack() as undo:
         for stack, body in bodies.items():
             for index, attention in enumerate(architecture.attentions(body)):
