@@ -329,8 +329,8 @@ def _layout(attention: type, turn: Any, inv_freq: Tensor, scaling: float, size: 
 
 def _refuse(attention: type, why: str) -> NoReturn:
     raise ArchitectureError(
-        f"Cannot patch {attention.__name__}: it {why}, which cannot be read as a family. Write its architecture as in "
-        "hf_posenc/patches/gpt2.py."
+        f"Cannot patch {attention.__name__}: it {why}, which cannot be read as a family. Write an architecture of its own, "
+        "see CONTRIBUTING.md."
     )
 
 

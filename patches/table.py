@@ -102,7 +102,7 @@ def table_of(body: nn.Module) -> nn.Embedding:
     if not isinstance(table, nn.Embedding):
         raise ArchitectureError(
             f"Cannot patch {type(body).__name__}: found neither a rotary embedding nor a table "
-            "embeddings.position_embeddings. Write its architecture as in hf_posenc/patches/gpt2.py."
+            "embeddings.position_embeddings. Write an architecture of its own, see CONTRIBUTING.md."
         )
     return table
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, DynamicCache, LlamaForCausalLM
+from transformers import BartConfig, DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, QuantizedLayer
 
 import hf_posenc
@@ -253,13 +253,13 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             "causal attention, and the encoder is bidirectional ... Choose another scheme"),
     ],
     errors.ArchitectureError: [
-        (lambda: transformers.BertModel(BertConfig(num_hidden_layers=1)).eval(), to("alibi"),
-            "BertModel ... Supported: ... LlamaForCausalLM"),
+        (lambda: transformers.BartModel(BartConfig(encoder_layers=1, decoder_layers=1, d_model=64)).eval(), to("alibi"),
+            "BartModel ... Supported: ... LlamaForCausalLM"),
         (lambda: nn.Linear(2, 2), to("alibi"), "Linear ... Supported: ... gpt2"),
         (lambda: "gpt2", to("alibi"), "transformers model ... str: 'gpt2'"),
         (lambda: LlamaForCausalLM, to("alibi"), "transformers model ... got type"),
         (altered(lambda m: become("LocalLlama", m)), to("alibi"), "LocalLlama ... Supported: ... gpt2"),
-        (None, lambda _: hf_posenc.plan(BertConfig(), "alibi"), "'bert' ... Supported: ... gpt2"),
+        (None, lambda _: hf_posenc.plan(BartConfig(), "alibi"), "'bart' ... Supported: ... gpt2"),
         (lambda: "gpt2", hf_posenc.unpatch, "str: 'gpt2'"),
         # The inside of a model alone, and a config that is not the model's own.
         (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... copy.deepcopy"),
