@@ -303,35 +303,34 @@ def trained_length(arguments: argparse.Namespace) -> int:
 
 
 def measure(folder: Path, windows: int) -> None:
-    """Measure the model of a finished run beyond its trained length, and with the control the native one, in the run's folder."""
+    """Measure the model of a finished run beyond its trained length; with the control, also the native one."""
     import torch
 
     from hf_posenc.recipes.data.windows import load_data
-    from hf_posenc.recipes.evaluation.lengths import readable_curve
+    from hf_posenc.recipes.evaluation import context_curve
     from hf_posenc.recipes.evaluation.subjects import Subject
-    from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements
+    from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
     from hf_posenc.recipes.schema.recipe import Recipe
 
     recipe = Recipe.parse(folder / "recipe.yaml")
     assert recipe.training.length is not None
     assert recipe.evaluation.contexts is not None
     trained = max(recipe.evaluation.contexts)
-    models = [(str(folder / "model"), CONVERTED, recipe.training.steps)]
+    models: list[tuple[str, str | int]] = [(str(folder / "model"), recipe.training.steps)]
     if recipe.conversion.scheme is None:
-        models.append((recipe.model, NATIVE, 0))
+        models.append((recipe.model, NATIVE))
     # Recorded together: the file is there when all is measured.
     found = Measurements(folder / FAR)
     curves = []
-    for path, name, step in models:
-        subject = Subject(name, path)
+    for path, key in models:
+        subject = Subject(str(key), path)
         model, tokenizer = subject.load(torch.device("cpu")), subject.tokenizer()
         denoising = bool(model.config.is_encoder_decoder)
         data = load_data(recipe.data, tokenizer, length=recipe.training.length, denoising=denoising)
         contexts = [times * trained for times in TIMES]
-        curve = readable_curve(model, ids=data.held_out, contexts=contexts, windows=windows, corrupt=data.corrupt)
-        curves.append((name, step, curve))
-    for name, step, curve in curves:
-        found.record(name, step, curve)
+        curves.append((key, context_curve(model, data.held_out, contexts, windows=windows, corrupt=data.corrupt)))
+    for key, curve in curves:
+        found.record(key, curve)
 
 
 def complete(runs: list[Run], record: Record, arguments: argparse.Namespace) -> dict[str, str]:
@@ -401,7 +400,7 @@ class Record:
                 for row, which in ((run.row, "after"), (UNTRAINED, "native")):
                     curve = measured.curve(which) if run.row == NATIVE or which == "after" else None
                     if curve is not None:
-                        found = {str(c): round(math.log(curve.perplexity(c).mean), 6) for c in curve.contexts}
+                        found = {str(c): round(math.log(curve.at(c).mean), 6) for c in curve.points if curve.reads(c)}
                         losses.setdefault(budget, {}).setdefault(row, {})[str(run.seed)] = found
             if self.path is not None:
                 new = self.path.with_name(self.path.name + ".new")
@@ -419,8 +418,10 @@ def table(record: Record, failed: dict[str, str], arguments: argparse.Namespace)
 
     trained = trained_length(arguments)
     lines = [
-        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the trained length, "
-        f"are ratios to the native model at {trained} tokens after the same training ({arguments.windows} windows); the others "
+        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the "
+        "trained length, "
+        f"are ratios to the native model at {trained} tokens after the same training ({arguments.windows} windows); "
+        "the others "
         f"compare a model with itself ({arguments.far_windows} windows). Mean and standard deviation over seeds.",
         "",
     ]

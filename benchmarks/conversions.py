@@ -1,4 +1,4 @@
-"""Convert a checkpoint to several schemes without any training; save, reload and generate; perplexity by context length.
+"""Convert a checkpoint to several schemes without training: save, reload, generate, perplexity by context length.
 
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes alibi fire kerple nope t5 --output TABLE.md
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes fire kerple t5 --per-layer --fit --output TABLE.md
@@ -19,7 +19,7 @@ from memory import machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.recipes.evaluation.curve import context_curve
+from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.training.fit_attention import match
 from hf_posenc.recipes.training.fit_bias import additive, fit
 
@@ -78,7 +78,7 @@ def main() -> None:
         )
         same = "yes" if torch.equal(new, plain) else "NO"
         curve = context_curve(model, ids, arguments.contexts, windows=arguments.windows, batch_size=2)
-        cells = [f"{curve.perplexity(context).mean:.2f}" for context in arguments.contexts]
+        cells = [f"{curve.at(context).mean:.2f}" for context in arguments.contexts]
         rows.append(f"| {row} | " + " | ".join(cells) + f" | {note} | {same} |")
         sys.stderr.write(rows[-1] + "\n")
     lines = [

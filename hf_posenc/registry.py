@@ -39,6 +39,7 @@ class SchemeInfo:
         paper: arXiv id, or another short reference.
         family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"` or `"rotary"`.
         directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
+        usual: Whether `hf-posenc compare` takes the scheme by default.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SchemeInfo:
     paper: str
     family: str
     directions: tuple[Direction, ...]
+    usual: bool = False
 
     @property
     def summary(self) -> str:
@@ -79,6 +81,7 @@ def register_scheme(
     paper: str,
     family: str,
     directions: tuple[Direction, ...] = ("causal", "bidirectional"),
+    usual: bool = False,
 ) -> Callable[[SchemeClass], SchemeClass]:
     """Class decorator that puts a `Scheme` into the registry.
 
@@ -87,6 +90,7 @@ def register_scheme(
         paper: arXiv id of the source, or another short reference.
         family: Family under which the scheme is listed.
         directions: Directions the scheme is defined for.
+        usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
 
     Raises:
         ValueError: The name is taken, or the class is not a `Scheme`.
@@ -102,7 +106,7 @@ def register_scheme(
                 "Choose another name."
             )
         cls.name = name
-        _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions)
+        _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
         return cls
 
     return decorate

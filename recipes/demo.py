@@ -28,10 +28,12 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.patch import patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes.data.windows import load_data
-from hf_posenc.recipes.evaluation.curve import TARGETS, ContextCurve, context_curve
-from hf_posenc.recipes.evaluation.grid import LOSS, PERPLEXITY
+from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.evaluation.grid import table as grid_table
+from hf_posenc.recipes.evaluation.perplexity import TARGETS, context_curve
 from hf_posenc.recipes.loading import TINY_LLAMA, load
-from hf_posenc.recipes.plots.curves import plot_curves
+from hf_posenc.recipes.plots.curves import Panel, plot_panels, trained_mark
+from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.progress import counting
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 from hf_posenc.recipes.training.distillation import Teacher
@@ -42,7 +44,8 @@ CONTEXTS = (64, 128, 256, 512, 1024)
 SEED = 0
 
 # Options of schemes that have them. Below a threshold the position of the query makes no difference; its default is for
-# thousands of tokens, not for windows of 128. Tables get rows up to the longest context, to show that they do not extend.
+# thousands of tokens, not for windows of 128. Tables have a row for each position up to the
+# longest context.
 _OPTIONS = {"threshold": 64.0, "num_positions": max(CONTEXTS)}
 
 # The prompt is longer than the training window, so the continuation is at unseen positions.
@@ -77,7 +80,7 @@ class Subject:
 
     name: str
     model: Any
-    curve: ContextCurve
+    curve: Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +143,6 @@ def run(
         with console.status(f"measuring {name}"):
             return Subject(name, model, context_curve(model, data.held_out, contexts, windows=windows))
 
-    # Before training, so a scheme that cannot reach the longest context fails at once.
     before = [measure("original", original), measure(f"{scheme}, untrained", converted)]
     for name, model in (("the original", control), (scheme, adapted)):
         with counting(console, f"training {name}", steps) as advance:
@@ -150,7 +152,8 @@ def run(
 
     note = _what_was_measured(recipe.training, windows)
     title = f"{TINY_LLAMA}, positional encoding replaced by {scheme}: perplexity on held-out text"
-    plot_curves(folder / PICTURE, {s.name: s.curve for s in subjects}, trained_length=length, title=title)
+    lines = {s.name: [(context, s.curve.at(context)) for context in contexts] for s in subjects}
+    plot_panels(folder / PICTURE, title, [Panel(lines=lines, mark=trained_mark(length))])
     (folder / TABLE).write_text(_markdown(title, subjects, note), encoding="utf-8")
     for part in (_table(subjects), note, f"{_verdict(subjects[-1], subjects[0], length)}\n"):
         console.print(part)
@@ -238,12 +241,8 @@ def _what_was_measured(training: Training, windows: int) -> str:
     )
 
 
-def _cells(subject: Subject) -> list[str]:
-    return [PERPLEXITY.write(subject.curve.perplexity(context)) for context in subject.curve.contexts]
-
-
 def _table(subjects: Sequence[Subject]) -> Table:
-    contexts = map(str, subjects[0].curve.contexts)
+    contexts = map(str, subjects[0].curve.points)
     table = Table("tokens read", *contexts, title="Perplexity by context length", box=box.SIMPLE_HEAD, padding=0)
     for column in table.columns:
         column.no_wrap = True
@@ -251,54 +250,28 @@ def _table(subjects: Sequence[Subject]) -> Table:
         column.justify = "right"
     for subject in subjects:
         # Intervals would make the table wider than a terminal; they are in the report.
-        means = (subject.curve.perplexity(context).mean for context in subject.curve.contexts)
+        means = (subject.curve.at(context).mean for context in subject.curve.points)
         table.add_row(subject.name, *(f"{mean:.1f}" for mean in means))
     return table
 
 
 def _verdict(subject: Subject, reference: Subject, length: int) -> str:
     """Return the paired difference of two models at the trained and at the longest measured length."""
+    difference, contexts = subject.curve.minus(reference.curve), subject.curve.points
     found = [
-        f"{_difference(subject, reference, context)} nats per token at {context} tokens"
-        for context in (length, subject.curve.contexts[-1])
-        if context in subject.curve.contexts
+        f"{difference.write(context)} nats per token at {context} tokens"
+        for context in (length, contexts[-1])
+        if context in contexts
     ]
     return f"{subject.name} against {reference.name}, window by window: {'; '.join(dict.fromkeys(found))}."
 
 
 def _markdown(title: str, subjects: Sequence[Subject], note: str) -> str:
-    contexts = subjects[0].curve.contexts
-    header = [
-        "|".join(["", "tokens read", *map(str, contexts), ""]),
-        "|".join(["", "---", *("---:" for _ in contexts), ""]),
-    ]
-    rows = ["|".join(["", subject.name, *_cells(subject), ""]) for subject in subjects]
-    return "\n".join(
-        [
-            f"# {title}",
-            "",
-            *header,
-            *rows,
-            "",
-            note,
-            "",
-            "Difference from the original in nats per token, window by window (with 95 % interval):",
-            "",
-            *header,
-            *("|".join(["", subject.name, *_differences(subject, subjects[0]), ""]) for subject in subjects[1:]),
-            "",
-            f"![perplexity by context length]({PICTURE})",
-            "",
-        ]
-    )
-
-
-def _differences(subject: Subject, reference: Subject) -> list[str]:
-    return [_difference(subject, reference, context) for context in subject.curve.contexts]
-
-
-def _difference(subject: Subject, reference: Subject, context: int) -> str:
-    return LOSS.write(subject.curve.minus(reference.curve, context))
+    first, *others = subjects
+    differences = {other.name: other.curve.minus(first.curve) for other in others}
+    caption = "Difference from the original in nats per token, window by window (with 95 % interval):"
+    tables = [grid_table({subject.name: subject.curve for subject in subjects}), grid_table(differences, caption)]
+    return render("demo", title=title, tables=tables, note=note, picture=PICTURE)
 
 
 def _print_samples(console: Console, subjects: Sequence[Subject], tokenizer: Any, prompt: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import gc
 import json
 import math
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from models import DIRECTORIES
 from torch import nn
 from transformers import AutoConfig
@@ -26,13 +26,16 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
 from hf_posenc.patches.directories import OutputError
-from hf_posenc.recipes.comparison import cost, page, pictures, verdict
+from hf_posenc.recipes.comparison import cost, verdict
 from hf_posenc.recipes.comparison import examiner as examining
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants
 from hf_posenc.recipes.comparison.decay import decay
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import load_tiny_llama
+from hf_posenc.recipes.reports import Cell, Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
 
 CONFIG = load_tiny_llama()[0].config
@@ -103,10 +106,14 @@ def test_positions_are_skipped_in_proportion_to_the_trained_length(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
-def test_eight_schemes_fit_each_architecture(architecture: str) -> None:
+def test_the_usual_schemes_fit_each_architecture(architecture: str) -> None:
     config = AutoConfig.from_pretrained(DIRECTORIES[architecture])
     found = entered("training.length=128", schemes=None, config=config)
-    assert len(found) == 9
+    assert len(found) >= 8
+    assert all(name == NATIVE or hf_posenc.schemes()[name].usual for name in found)
+    # The control is the same whatever is named first, so that a comparison can be extended.
+    (name, *_) = (name for name in reversed(found) if name != NATIVE)
+    assert entered("training.length=128", schemes=(name,), config=config)[NATIVE] == found[NATIVE]
     # What the architecture needs is kept for the control.
     assert found[NATIVE].recipe.training.learning_rate == Recipe.parse(f"{architecture}-alibi").training.learning_rate
 
@@ -140,23 +147,21 @@ def test_a_scheme_without_a_recipe_is_refused_with_those_that_have_one() -> None
 
 
 def findings(
-    name: str, near: float, far: float, *, noise: float = 0.01, time: float = 1.0, memory: float = 1.0
+    name: str, near: float, far: float, noise: float = 0.01, time: float = 1.0, memory: float = 1.0
 ) -> Findings:
     """A model of some losses at 128 and 1,024 tokens, which windows share but for some noise of its own."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     windows = torch.linspace(-1, 1, 16, dtype=torch.float64)
 
-    def around(loss: float) -> tuple[float, ...]:
+    def around(loss: float) -> torch.Tensor:
         own = torch.randn(16, generator=generator, dtype=torch.float64)
-        return tuple((loss + windows + noise * (own - own.mean()) / own.std()).tolist())
+        return loss + windows + noise * (own - own.mean()) / own.std()
 
-    price = Cost((0.99 * time, time, 1.01 * time), memory, 0, 0, 0)
-    return Findings(name, (128, 1024), (around(near), around(far)), price)
-
-
-def judged(*others: Findings, native: tuple[float, float] = (2.0, 4.0)) -> verdict.Verdict:
-    found = (findings(NATIVE, *native), *others)
-    return judge({each.name: each for each in found}, 128, 1024)
+    # Steps of different models are no pairs: slow ones do not come together.
+    times = tuple(time * (1 + (ord(name[0]) + number) % 3 / 100) for number in range(3))
+    price = Cost(times, memory, 0, 0, 0)
+    grid = Grid(PERPLEXITY, {"tokens read": (128, 1024)}, torch.stack([around(near), around(far)]))
+    return Findings(name, Report((Section("perplexity", "Perplexity", "", {name: (grid,)}),)), price)
 
 
 def test_leaders_are_the_best_and_those_that_do_not_differ() -> None:
@@ -167,57 +172,61 @@ def test_leaders_are_the_best_and_those_that_do_not_differ() -> None:
     assert leaders(found, 128) == ("d", "a", "b")
 
 
-def test_the_native_model_is_kept_where_nothing_is_better_beyond_chance() -> None:
-    found = judged(findings("a", 1.999, 4.0), findings("b", 2.3, 4.2))
-    assert (found.near, found.far, found.overall) == (NATIVE, NATIVE, NATIVE)
-    assert found.headline == "Keep the native encoding: nothing beats it up to 1,024 tokens."
-    assert "nothing is gained" in found.reasons[0]
-
-
-def test_the_best_beyond_is_taken_for_all_where_it_costs_little() -> None:
-    found = judged(findings("a", 2.015, 2.0), findings("b", 2.2, 2.3))
-    assert (found.near, found.far, found.overall) == (NATIVE, "a", "a")
-    assert found.recommended == ("a",)
-    assert found.headline == (
-        "Take a: a loss of at most 2% at the trained length of 128 tokens, and the best choice at 1,024 tokens."
-    )
-    assert "it reads longer texts" in " ".join(found.reasons)
-
-
-def test_there_are_two_recommendations_where_length_costs_much() -> None:
-    found = judged(findings("a", 2.1, 2.5))
-    assert (found.near, found.far, found.overall) == (NATIVE, "a", None)
-    assert found.recommended == (NATIVE, "a")
-    said = " ".join(found.reasons)
-    assert "even this model loses" in said
-    # exp(0.1) and exp(2.5 - 4).
-    assert re.search(r"the perplexity of a is 110\.\d \[", said.replace(" %", "")), said
-    assert "22.3" in said
-
-
-def test_whether_a_scheme_reads_longer_texts_is_left_open_where_chance_explains_what_it_loses() -> None:
-    said = " ".join(judged(findings("a", 2.1, 2.8, noise=2.0)).reasons)
-    assert "windows are too few to tell whether it loses on longer texts" in said
-    assert "reads longer texts" not in said
-
-
-def test_a_loss_that_could_be_chance_is_still_a_loss() -> None:
-    found = judged(findings("a", 2.1, 2.1, noise=1.0))
-    assert found.overall is None
-    assert "within noise" in " ".join(found.reasons)
-
-
-def test_of_leaders_the_cheapest_is_taken() -> None:
-    found = judged(
-        findings("a", 1.8, 2.0, time=1.5),
-        findings("b", 1.801, 2.001, time=1.2, memory=1.4),
-        findings("c", 1.802, 2.001, time=1.195, memory=1.1),
-        findings("d", 2.5, 3.0, time=1.0),
-    )
-    assert found.overall == "c"
-    assert "b and c are equal within noise. Of these, c has the cheapest" in found.reasons[0]
-    assert "cheapest to train is d" in found.reasons[-1]
-    assert "the most expensive is a" in found.reasons[-1]
+@pytest.mark.parametrize(
+    ("others", "chosen", "said"),
+    [
+        (
+            [("a", 1.999, 4.0), ("b", 2.3, 4.2)],
+            (NATIVE, NATIVE, NATIVE),
+            ["Keep the native encoding: nothing beats it up to 1,024 tokens.", "nothing is gained"],
+        ),
+        # The best beyond is taken for all where it costs little.
+        (
+            [("a", 2.015, 2.0), ("b", 2.2, 2.3)],
+            (NATIVE, "a", "a"),
+            ["Take a: a loss of at most 2% at the trained length of 128 tokens, and the best", "it reads longer texts"],
+        ),
+        # Two recommendations where length costs much: exp(0.1) and exp(2.5 - 4).
+        (
+            [("a", 2.1, 2.5)],
+            (NATIVE, "a", None),
+            ["even this model loses", "the perplexity of a is 110.", "22.3"],
+        ),
+        # A loss that could be chance is still a loss, and left open where chance explains it.
+        ([("a", 2.1, 2.8, 2.0)], (NATIVE, "a", None), ["windows are too few to tell whether it loses on longer texts"]),
+        ([("a", 2.1, 2.1, 1.0)], (NATIVE, "a", None), ["within noise"]),
+        # Of leaders, the one with the cheapest step; of those with equal steps, the one with the least memory.
+        (
+            [
+                ("a", 1.8, 2.0, 0.01, 1.5),
+                ("b", 1.801, 2.001, 0.01, 1.2, 1.4),
+                ("c", 1.802, 2.001, 0.01, 1.195, 1.1),
+                ("d", 2.5, 3.0),
+            ],
+            ("c", "c", "c"),
+            [
+                "b and c are equal within noise. Of these, c has the cheapest",
+                "cheapest to train is d",
+                "expensive is a",
+            ],
+        ),
+        # The cheapest is not said to be faster than what cannot be told from it.
+        (
+            [("a", 2.1, 2.5, 0.01, 1.0, 1.2), ("b", 2.1, 2.5, 0.01, 1.005)],
+            (NATIVE, "b", None),
+            ["b: 1.02 times the native step in time, 1.00 times in memory; a is equally fast within noise."],
+        ),
+        ([("a", 1.0, math.nan), ("b", 2.5, 2.6)], ("a", "b", None), ["a cannot read 1,024 tokens"]),
+    ],
+)
+def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[str]) -> None:
+    found = {each.name: each for each in (findings(NATIVE, 2.0, 4.0), *(findings(*other) for other in others))}
+    given = judge(found, 128, 1024)
+    assert (given.near, given.far, given.overall) == chosen
+    assert given.recommended == ((given.near, given.far) if given.overall is None else (given.overall,))
+    text = " ".join(given.sentences)
+    assert all(part in text for part in said), text
+    assert ("it reads longer texts" in text) == (found[given.far or NATIVE].growth(1024, 128).mean <= 1.1)
 
 
 def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
@@ -234,51 +243,13 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
     assert verdict.as_fast(alone) == ("a", "c")
 
 
-def test_the_cheapest_is_not_said_to_be_faster_than_what_cannot_be_told_from_it() -> None:
-    found = judged(findings("a", 2.1, 2.5, time=1.0, memory=1.2), findings("b", 2.1, 2.5, time=1.005))
-    assert found.reasons[-1] == (
-        "The cheapest to train is b: 1.00 times the native step in time, 1.00 times in memory; "
-        "a is equally fast within noise."
-    )
-
-
-def test_what_cannot_read_so_far_does_not_lead_there() -> None:
-    short = findings("a", 1.0, math.nan)
-    found = judged(short, findings("b", 2.5, 2.6))
-    assert (found.near, found.far, found.overall) == ("a", "b", None)
-    assert any(reason.startswith("a cannot read 1,024 tokens") for reason in found.reasons)
-
-
 def test_findings_survive_their_file(tmp_path: Path) -> None:
-    found = findings("a", 2.0, math.nan)
+    found = dataclasses.replace(findings("a", 2.0, math.nan), decay=(0.5, 128))
     found.save(tmp_path / "a.json")
     again = Findings.load(tmp_path / "a.json")
-    assert again.at(128).equal(found.at(128))
-    assert not again.reads(1024)
-    assert (again.cost, again.contexts) == (found.cost, found.contexts)
-
-
-# -- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def test_names_of_schemes_that_are_alike_lie_over_no_marker_and_no_other_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    alike = [findings(f"scheme {number}", 2 + number / 200, 2.1 + number / 500) for number in range(5)]
-    found = {each.name: each for each in (findings(NATIVE, 2.0, 4.0), *alike)}
-    pictures.trade(tmp_path / "trade.png", found, 128, 1024)
-    (figure,) = drawn
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    names = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
-    markers = [axes.transData.transform(line.get_xydata()[0]) for line in axes.lines if line.get_marker() in "os^DvPX"]
-    assert set(names) == set(found)
-    assert len(markers) >= len(found)
-    for name, box in names.items():
-        assert not any(box.contains(x, y) for x, y in markers), name
-        assert not any(box.overlaps(other) for whose, other in names.items() if whose != name), name
+    assert again.perplexity.values(128).equal(found.perplexity.values(128))
+    assert not again.perplexity.reads(1024)
+    assert (again.cost, again.contexts, again.decay) == (found.cost, found.contexts, (0.5, 128))
 
 
 # -- cost and decay ----------------------------------------------------------------------------------------------------
@@ -389,7 +360,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert stopped.exit_code == 130, stopped.output
     assert "run the same command again to continue" in stopped.output
     done = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    assert out / "runs" / NATIVE / "findings.json" in done
+    assert out / "runs" / NATIVE / "results.json" in done
     assert out / "runs" / "alibi" / "model" / "model.safetensors" in done
     assert not (out / "report.html").exists()
 
@@ -418,7 +389,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     ):
         assert part in shown
     written = (out / "report.md").read_text(encoding="utf-8")
-    native, alibi = (Findings.load(out / "runs" / name / "findings.json") for name in (NATIVE, "alibi"))
+    native, alibi = (Findings.load(out / "runs" / name / "results.json") for name in (NATIVE, "alibi"))
     ratio = alibi.ratio(128, native)
     assert re.search(
         rf"^\| alibi \|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M
@@ -450,14 +421,17 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert "another comparison: budget is 2 there and 3 here" in more.output
 
 
-def test_a_report_escapes_its_texts(tmp_path: Path) -> None:
-    table = page.Table(("", "a|b"), ((page.Cell("<fire>"), page.Cell("1.02 [1, 2]", "good")),), ("<fire>",))
-    shown = page.html("<title>", [page.Text("x < y"), table])
+def test_a_report_escapes_its_texts() -> None:
+    table = Table(("", "a|b"), (("<fire>", Cell("1.02 [1, 2]", "good")),), ("<fire>",), "x < y:")
+    values: dict[str, Any] = {"title": "<title>", "tables": [table, table], "note": "a <\n b", "picture": "none.png"}
+    written = render("demo", **values)
+    rows = "x < y:\n\n|  | a\\|b |\n| --- | ---: |\n| <fire> | 1.02 [1, 2] (good) |\n\n"
+    picture = "![perplexity by context length](none.png)"
+    assert written == f"# <title>\n\n{rows}a < b\n\n{rows}{picture}\n"
+    shown = render("demo", "html", **values | {"folder": Path(__file__).parent, "picture": Path(__file__).name})
     assert "<title>&lt;title&gt;</title>" in shown
-    assert "<p>x &lt; y</p>" in shown
+    assert "<p>a &lt; b</p>" in shown
     assert '<tr class=marked><td>&lt;fire&gt;</td><td class=good title="good">1.02 <span' in shown
-    written = page.markdown("<title>", [page.Text("lead", leading=True), table], tmp_path)
-    assert written == ("# <title>\n\n**lead**\n\n|  | a\\|b |\n| --- | ---: |\n| <fire> | 1.02 [1, 2] (good) |\n")
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:

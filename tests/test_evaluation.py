@@ -1,32 +1,198 @@
-"""Perplexity by context length: the same targets at every length, for causal models and encoder-decoders."""
+"""Measures of any model: right against plain loops, 100 % for an oracle and chance for a random model."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from models import DIRECTORIES, stock
-from torch import Tensor
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc import OptionError, PositionError, ShapeError
+from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, ShapeError, cli
+from hf_posenc.recipes import intervals
 from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_text
-from hf_posenc.recipes.evaluation.curve import ContextCurve, context_curve, spread_windows
+from hf_posenc.recipes.evaluation import (
+    AttentionSimilarity,
+    ContextPerplexity,
+    Grid,
+    InductionCopy,
+    LengthGeneralisation,
+    NeedleRetrieval,
+    PositionPerplexity,
+    context_curve,
+    similarity,
+    tasks,
+)
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
+from hf_posenc.recipes.evaluation.needle import Passkey
+from hf_posenc.recipes.evaluation.perplexity import spread_windows
+from hf_posenc.recipes.evaluation.predictions import answer_predictions
+from hf_posenc.recipes.evaluation.report import Report, Section, is_report, load
+from hf_posenc.recipes.evaluation.request import MEASURES, Request
+from hf_posenc.recipes.evaluation.subjects import subjects
+from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.plots import curves
 
 VOCABULARY = 50
+TOKENIZER = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
 
 
-def small(kind: str) -> Any:
-    """A small random model."""
+def small(kind: str = "llama", vocabulary: int = VOCABULARY) -> Any:
+    """A small random model that can read 64 tokens, or any number."""
     if kind == "gpt2":
         shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape)).eval()
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **shape)).eval()
+        return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, initializer_range=0.3, **shape)).eval()
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_datasets() -> None:
+    # Commands say so to the environment, which `datasets` reads once.
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(2, VOCABULARY, (600,), generator=torch.Generator().manual_seed(1))
+
+
+class Stub(nn.Module):
+    """A causal model that says what comes next by a function of the tokens so far, `-1` where it does not know."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=False)
+        self.device = torch.device("cpu")
+        self._vocabulary = vocabulary
+
+    def next(self, tokens: list[int]) -> int:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int) -> Any:
+        length = input_ids.shape[1]
+        found = torch.zeros(len(input_ids), logits_to_keep, self._vocabulary)
+        for row, tokens in enumerate(input_ids.tolist()):
+            for place in range(logits_to_keep):
+                known = self.next(tokens[: length - logits_to_keep + place + 1])
+                if known >= 0:
+                    found[row, place, known] = 50.0
+        return SimpleNamespace(logits=found)
+
+
+class Remembers(Stub):
+    """Goes on with what followed the last few tokens when they stood in the text before."""
+
+    def next(self, tokens: list[int]) -> int:
+        for span in (4, 1):
+            last = tokens[-span:]
+            for end in range(len(tokens) - 1, span - 1, -1):
+                if tokens[end - span : end] == last:
+                    return tokens[end]
+        return -1
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+def plain_loss(model: Any, window: Tensor, read: slice, targets: slice) -> float:
+    """The mean loss of some tokens of a window, from the labels of transformers, which shifts them itself."""
+    labels = torch.full((1, len(window)), -100)
+    labels[0, targets] = window[targets]
+    with torch.no_grad():
+        logits = model(input_ids=window[None, :-1][:, read]).logits
+    # The last label is that of a token which is not read.
+    padded = torch.cat([logits, torch.zeros(1, 1, VOCABULARY)], dim=1)
+    loss = model.loss_function(logits=padded, labels=labels[:, -padded.shape[1] :], vocab_size=VOCABULARY)
+    return float(loss)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("scheme", [None, "fire"])
+def test_perplexity_equals_a_plain_loop(kind: str, scheme: str | None, ids: Tensor) -> None:
+    model = small(kind)
+    if scheme:
+        hf_posenc.patch(model, scheme)
+    curve = context_curve(model, ids, (40, 64, 16), windows=5, targets=16, batch_size=2)
+    (found,) = ContextPerplexity(ids, (40, 64, 16), windows=5, targets=16)(model)
+    (by_position,) = PositionPerplexity(ids, 64, windows=5, bins=4)(model)
+    assert found.axes == curve.axes == {"tokens read": (16, 40, 64)}
+    assert by_position.axes == {"position (tokens)": (16, 32, 48, 64)}
+    torch.testing.assert_close(curve.samples, found.samples)
+    for row, window in enumerate(spread_windows(ids, 65, 5, targets=16)):
+        for context in (16, 40, 64):
+            loss = plain_loss(model, window, slice(-context, None), slice(-16, None))
+            assert found.values(context)[row].item() == pytest.approx(loss, abs=1e-6)
+    for row, window in enumerate(spread_windows(ids, 65, 5, targets=1)):
+        for end in (16, 32, 48, 64) if scheme is None else ():
+            loss = plain_loss(model, window, slice(None), slice(end - 15, end + 1))
+            assert by_position.values(end)[row].item() == pytest.approx(loss, abs=1e-6)
+    assert found.at(40).mean == pytest.approx(found.samples[1].mean().exp().item())
+    with pytest.raises(ShapeError, match="multiple of bins=5"):
+        PositionPerplexity(ids, 64, bins=5)
+
+
+@pytest.mark.parametrize("scheme", [None, "fire"])
+def test_perplexity_of_an_encoder_decoder_equals_a_plain_loop(scheme: str | None, ids: Tensor) -> None:
+    model = stock("t5")
+    if scheme:
+        hf_posenc.patch(model, scheme)
+    corrupted: list[Tensor] = []
+
+    def corrupt(rows: Tensor) -> Tensor:
+        corrupted.append(rows.masked_fill(torch.rand(rows.shape) < 0.3, 1024))
+        return corrupted[-1]
+
+    curve = context_curve(model, ids, (16, 48), windows=5, targets=16, batch_size=2, corrupt=corrupt)
+    # Each window is corrupted once: a longer context adds tokens, and changes none.
+    read = torch.cat(corrupted)
+    assert read.shape == (5, 48)
+    for row, window in enumerate(spread_windows(ids, 49, 5, targets=16)):
+        kept = read[row] != 1024
+        assert torch.equal(read[row][kept], window[1:][kept])
+        for context in (16, 48):
+            labels = window[None, -context:].clone()
+            labels[:, :-16] = -100
+            # The decoder reads all labels, also those that are not scored.
+            written = model.prepare_decoder_input_ids_from_labels(window[None, -context:])
+            with torch.no_grad():
+                loss = model(input_ids=read[None, row, -context:], decoder_input_ids=written, labels=labels).loss
+            assert curve.values(context)[row].item() == pytest.approx(loss.item(), abs=1e-5)
+    corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
+    (by_position,) = PositionPerplexity(ids, 48, windows=2, bins=3, corrupt=corrupt)(model)
+    whole = spread_windows(ids, 49, 2, targets=1)[:, 1:]
+    with torch.no_grad():
+        losses = [model(input_ids=corrupt(row[None]), labels=row[None]).loss.item() for row in whole]
+    assert by_position.samples.mean(dim=0).tolist() == pytest.approx(losses, abs=1e-5)
 
 
 def heldout(architecture: str) -> Tensor:
@@ -37,103 +203,13 @@ def heldout(architecture: str) -> Tensor:
     return ids
 
 
-@pytest.fixture
-def ids() -> Tensor:
-    """A random text."""
-    return torch.randint(VOCABULARY, (1000,), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("scheme", [None, "fire"])
-def test_curve_equals_a_plain_loop(kind: str, scheme: str | None, ids: Tensor) -> None:
-    model = small(kind)
-    if scheme:
-        hf_posenc.patch(model, scheme)
-    windows, targets = 5, 16
-    curve = context_curve(model, ids, (16, 40, 64), windows=windows, targets=targets, batch_size=2)
-    for row, window in enumerate(spread_windows(ids, 65, windows, targets=targets)):
-        for column, context in enumerate(curve.contexts):
-            read = window[-context - 1 : -1]
-            # transformers shifts labels itself: the last target is that of a token which is not read.
-            labels = torch.full((1, context + 1), -100)
-            labels[0, -targets:] = window[-targets:]
-            with torch.no_grad():
-                logits = model(input_ids=read[None]).logits
-            padded = torch.cat([logits, torch.zeros(1, 1, VOCABULARY)], dim=1)
-            loss = model.loss_function(logits=padded, labels=labels, vocab_size=VOCABULARY)
-            assert curve.losses[column, row].item() == pytest.approx(loss.item(), abs=1e-6)
-
-
-def test_estimates(ids: Tensor) -> None:
-    ours = ContextCurve((8, 16), torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.float64))
-    theirs = ContextCurve((8, 16), ours.losses + torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 3.0]]))
-    perplexity = ours.perplexity(8)
-    # Student's quantile for two degrees of freedom, times the standard error of the mean loss.
-    half = 4.302653 / math.sqrt(3)
-    assert (perplexity.mean, perplexity.low, perplexity.high) == pytest.approx(
-        (math.exp(2.0), math.exp(2.0 - half), math.exp(2.0 + half))
-    )
-    loss = ours.loss(8)
-    assert (loss.mean, *loss.arms) == pytest.approx((2.0, half, half))
-    # Windows that differ by the same amount leave no doubt about it, however different they are.
-    paired = theirs.minus(ours, 8)
-    assert (paired.mean, paired.low, paired.high) == (0.5, 0.5, 0.5)
-    assert theirs.ratio(ours, 8).high == pytest.approx(math.exp(0.5))
-    assert theirs.minus(ours, 16).arms == pytest.approx((4.302653, 4.302653))
-    assert math.isnan(ContextCurve((8,), ours.losses[:1, :1]).perplexity(8).low)
-    assert ContextCurve((8,), 400 * ours.losses[:1]).perplexity(8).mean == math.inf
-    for paired in (ours.minus, ours.ratio):
-        with pytest.raises(ShapeError, match="takes the same"):
-            paired(ContextCurve((8,), ours.losses[:1, :2]), 8)
-    with pytest.raises(ShapeError, match="measured were 8, 16"):
-        ours.perplexity(9)
-
-
-def test_more_context_helps_a_model_that_can_use_it() -> None:
+def test_trained_models_use_their_context() -> None:
     curve = context_curve(stock("llama"), heldout("llama"), (32, 128), windows=16, targets=32)
-    assert curve.perplexity(128).mean < 0.95 * curve.perplexity(32).mean
-
-
-@pytest.mark.parametrize("scheme", [None, "fire"])
-def test_curve_of_an_encoder_decoder_equals_a_plain_loop(scheme: str | None, ids: Tensor) -> None:
-    model = stock("t5")
-    if scheme:
-        hf_posenc.patch(model, scheme)
-    corrupted: list[Tensor] = []
-
-    def corrupt(rows: Tensor) -> Tensor:
-        corrupted.append(rows.masked_fill(torch.rand(rows.shape) < 0.3, 1024))
-        return corrupted[-1]
-
-    curve = context_curve(model, ids, (16, 40, 64), windows=5, targets=16, batch_size=2, corrupt=corrupt)
-    # Drawn once: a longer context adds tokens, and changes none.
-    assert [rows.shape for rows in corrupted] == [(5, 64)]
-    for row, window in enumerate(spread_windows(ids, 65, 5, targets=16)):
-        kept = corrupted[0][row] != 1024
-        assert torch.equal(corrupted[0][row][kept], window[1:][kept])
-        for column, context in enumerate(curve.contexts):
-            labels = window[None, -context:].clone()
-            labels[:, :-16] = -100
-            # The decoder reads all labels, also those that are not scored.
-            written = model.prepare_decoder_input_ids_from_labels(window[None, -context:])
-            with torch.no_grad():
-                read = corrupted[0][row, -context:]
-                loss = model(input_ids=read[None], decoder_input_ids=written, labels=labels).loss
-            assert curve.losses[column, row].item() == pytest.approx(loss.item(), abs=1e-5)
-
-
-def test_an_encoder_decoder_knows_what_it_was_trained_on() -> None:
+    assert curve.at(128).mean < 0.95 * curve.at(32).mean
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
     curve = context_curve(stock("t5"), heldout("t5"), (64, 256), windows=8, targets=32, corrupt=corrupt)
-    assert curve.perplexity(64).mean < 3
-    assert curve.perplexity(256).mean > 1.5 * curve.perplexity(64).mean
-
-
-def test_what_is_corrupted_goes_with_an_encoder(ids: Tensor) -> None:
-    with pytest.raises(OptionError, match="encoder of T5ForConditionalGeneration must not read"):
-        context_curve(stock("t5"), ids, (32,), windows=2, targets=16)
-    with pytest.raises(OptionError, match="LlamaForCausalLM has no encoder"):
-        context_curve(small("llama"), ids, (32,), windows=2, targets=16, corrupt=lambda rows: rows)
+    assert curve.at(64).mean < 3
+    assert curve.at(256).mean > 1.5 * curve.at(64).mean
 
 
 def test_windows_overlap_in_no_target() -> None:
@@ -151,13 +227,640 @@ def test_windows_overlap_in_no_target() -> None:
         spread_windows(ids, 400, 32, targets=20)
 
 
-def test_evaluation_leaves_the_mode_and_refuses_the_impossible(ids: Tensor) -> None:
-    model = small("gpt2").train()
-    context_curve(model, ids, (32,), windows=2, targets=16)
-    assert model.training
-    with pytest.raises(PositionError, match="cannot read 128 tokens"):
-        context_curve(model, ids, (128,), windows=2, targets=16)
+def test_impossible_curves_are_refused(ids: Tensor) -> None:
+    with pytest.raises(PositionError, match="can read none of 128"):
+        context_curve(small("gpt2"), ids, (128,), windows=2, targets=16)
     with pytest.raises(ShapeError, match="at least 16 tokens"):
-        context_curve(model, ids, (8, 32), windows=2, targets=16)
-    with pytest.raises(ShapeError, match="take at least"):
-        context_curve(model, ids, (1000,), windows=2, targets=16)
+        context_curve(small("gpt2"), ids, (8, 32), windows=2, targets=16)
+    with pytest.raises(OptionError, match="encoder of T5ForConditionalGeneration must not read"):
+        context_curve(stock("t5"), ids, (32,), windows=2, targets=16)
+    with pytest.raises(OptionError, match="LlamaForCausalLM has no encoder"):
+        context_curve(small(), ids, (32,), windows=2, targets=16, corrupt=lambda rows: rows)
+
+
+def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:
+    model = small("gpt2").train()
+    (by_context,) = ContextPerplexity(ids, (32, 128), windows=3, targets=16)(model)
+    whole, _ = NeedleRetrieval(ids, (64, 65), depths=(0.5,), samples=2)(model)
+    assert model.training
+    for found, place in ((by_context, (32,)), (whole, (0.5, 64))):
+        assert found.at(*place).is_known
+    for found, place in ((by_context, (128,)), (whole, (0.5, 65))):
+        assert not found.at(*place).is_known
+        assert found.write(*place) == "-"
+    with pytest.raises(ShapeError, match="measured were 32, 128"):
+        by_context.at(64)
+    # A model that diverged must not look the same.
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    assert context_curve(model, ids, (32,), windows=2, targets=16).write(32) == "inf"
+
+
+# -- retrieval, induction, tasks ---------------------------------------------------------------------------------------
+
+
+def test_needle_of_an_oracle_and_of_a_random_model(ids: Tensor) -> None:
+    measure = NeedleRetrieval(ids, (48, 96), depths=(0.0, 0.4, 1.0), samples=8)
+    whole, rank = measure(Remembers(VOCABULARY))
+    assert whole.axes == {"depth": (0.0, 0.4, 1.0), "tokens read": (48, 96)}
+    assert whole.samples.shape == (3, 2, 8)
+    assert (whole.samples == 1).all()
+    assert (rank.samples == 1).all()
+    # Averaged over all, so that chance is met closely.
+    whole, rank = NeedleRetrieval(ids, (32,), depths=(0.5,), samples=64)(small())
+    assert whole.at(0.5, 32).mean == 0
+    assert rank.at(0.5, 32).low < 0.5 < rank.at(0.5, 32).high
+    assert rank.at(0.5, 32).high - rank.at(0.5, 32).low < 0.2
+
+
+def test_needle_stands_where_it_should(ids: Tensor) -> None:
+    passkey = Passkey(torch.tensor([60, 61]), torch.tensor([70, 71, 72]), length=2)
+    measure = NeedleRetrieval(ids, (40,), depths=(0.0, 0.5, 1.0), samples=1, passkey=passkey)
+    assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
+    texts = set()
+    for depth, (prompt, key) in zip((0.0, 0.5, 1.0), measure._rows, strict=True):
+        # With the key but its last token, the model reads as many tokens as are asked for.
+        assert len(prompt) + len(key) - 1 == 40
+        assert prompt[-3:].tolist() == [70, 71, 72]
+        place = prompt.tolist().index(70)
+        assert place == round(depth * 31)
+        assert prompt[place + 3 : place + 5].tolist() == key.tolist()
+        texts.add((*prompt[:place].tolist(), *prompt[place + 5 : -3].tolist(), *key.tolist()))
+    assert len(texts) == 1
+    with pytest.raises(ShapeError, match="leaves 0 of text"):
+        NeedleRetrieval(ids, (9,), passkey=passkey)
+    with pytest.raises(OptionError, match=r"expected numbers from 0"):
+        NeedleRetrieval(ids, (40,), depths=(1.5,))
+    readable = Passkey.from_text(TOKENIZER)
+    assert TOKENIZER.decode(readable.cue).strip() == "The pass key is"
+    # The others are two tokens each.
+    assert {TOKENIZER.decode([token]) for token in readable.symbols} == {" 0", " 1", " 2", " 3"}
+    with pytest.raises(OptionError, match="fewer than two of them are one token"):
+        Passkey.from_text(TOKENIZER, symbols="0")
+
+
+def test_an_encoder_reads_the_text_and_the_decoder_writes_the_key(ids: Tensor) -> None:
+    model = stock("t5")
+    measure = NeedleRetrieval(ids, (40,), depths=(0.5,), samples=2)
+    whole, rank = measure(model)
+    assert whole.samples.shape == rank.samples.shape == (1, 1, 2)
+    (prompt, key), *_ = measure._rows
+    with torch.no_grad():
+        expected = model(input_ids=prompt[None], labels=key[None]).logits
+        torch.testing.assert_close(answer_predictions(model, prompt[None], key[None]), expected)
+    with pytest.raises(OptionError, match="not defined for T5ForConditionalGeneration"):
+        InductionCopy(ids, (8,))(model)
+
+
+def test_induction_of_an_oracle_and_of_a_random_model() -> None:
+    symbols = torch.arange(10, 40)
+    right, loss = InductionCopy(symbols, (16, 32), samples=4)(Copies(VOCABULARY))
+    assert (right.samples == 1).all()
+    assert (loss.samples < 1e-6).all()
+    assert right.axes == {"tokens in both copies": (16, 32)}
+    right, loss = InductionCopy(symbols, (64,), samples=8)(small())
+    assert right.at(64).mean < 0.15
+    assert loss.at(64).mean > math.log(30)
+    with pytest.raises(ShapeError, match="even numbers"):
+        InductionCopy(symbols, (15,))
+
+
+class Copies(Stub):
+    """Knows that the second half is the first, but not when it begins; the input lacks the last token."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int) -> Any:
+        half = (input_ids.shape[1] + 1) // 2
+        answers = input_ids[:, half - logits_to_keep : half]
+        logits = 50.0 * nn.functional.one_hot(answers, self._vocabulary)
+        logits[:, : max(0, logits_to_keep - half + 1)] = 0
+        return SimpleNamespace(logits=logits)
+
+
+def solve(prompt: str) -> str:
+    """Answer a task from its text, by other means than it was made with."""
+    numbers = list(map(int, re.findall(r"\d+", prompt)))
+    if prompt.startswith("If"):
+        values = {"1": 1}
+        for name, sign, value in re.findall(r"(\w) = ([+-]) (\w)", prompt):
+            values[name] = values[value] * (1 if sign == "+" else -1)
+        return "+" if values[re.findall(r"then (\w)", prompt)[0]] > 0 else "-"
+    body = prompt.split(":")[1].split(".")[0].split()
+    if prompt.startswith("Copy"):
+        return " ".join(body)
+    if prompt.startswith("Reverse"):
+        return " ".join(reversed(body))
+    if prompt.startswith("Sort"):
+        return " ".join(sorted(body))
+    if prompt.startswith("Evaluate"):
+        terms = re.findall(r"(\d) x \^ ([\d ]+?) (?=[+)])", prompt)
+        return str(sum(int(a) * numbers[0] ** int(b.replace(" ", "")) for a, b in terms) % 10)
+    if "%" in prompt:
+        return str(sum(numbers[:-1]) % 10)
+    if "+" in prompt:
+        return " ".join(str(sum(int(part.replace(" ", "")) for part in " ".join(body).split("+"))))
+    return "yes" if re.findall(r"in ([01 ]+)", prompt)[0].count("1") % 2 == 0 else "no"
+
+
+class Solves(Stub):
+    """Reads the last question with the tokenizer, and answers it."""
+
+    def next(self, tokens: list[int]) -> int:
+        text = TOKENIZER.decode(tokens)
+        shown, _, question = text.rpartition("\n\n")
+        prompt = question.split("Answer:")[0] + "Answer:"
+        whole = TOKENIZER(f"{shown}\n\n{prompt} {solve(prompt)}" if shown else f"{prompt} {solve(prompt)}")["input_ids"]
+        return whole[len(tokens)]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_tasks_of_an_oracle(shots: int) -> None:
+    measure = LengthGeneralisation(TOKENIZER, lengths=(2, 5), trained=2, samples=3, shots=shots)
+    whole, tokens = measure(Solves(len(TOKENIZER)))
+    assert whole.axes == {"task": tuple(tasks.TASKS), "length": (2, 5)}
+    assert (whole.samples == 1).all()
+    assert (tokens.samples == 1).all()
+
+
+class Begins(Solves):
+    """Knows how an answer begins, and no more."""
+
+    def next(self, tokens: list[int]) -> int:
+        return super().next(tokens) if TOKENIZER.decode(tokens).endswith("Answer:") else -1
+
+
+def test_a_task_is_answered_by_all_of_its_tokens() -> None:
+    whole, tokens = LengthGeneralisation(TOKENIZER, ("copy",), lengths=(2, 5), samples=3)(Begins(len(TOKENIZER)))
+    assert (whole.samples == 0).all()
+    for length in (2, 5):
+        answers = [tasks.encode(example, TOKENIZER)[1] for example in tasks.draw("copy", length, 3)]
+        assert tokens.at("copy", length).mean == pytest.approx(sum(1 / len(answer) for answer in answers) / 3)
+
+
+def test_tasks_are_seeded_and_as_long_as_asked_for() -> None:
+    for name in tasks.TASKS:
+        assert tasks.draw(name, 6, 4) == tasks.draw(name, 6, 4)
+        assert tasks.draw(name, 6, 4) != tasks.draw(name, 6, 4, seed=1)
+        (one,) = tasks.draw(name, 12, 1)
+        assert one.answer == f" {solve(one.prompt)}"
+    # The same on any machine.
+    assert tasks.draw("copy", 5, 1)[0].answer == " i v c l g"
+    assert all(example.answer.count(" ") == 40 for example in tasks.draw("reverse", 40, 3))
+    prompt, answer = tasks.encode(tasks.Example("a b", "c d"), TOKENIZER)
+    assert TOKENIZER.decode(prompt + answer) == "a bc d"
+    row = tasks.training_example(tasks.draw("copy", 3, 1)[0], TOKENIZER)
+    assert row["labels"].count(-100) == len(tasks.encode(tasks.draw("copy", 3, 1)[0], TOKENIZER)[0])
+    assert row["labels"][-1] == TOKENIZER.eos_token_id
+    assert [label for label in row["labels"] if label >= 0] == row["input_ids"][row["labels"].count(-100) :]
+    with pytest.raises(OptionError, match="Did you mean 'copy'"):
+        tasks.draw("copi", 3, 1)
+    with pytest.raises(OptionError, match="has 52 variables; got the length 60"):
+        tasks.draw("lego", 60, 1)
+    with pytest.raises(OptionError, match="to take 2 shots from"):
+        LengthGeneralisation(TOKENIZER, lengths=(30,), shots=2)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def divergence(p: Tensor, q: Tensor) -> float:
+    """The Jensen-Shannon divergence of two distributions in bits, term by term."""
+    middle = (p + q) / 2
+    return sum(
+        float(a * math.log2(a / m)) / 2
+        for one in (p, q)
+        for a, m in zip(one.tolist(), middle.tolist(), strict=True)
+        if a > 0
+    )
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "stick_breaking"])
+def test_attention_similarity_equals_the_definition(scheme: str, ids: Tensor) -> None:
+    native, model = small(), hf_posenc.patch(small(), scheme)
+    measure = AttentionSimilarity(native, ids, 8, windows=2)
+    (found,) = measure(model)
+    assert native.config._attn_implementation == "sdpa"
+    assert found.axes == {"layer": (1, 2)}
+    ours, theirs = (
+        similarity._patterns(one, torch.stack([row for row in measure._rows]), None) for one in (model, native)
+    )
+    assert bool(((ours[0].sum(-1) - 1).abs() > 0.01).any()) == (scheme == "stick_breaking")
+    for layer in range(2):
+        for row in range(2):
+            pairs = [
+                sum(divergence(*(torch.cat([w, (1 - w.sum()).clamp(min=0)[None]]) for w in weights)) for weights in zip(a, b, strict=True)) / 8
+                for a in ours[layer][row].double()
+                for b in theirs[layer][row].double()
+            ]  # fmt: skip
+            assert found.samples[layer, row].item() == pytest.approx(min(pairs), abs=1e-4)
+    assert (measure(native)[0].samples < 1e-6).all()
+
+
+def test_attention_that_shares_no_key_is_a_bit_apart(ids: Tensor) -> None:
+    near, far = torch.eye(4)[None, None], torch.eye(4).roll(1, 1)[None, None]
+    assert similarity._distance(near, far).item() == pytest.approx(1, abs=1e-6)
+    # The nearest of all pairs.
+    assert similarity._distance(torch.cat([near, far], 1), far).item() == pytest.approx(0, abs=1e-6)
+    t5, corrupt = stock("t5"), Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
+    (found,) = AttentionSimilarity(t5, ids, 12, windows=1, corrupt=corrupt)(t5)
+    layers = t5.config.num_hidden_layers
+    assert list(found.axes["layer"])[::layers] == ["encoder 1", "decoder 1"]
+    with pytest.raises(ShapeError, match="compared layer by layer"):
+        AttentionSimilarity(small(), ids, 8)(stock("llama"))
+
+
+# -- intervals and report ----------------------------------------------------------------------------------------------
+
+
+def test_intervals() -> None:
+    # Student's quantiles from tables.
+    for freedom, quantile in ((1, 12.7062), (3, 3.18245), (4, 2.77645), (5, 2.57058), (15, 2.13145), (100, 1.98397)):
+        assert intervals._student(freedom) == pytest.approx(quantile, rel=2e-3)
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = intervals.of_mean(values)
+    assert (found.mean, found.high - found.mean) == pytest.approx((2, 4.302653 / math.sqrt(3)))
+    exponential = intervals.of_exponential(values)
+    assert (exponential.mean, exponential.low) == pytest.approx((math.exp(2), math.exp(found.low)))
+    # Wilson 1927: nothing of 16 is at most 19 %, and a half is from 28 % to 72 %.
+    nothing, half = intervals.of_share(torch.zeros(16)), intervals.of_share(torch.tensor([0.0, 1.0] * 8))
+    assert (nothing.low, nothing.high) == pytest.approx((0, 0.1936), abs=1e-4)
+    assert (half.low, half.high) == pytest.approx((0.2800, 0.7200), abs=1e-4)
+    assert math.isnan(intervals.of_mean(values[:1]).low)
+    assert intervals.of_exponential(torch.tensor([1e9])).mean == math.inf
+    # A model that diverged must not look like one that was not measured.
+    assert PERPLEXITY.write(intervals.of_exponential(torch.tensor([1e9]))) == "inf"
+    # No share lies beyond 0 and 1.
+    few = intervals.of_mean_share(torch.tensor([0.4, 0.6], dtype=torch.float64))
+    assert (few.mean, few.low, few.high) == pytest.approx((0.5, 0.0, 1.0))
+    assert math.isnan(intervals.of_mean_share(values[:1]).low)
+    assert share("rank").interval(values / 3) == intervals.of_mean_share(values / 3)
+
+
+def test_paired_estimates() -> None:
+    def grid(rows: list[list[float]]) -> Grid:
+        return Grid(PERPLEXITY, {"tokens read": (8, 16)}, torch.tensor(rows, dtype=torch.float64))
+
+    ours = grid([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]])
+    theirs = grid([[1.5, 2.5, 3.5], [2.0, 2.0, 5.0]])
+    half = 4.302653 / math.sqrt(3)
+    perplexity, loss = ours.at(8), ours.as_loss().at(8)
+    assert (perplexity.mean, *perplexity.ends) == pytest.approx(
+        (math.exp(2.0), math.exp(2.0 - half), math.exp(2.0 + half))
+    )
+    assert (loss.mean, *loss.ends) == pytest.approx((2.0, 2.0 - half, 2.0 + half))
+    # Windows that differ by the same amount leave no doubt about it, however different they are.
+    assert theirs.minus(ours).at(8) == intervals.Interval(0.5, 0.5, 0.5)
+    assert theirs.relative_to(ours).at(8).high == pytest.approx(math.exp(0.5))
+    assert theirs.minus(ours).at(16).ends == pytest.approx((1 - 4.302653, 1 + 4.302653))
+    for paired in (ours.minus, ours.relative_to):
+        with pytest.raises(ShapeError, match="takes the same"):
+            paired(grid([[1.0], [2.0]]))
+    with pytest.raises(ShapeError, match="measured were 8, 16"):
+        ours.at(9)
+
+
+def test_numbers_are_written_as_precisely_as_they_are_known() -> None:
+    assert PERPLEXITY.write(intervals.Interval(5.1234, 4.9876, 5.2687)) == "5.12 [4.99, 5.27]"
+    assert PERPLEXITY.write(intervals.Interval(1234.5, 1000.0, 1500.0)) == "1,234 [1,000, 1,500]"
+    assert PERPLEXITY.write(intervals.Interval(5.1234, math.nan, math.nan)) == "5.123"
+    assert successes("right").write(intervals.Interval(0.5, 0.28, 0.72)) == "50 [28, 72]"
+
+
+def section(name: str, axes: dict[str, tuple[Any, ...]], quantity: Any) -> Section:
+    shape = [len(points) for points in axes.values()]
+    grids = {model: (Grid(quantity, axes, torch.rand(*shape, 4).double()),) for model in ("native", "fire")}
+    first = grids["fire"][0].samples
+    first[tuple(-1 for _ in shape)] = math.nan
+    return Section(name, f"The {name}", "A note.", grids, (2.0, "trained on 2"))
+
+
+def test_report_is_complete(tmp_path: Path) -> None:
+    report = Report(
+        (
+            section("perplexity", {"tokens read": (1, 2, 4, 8)}, PERPLEXITY),
+            section("needle", {"depth": (0.0, 1.0), "tokens read": (1, 2)}, successes("whole key", 0.1)),
+            section("tasks", {"task": ("copy", "sort"), "length": (1, 2, 3)}, share("tokens")),
+            section("attention", {"layer": ("encoder 1", "decoder 1")}, share("some")),
+        ),
+        {"text": "mine.txt"},
+    )
+    report.write(tmp_path / "report")
+    folder = tmp_path / "report"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "attention.png", "needle.png", "perplexity.png", "report.json", "report.md", "tasks.png",
+    ]  # fmt: skip
+    assert is_report(folder)
+    (folder / "mine.png").touch()
+    assert not is_report(folder)
+    content = json.loads((folder / "report.json").read_text())
+    assert content["format_version"] == 2
+    (grid,) = content["sections"][0]["models"]["fire"]
+    estimates, samples = grid["estimates"], grid["samples"]
+    assert estimates[0]["mean"] == pytest.approx(math.exp(sum(samples[0]) / 4))
+    assert estimates[3] == {"tokens read": 8, "mean": None, "low": None, "high": None}
+    assert samples[3] == [None] * 4
+    # What is read is what was written, and every number of the table can be computed from it.
+    again = load(Report, folder / "report.json", "Remove it.")
+    assert again.markdown() == report.markdown()
+    torch.testing.assert_close(
+        *(each["needle"].models["fire"][0].samples for each in (again, report)), rtol=0, atol=0, equal_nan=True
+    )
+    (folder / "report.json").write_text(json.dumps(content | {"format_version": 3}))
+    with pytest.raises(CheckpointError, match=r"format_version.*Remove it"):
+        load(Report, folder / "report.json", "Remove it.")
+    text = (folder / "report.md").read_text()
+    assert "| tokens read | 1 | 2 | 4 | 8 |" in text
+    assert "Whole key (%) by tokens read; guessing gives 10:" in text
+    assert re.search(r"^\| 1.0 \| fire \| .* \| - \|$", text, flags=re.M)
+    grids = report["perplexity"].models
+    paired = intervals.of_exponential(grids["fire"][0].samples[0] - grids["native"][0].samples[0])
+    assert f"| fire | {grids['fire'][0].relative_to(grids['native'][0]).quantity.write(paired)}" in text
+    with pytest.raises(ShapeError, match="on axes of"):
+        Grid(PERPLEXITY, {"a": (1, 2)}, torch.zeros(3, 4))
+
+
+# -- whole evaluations -------------------------------------------------------------------------------------------------
+
+WORK = """
+import os, sys
+from pathlib import Path
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from hf_posenc.recipes.evaluation import ContextPerplexity, NeedleRetrieval, evaluate
+torch.set_num_threads(1)
+
+def run():
+    set_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, initializer_range=0.3, **shape))
+    ids = torch.randint(2, 50, (600,))
+    # Five windows in batches of two: three batches for two processes.
+    measures = [ContextPerplexity(ids, (16, 32), windows=5, targets=8), NeedleRetrieval(ids, (32, 40), samples=1)]
+    return evaluate({"one": model, "two": lambda: model}, measures, batch_size=2).markdown()
+
+if __name__ == "__main__":
+    # Two processes for the price of one import.
+    child = os.fork()
+    rank = "1" if child == 0 else "0"
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+    Path(sys.argv[1], rank).write_text(run())
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_picture_of_many_models_can_be_read() -> None:
+    names = [f"a-model-with-a-long-name-{number}" for number in range(16)]
+    line = [(point, intervals.Interval(2.0, 1.9, 2.1)) for point in (64, 128)]
+    panel = curves.Panel(lines=dict.fromkeys(names, line), mark=(128, "trained on 128 tokens"))
+    figure = curves.lines_figure("Lines", [panel])
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert axes.texts[0].get_window_extent().x1 <= axes.get_window_extent().x1
+    lines = [one.lines[0] for one in axes.containers]
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
+    # All of a place next to each other, and inside.
+    ends = [line.get_window_extent() for line in lines]
+    assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
+    assert max(end.x1 for end in ends) < axes.get_window_extent().x1
+
+    rows, columns = ("depth", (0.0, 1.0)), ("tokens", (64,))
+    maps = [curves.HeatMap(f"{name}: rank", rows, columns, [[0.5], [math.nan]]) for name in names]
+    figure = curves.heat_maps_figure("Maps", [maps])
+    figure.draw_without_rendering()
+    titles = [axes.title.get_window_extent() for axes in figure.axes[:4]]
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(titles))
+    assert figure.get_figwidth() < 12
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = tmp_path / "work.py"
+    script.write_text(WORK, encoding="utf-8")
+    # As a launcher starts them.
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    namespace: dict[str, Any] = {"__name__": "work"}
+    exec(WORK, namespace)
+    alone = namespace["run"]()
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == alone
+
+
+def test_command(tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog and goes home again.\n" * 60, encoding="utf-8")
+    out = tmp_path / "report"
+    arguments = [
+        "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
+        "--samples", 2, "--measures", "perplexity,position,needle,induction,tasks,attention", "--tasks", "copy",
+        "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
+    ]  # fmt: skip
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    assert "tiny_llama, alibi untrained: attention (100%" in result.stdout
+    assert "| tiny_llama | " in result.stdout
+    content = json.loads((out / "report.json").read_text())
+    assert [part["name"] for part in content["sections"]] == arguments[10].split(",")
+    ids = token_ids(read_text(str(text)), TOKENIZER)
+    (expected,) = ContextPerplexity(ids, (64, 128), windows=2)(stock("llama"))
+    (grid,) = content["sections"][0]["models"]["tiny_llama"]
+    assert torch.tensor(grid["samples"]).tolist() == expected.samples.float().tolist()
+    assert f"{len(ids):,} tokens" in content["settings"]["text"]
+    # A second one replaces the first; another folder is left alone.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    refused = CliRunner().invoke(cli.app, ["eval", str(DIRECTORIES["llama"]), "--out", str(tmp_path / "other")])
+    assert refused.exit_code == 1
+    assert "not empty" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all"], "There is no directory nowhere/at/all"),
+        ([DIRECTORIES["llama"], "--measures", "perplexty"], "Did you mean 'perplexity'"),
+        ([f"{DIRECTORIES['llama']}:alibbi"], "There is no scheme 'alibbi'"),
+        ([DIRECTORIES["llama"], "--contexts", "128,x"], "--contexts '128,x': expected one or more whole numbers"),
+        ([DIRECTORIES["llama"], "--text", "nowhere"], "There is no file or folder nowhere"),
+        (
+            [DIRECTORIES["llama"], "--text", "TEXT", "--samples", "2", "--contexts", "64,64"],
+            "contexts=(64, 64): expected one or more, each once",
+        ),
+        (
+            [DIRECTORIES["llama"], "--text", "TEXT", "--contexts", "8", "--measures", "position"],
+            "context=8: expected a multiple of bins=16",
+        ),
+        ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
+        ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "is an encoder-decoder and the other is not"),
+        ([DIRECTORIES["llama"], "WORDS", "--text", "TEXT"], "words makes other tokens of the text than tiny_llama"),
+        ([DIRECTORIES["llama"], "--contexts", "4096", "--text", "TEXT"], "Give more text"),
+        ([DIRECTORIES["llama"], "--text", "TEXT"], "mine.txt has 261 tokens, too few for 16 windows"),
+    ],
+)
+def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("The quick brown fox.\n" * 20, encoding="utf-8")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"fox": 0}, unk_token="fox")))
+    words.save_pretrained(tmp_path / "words")
+    shutil.copy(DIRECTORIES["llama"] / "config.json", tmp_path / "words")
+    given = {"TEXT": str(tmp_path / "mine.txt"), "WORDS": str(tmp_path / "words")}
+    typed = [given.get(str(argument), str(argument)) for argument in arguments]
+    result = CliRunner().invoke(cli.app, ["eval", *typed, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "measures"), [(["--tasks", "copy"], None), (["--shots", "4"], "perplexity"), (["--cue", "Key"], "tasks")]
+)
+def test_an_option_of_a_measure_that_is_not_taken_is_refused(
+    option: list[str], measures: str | None, tmp_path: Path
+) -> None:
+    named = [] if measures is None else ["--measures", measures]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(cli.app, ["eval", str(DIRECTORIES["llama"]), *option, *named, "--out", str(out)])
+    assert result.exit_code == 2
+    assert f"{option[0]} does nothing without the measure" in " ".join(result.output.replace("│", "").split())
+    assert not out.exists()
+
+
+def test_help_names_all_measures_and_tasks_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    shown = CliRunner().invoke(cli.app, ["eval", "--help"]).output
+    assert "…" not in shown
+    assert all(name in shown for name in (*MEASURES, *tasks.TASKS))
+
+
+def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 40, encoding="utf-8")
+    request = Request((str(DIRECTORIES["t5"]),), text=str(tmp_path / "mine.txt"), contexts=(64,), samples=2)
+    report = request.run()
+    assert [section.name for section in report.sections] == ["perplexity", "position"]
+    ids = token_ids(read_text(request.text), AutoTokenizer.from_pretrained(DIRECTORIES["t5"]))
+    corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
+    (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(stock("t5"))
+    torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    ids = torch.arange(30, 50)[None]
+    converted = hf_posenc.patch(stock("llama"), "kerple")
+    adapted = get_peft_model(converted, PosencLoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(DIRECTORIES["llama"])
+    adapted.save_pretrained(tmp_path / "run" / "model")
+    adapter, untrained, plain = subjects([str(tmp_path / "run"), f"{DIRECTORIES['llama']}:alibi", "tiny-llama"])
+    assert [one.name for one in (adapter, untrained, plain)] == ["run", "tiny_llama, alibi untrained", "tiny-llama"]
+    with torch.no_grad():
+        loaded = adapter.load(torch.device("cpu"))
+        torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-4, rtol=1e-4)
+        assert not torch.equal(loaded(ids).logits, stock("llama")(ids).logits)
+        assert torch.equal(
+            untrained.load(torch.device("cpu"))(ids).logits, hf_posenc.patch(stock("llama"), "alibi")(ids).logits
+        )
+        assert torch.equal(plain.load(torch.device("cpu"))(ids).logits, stock("llama")(ids).logits)
+    assert adapter.tokenizer().get_vocab() == plain.tokenizer().get_vocab()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_damaged_models_are_one_error(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    adapter, checkpoint = tmp_path / "adapter", DIRECTORIES["llama"]
+    adapted = get_peft_model(
+        hf_posenc.patch(stock("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
+    )
+    adapted.peft_config["default"].base_model_name_or_path = str(checkpoint)
+    adapted.save_pretrained(adapter)
+    for number, (source, name, size, message, *commands) in enumerate(
+        (
+            (adapter, "adapter_model.safetensors", -100, "cannot be read (Error while deserializing", "eval", "plot"),
+            (adapter, "adapter_config.json", 40, "cannot be loaded (JSONDecodeError: ", "plot"),
+            (adapter, "adapter_config.json", 0, "cannot be loaded (JSONDecodeError: ", "eval"),
+            (checkpoint, "model.safetensors", 500, "header", "eval"),
+            (checkpoint, "tokenizer.json", 0, "save_pretrained writes, tokenizer.json", "plot", "convert"),
+            (checkpoint, "tokenizer.json", 999, "save_pretrained writes, tokenizer.json", "eval", "train"),
+        )
+    ):
+        folder, out = tmp_path / str(number), str(tmp_path / "out")
+        shutil.copytree(source, folder)
+        (folder / name).write_bytes((folder / name).read_bytes()[:size])
+        typed = {"convert": ["alibi", out], "plot": ["--out", out], "eval": ["--out", out]}
+        for command in commands:
+            train = ["train", "llama-fire", f"model={folder}", "--out", out]
+            given = train if command == "train" else [command, str(folder), *typed[command]]
+            result = CliRunner().invoke(cli.app, given)
+            assert result.exit_code == 1
+            # PEFT warns between.
+            line = result.stderr.splitlines()[-1]
+            assert line.startswith("hf-posenc: The ")
+            assert str(folder) in line
+            assert message in line
+            assert not Path(out).exists()
+
+
+def test_evaluating_changes_neither_the_callers_random_numbers_nor_modes() -> None:
+    request = Request(models=("tiny-llama:fire", "tiny-llama"), measures=("perplexity",), contexts=(64,), samples=2)
+    reports = []
+    for _ in range(2):
+        torch.rand(1)
+        drawn = torch.get_rng_state()
+        reports.append(request.run().sections[0].markdown())
+        assert torch.equal(torch.get_rng_state(), drawn)
+    assert reports[0] == reports[1]
+    model = stock("llama").train()
+    model.get_output_embeddings().eval()
+    before = [module.training for module in model.modules()]
+    hf_posenc.evaluate({"a": model}, [InductionCopy(torch.arange(30), (8,), samples=1)])
+    context_curve(model, torch.arange(20, 300), (64,), windows=2, targets=16)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(ids: Tensor) -> None:
+    class Counted(ContextPerplexity):
+        taken = 0
+
+        def _measure(self, *args: Any) -> Any:
+            Counted.taken += 1
+            return super()._measure(*args)
+
+    first = Counted(ids, (64,), windows=2, corrupt=lambda rows: rows)
+    for other, said in (
+        (InductionCopy(torch.arange(30), (8,), samples=1), "InductionCopy is not defined for T5"),
+        (PositionPerplexity(ids, 64, windows=2, bins=4), "PositionPerplexity\\(corrupt=None\\)"),
+        (AttentionSimilarity(stock("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            hf_posenc.evaluate({"a": stock("t5")}, [first, other])
+    with pytest.raises(OptionError, match="ContextPerplexity\\(corrupt=None\\)"):
+        ContextPerplexity(ids, (64,), windows=2)(stock("t5"))
+    assert not Counted.taken
+
+
+def test_evaluate_refuses_nothing(ids: Tensor) -> None:
+    measure = InductionCopy(torch.arange(30), (8,), samples=1)
+    with pytest.raises(OptionError, match="at least one model"):
+        hf_posenc.evaluate({}, [measure])
+    with pytest.raises(OptionError, match="each can be given once"):
+        hf_posenc.evaluate({"a": small()}, [measure, measure])
+    for make in (
+        lambda: ContextPerplexity(ids, ()),
+        lambda: NeedleRetrieval(ids, (64, 64)),
+        lambda: NeedleRetrieval(ids, (64,), depths=(0.5, 0.5)),
+        lambda: InductionCopy(torch.arange(30), (8, 8)),
+        lambda: LengthGeneralisation(TOKENIZER, ("copy", "copy")),
+        lambda: LengthGeneralisation(TOKENIZER, ("copy",), lengths=(3, 3)),
+    ):
+        with pytest.raises(OptionError, match="expected one or more, each once"):
+            make()

@@ -13,7 +13,7 @@ import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, ShapeError
 from hf_posenc.operands import Block, Positions
 from hf_posenc.recipes.data.text import builtin_text
-from hf_posenc.recipes.evaluation.curve import context_curve
+from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.training.fit_bias import additive, fit
 
@@ -105,7 +105,7 @@ def test_a_fitted_swap_starts_much_nearer_to_a_rotary_model(scheme: str, share: 
     heldout = torch.tensor(tokenizer(builtin_text("heldout")[:20_000])["input_ids"])
 
     def perplexity(model: Any) -> float:
-        return context_curve(model, heldout, (128,), windows=8).perplexity(128).mean
+        return context_curve(model, heldout, (128,), windows=8).at(128).mean
 
     model = patched("llama", scheme, **({"threshold": 64.0} if scheme == "fire" else {"shared": False}))
     before = perplexity(model)

@@ -306,7 +306,7 @@ def test_a_recipe_begins_with_it(architecture: str, tmp_path: Path, monkeypatch:
 
     def begins(fit: str) -> float:
         recipe = Recipe.read(f"{architecture}-disentangled", [*common, f"conversion.fit={fit}"])
-        return run.train(recipe, tmp_path / fit).measurements.curve("before").perplexity(64).mean
+        return run.train(recipe, tmp_path / fit).measurements.curve("before").at(64).mean
 
     assert begins("attention") < 0.8 * begins("null")
 

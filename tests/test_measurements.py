@@ -18,15 +18,16 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 import hf_posenc
 from hf_posenc import CheckpointError, PositionError, RecipeError
-from hf_posenc.recipes.evaluation.curve import ContextCurve, context_curve
-from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
-from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements, Measuring
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
+from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.training.callbacks import Handover
 
 
-def curve(value: float = 0.0, contexts: tuple[int, ...] = (16, 32)) -> ContextCurve:
+def grid(value: float = 0.0, contexts: tuple[int, ...] = (16, 32)) -> Grid:
     generator = torch.Generator().manual_seed(0)
-    return ContextCurve(contexts, value + torch.rand(len(contexts), 3, generator=generator, dtype=torch.float64))
+    losses = value + torch.rand(len(contexts), 3, generator=generator, dtype=torch.float64)
+    return Grid(PERPLEXITY, {"tokens read": contexts}, losses)
 
 
 def text(length: int = 1000) -> Tensor:
@@ -40,76 +41,76 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     path = tmp_path / "measurements.json"
     assert Measurements.load(path).course() == []
     written = Measurements.load(path)
-    odd = ContextCurve((16,), torch.tensor([[math.pi * 1e-7, 1 / 3, math.nan, math.inf]], dtype=torch.float64))
-    given = {(NATIVE, 0): curve(1.0), (CONVERTED, 20): curve(3.0), (CONVERTED, 0): curve(2.0), (CONVERTED, 100): odd}
-    for (name, step), value in given.items():
-        written.record(name, step, value)
+    odd = torch.tensor([[math.pi * 1e-7, 1 / 3, math.inf], [math.nan] * 3], dtype=torch.float64)
+    given = {NATIVE: grid(1.0), 20: grid(3.0), 0: grid(2.0), 100: Grid(PERPLEXITY, grid().axes, odd)}
+    for key, value in given.items():
+        assert (written.curve("after") is None) == (20 not in written._grids)
+        written.record(key, value)
+    before = path.read_bytes()
+    for read in (Measurements.load(path), Measurements.load(path, writes=False)):
+        for key, value in given.items():
+            found = read.at(key)
+            assert found is not None
+            assert (found.quantity, found.axes) == (value.quantity, value.axes)
+            assert found.samples.numpy().tobytes() == value.samples.numpy().tobytes()
+        assert [step for step, _ in read.course()] == [0, 20, 100]
+        for name, key in (("native", NATIVE), ("before", 0), ("after", 100)):
+            assert read.curve(name) is read.at(key)
+        assert read.at(1) is None
+    # Other processes read and do not write.
+    read.record(7, grid())
+    assert read.at(7) is not None
+    assert path.read_bytes() == before
+
+
+def test_measurements_of_the_first_format_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.json"
+    path.write_text(
+        '{"format_version": 1, "curves": [{"name": "native", "step": 0, "contexts": [8], "losses": [[1.0, 2.0]]}, '
+        '{"name": "converted", "step": 5, "contexts": [8, 16], "losses": [[3.0, NaN], [4.0, Infinity]]}]}'
+    )
     read = Measurements.load(path)
-    for (name, step), value in given.items():
-        found = read.at(name, step)
-        assert found is not None
-        assert found.contexts == value.contexts
-        assert found.losses.numpy().tobytes() == value.losses.numpy().tobytes()
-    assert [step for step, _ in read.course()] == [0, 20, 100]
-    for name, key in (("native", (NATIVE, 0)), ("before", (CONVERTED, 0)), ("after", (CONVERTED, 100))):
-        named = read.curve(name)
-        assert named is not None
-        assert named.contexts == given[key].contexts
-    assert read.at(NATIVE, 1) is None
-
-
-def test_there_is_no_after_before_the_first_step() -> None:
-    measurements = Measurements()
-    measurements.record(CONVERTED, 0, curve())
-    assert measurements.curve("after") is None
-    assert measurements.curve("native") is None
+    native, after = read.curve("native"), read.curve("after")
+    assert native is not None
+    assert after is not None
+    assert [step for step, _ in read.course()] == [5]
+    assert native.values(8).tolist() == [1, 2]
+    assert not native.at(16).is_known
+    assert after.samples.tolist() == [[3, math.inf], [4, math.inf]]
 
 
 def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "measurements.json"
     measurements = Measurements.load(path)
-    measurements.record(NATIVE, 0, curve())
+    measurements.record(NATIVE, grid())
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        measurements.record(CONVERTED, 0, curve())
+        measurements.record(0, grid())
     assert path.read_bytes() == before
     monkeypatch.undo()
-    assert Measurements.load(path).at(CONVERTED) is None
-
-
-def test_other_processes_read_and_do_not_write(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.json"
-    Measurements.load(path).record(NATIVE, 0, curve())
-    before = path.read_bytes()
-    other = Measurements.load(path, writes=False)
-    assert other.at(NATIVE) is not None
-    other.record(CONVERTED, 0, curve())
-    assert other.at(CONVERTED) is not None
-    assert path.read_bytes() == before
+    assert Measurements.load(path).at(0) is None
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ('{"format_version": 1}', "cannot be read"),
-        (
-            '{"format_version": 1, "curves": [{"name": "native", "step": 0, "contexts": [8], "losses": []}]}',
-            "cannot be read",
-        ),
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"format_version": 1}', "KeyError: 'curves'"),
         (
             '{"format_version": 1, "curves": [{"name": "native", "step": 0, "contexts": [8, 9], "losses": [[1.0]]}]}',
-            "losses of shape",
+            "1 rows of losses at 2 contexts",
         ),
-        ('{"format_version": 7, "curves": []}', "format_version 7"),
+        ('{"format_version": 7, "sections": []}', "format_version: Input should be 2"),
+        ('{"format_version": 2, "sections": [{"name": "perplexity", "title": "", "note": "", "models": {"native": [3]}}]}',
+         "sections.0.models.native.0"),
     ],
-)
+)  # fmt: skip
 def test_damaged_measurements(tmp_path: Path, damage: str, message: str) -> None:
     path = tmp_path / "measurements.json"
     path.write_text(damage)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=rf"cannot be read \(.*{message}.*Remove the file"):
         Measurements.load(path)
 
 
@@ -145,48 +146,37 @@ def test_contexts_that_were_asked_for() -> None:
 
 
 def test_a_table_that_ends_is_read_to_its_end() -> None:
-    """GPT-2 reads no further than its table; what it scores is what a model scores that reads on."""
+    """GPT-2 reads no further than its table; what it scores is what a model scores that reads on.
+
+    The end is known before the forward: on CUDA, a lookup beyond a table ends the process.
+    """
     ids, contexts = tokens("gpt2", 1, 3000)[0], (64, 128, 512)
-    model = stock("gpt2")
-    assert model.config.n_positions == 128
-    native = readable_curve(model, ids, contexts, windows=3)
-    assert native.contexts == (64, 128)
     seen: list[Tensor] = []
-    handle = model.register_forward_pre_hook(lambda m, args, call: seen.append(call["input_ids"]), with_kwargs=True)
-    readable_curve(model, ids, contexts, windows=3)
-    short = seen[0]
-    handle.remove()
-    hf_posenc.patch(model, "kerple")
-    seen.clear()
+
+    def reads(model: Any) -> tuple[int, ...]:
+        found = context_curve(model, ids, contexts, windows=3)
+        return tuple(context for context in contexts if found.reads(context))
+
+    model = stock("gpt2")
     model.register_forward_pre_hook(lambda m, args, call: seen.append(call["input_ids"]), with_kwargs=True)
-    assert readable_curve(model, ids, contexts, windows=3).contexts == contexts
-    assert torch.equal(seen[0], short)
+    assert model.config.n_positions == 128
+    assert reads(model) == (64, 128)
+    short, seen[:] = list(seen), []
+    hf_posenc.patch(model, "kerple")
+    assert reads(model) == contexts
+    assert all(torch.equal(a, b) for a, b in zip(short, seen, strict=False))
+    assert [rows.shape[1] for rows in (*short, *seen)] == [64, 128, *contexts]
     with hf_posenc.disabled(model):
-        assert readable_curve(model, ids, contexts, windows=3).contexts == (64, 128)
-
-
-def test_the_end_of_a_table_is_known_before_the_forward() -> None:
-    """On CUDA, a lookup beyond a table ends the process."""
-
-    def evaluate(model: Any, ids: Tensor, contexts: Any, **options: Any) -> ContextCurve:
-        return curve(contexts=tuple(contexts))
-
-    def readable(model: Any) -> tuple[int, ...]:
-        return readable_curve(model, text(), (64, 128, 256), windows=2, evaluate=evaluate).contexts
-
-    assert readable(stock("gpt2")) == (64, 128)
-    assert readable(hf_posenc.patch(stock("gpt2"), "kerple", native="keep")) == (64, 128)
-    model = hf_posenc.patch(stock("gpt2"), "kerple")
-    assert readable(model) == (64, 128, 256)
-    with hf_posenc.disabled(model):
-        assert readable(model) == (64, 128)
+        assert reads(model) == (64, 128)
+    assert reads(hf_posenc.patch(stock("gpt2"), "kerple", native="keep")) == (64, 128)
 
 
 def test_the_table_of_a_scheme_ends_too() -> None:
     model = hf_posenc.patch(stock("llama"), "learned", num_positions=128)
-    assert readable_curve(model, text(), (64, 128, 256), windows=2).contexts == (64, 128)
+    found = context_curve(model, text(), (64, 128, 256), windows=2)
+    assert [found.reads(context) for context in found.points] == [True, True, False]
     with pytest.raises(PositionError, match="can read none of 256, 512 tokens"):
-        readable_curve(model, text(2000), (256, 512), windows=2)
+        context_curve(model, text(2000), (256, 512), windows=2)
 
 
 # -- during a training -------------------------------------------------------------------------------------------------
@@ -198,10 +188,10 @@ class Counted:
     def __init__(self) -> None:
         self.steps: list[float] = []
 
-    def __call__(self, model: Any) -> ContextCurve:
+    def __call__(self, model: Any) -> Grid:
         self.steps.append(float(model.lm_head.weight.detach().sum()))
         torch.rand(3)  # an evaluation may draw
-        return curve()
+        return grid()
 
 
 def trainer(
@@ -243,7 +233,7 @@ def test_a_resumed_run_measures_nothing_twice(tmp_path: Path) -> None:
         measure, out = Counted(), io.StringIO()
         console = Console(file=out, width=100)
         measuring = Measuring(Measurements.load(path), measure, every=1, console=console)
-        measuring.take(NATIVE, 0, stock("llama"))
+        measuring.take(NATIVE, stock("llama"))
         made = trainer(tmp_path / "checkpoints", measuring, Stop(stop), save=True)
         if stop is None:
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "checkpoint-2") if resume else None)
@@ -281,23 +271,20 @@ def test_measuring_does_not_change_the_training(tmp_path: Path) -> None:
         assert torch.equal(value, measured[name]), name
 
 
-@pytest.mark.parametrize("contexts", [(64, 2048), ()])
-def test_the_rows(contexts: tuple[int, ...]) -> None:
+def test_the_rows() -> None:
     out = io.StringIO()
-    console = Console(file=out, width=30)
-    measuring = Measuring(Measurements(), lambda model: wanted.pop(0), contexts=contexts, console=console)
+    measuring = Measuring(Measurements(), lambda model: wanted.pop(0), console=Console(file=out, width=30))
     wanted = [
-        ContextCurve((64,), torch.log(torch.tensor([[2.25]], dtype=torch.float64))),
-        ContextCurve((64, 2048), torch.log(torch.tensor([[3.5], [1234.4]], dtype=torch.float64))),
+        Grid(PERPLEXITY, {"tokens read": (64, 2048)}, torch.tensor(rows, dtype=torch.float64).log())
+        for rows in ([[2.25], [math.nan]], [[3.5], [1234.4]])
     ]
-    measuring.take(NATIVE, 0, None)
-    measuring.take(CONVERTED, 20, None)
-    heading = "tokens read            64    2,048"
-    if contexts:
-        native = [heading, "native               2.25        -"]
-    else:
-        native = ["tokens read            64", "native               2.25", heading]
-    assert out.getvalue().splitlines() == [*native, "step 20               3.5     1234"]
+    measuring.take(NATIVE, None)
+    measuring.take(20, None)
+    assert out.getvalue().splitlines() == [
+        "tokens read            64    2,048",
+        "native               2.25        -",
+        "step 20               3.5     1234",
+    ]
 
 
 def test_each_measurement_is_kept_at_once(tmp_path: Path) -> None:
@@ -306,26 +293,26 @@ def test_each_measurement_is_kept_at_once(tmp_path: Path) -> None:
 
     class Look(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(len(json.loads(path.read_text())["curves"]))
+            seen.append(len(json.loads(path.read_text())["sections"][0]["models"]))
 
     trainer(tmp_path, Measuring(Measurements.load(path), Counted(), every=2), Look()).train()
     assert seen == [1, 2, 2, 3, 3, 3]
 
 
 def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Path) -> None:
-    def measure(model: Any) -> ContextCurve:
+    def measure(model: Any) -> Grid:
         return context_curve(model, text(400), (64, 128), windows=2)
 
     model = stock("llama")
     measurements = Measurements()
     measuring = Measuring(measurements, measure)
-    measuring.take(NATIVE, 0, model)
+    measuring.take(NATIVE, model)
     hf_posenc.patch(model, "fire", native="keep")
     trainer(tmp_path, Handover(0.5), measuring, model=model, steps=2).train()
     native, before, after = (measurements.curve(name) for name in ("native", "before", "after"))
     assert native is not None
     assert before is not None
     assert after is not None
-    assert torch.allclose(native.losses, before.losses, atol=1e-4)
-    assert torch.equal(after.losses, measure(model).losses)
-    assert not torch.allclose(native.losses, after.losses, atol=1e-2)
+    assert torch.allclose(native.samples, before.samples, atol=1e-4)
+    assert torch.equal(after.samples, measure(model).samples)
+    assert not torch.allclose(native.samples, after.samples, atol=1e-2)

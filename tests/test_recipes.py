@@ -221,13 +221,13 @@ def test_demo(tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     original, control, untrained, adapted = outcome.subjects
     for subject in outcome.subjects:
-        cell = table.split(f"|{subject.name}|")[1].split(" [")[0]
-        assert float(cell) == pytest.approx(subject.curve.perplexity(64).mean, abs=0.5)
+        cell = table.split(f"| {subject.name} |")[1].split(" [")[0]
+        assert float(cell) == pytest.approx(subject.curve.at(64).mean, abs=0.5)
         assert subject.name in screen.getvalue()
     assert "logits bit-equal, largest difference 0" in screen.getvalue()
     # Without training the original is best where it was trained; even four steps help the converted model.
-    assert original.curve.perplexity(128).mean < untrained.curve.perplexity(128).mean
-    assert adapted.curve.minus(untrained.curve, 128).mean < 0
+    assert original.curve.at(128).mean < untrained.curve.at(128).mean
+    assert adapted.curve.minus(untrained.curve).at(128).mean < 0
     assert not hf_posenc.patches.patch.surgery.is_patched(control.model)
 
     assert demo.is_demo(tmp_path)

@@ -16,11 +16,11 @@ from peft import get_peft_model
 from test_display import FACTS
 
 import hf_posenc
-from hf_posenc.recipes.evaluation.curve import ContextCurve
-from hf_posenc.recipes.evaluation.intervals import Interval
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import curves as plots
 from hf_posenc.recipes.runs import report
-from hf_posenc.recipes.runs.measurements import CONVERTED, NATIVE, Measurements
+from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Recipe
 
@@ -32,18 +32,18 @@ LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.
 PNG = b"\x89PNG"
 
 
-def losses(*rows: tuple[float, float], contexts: tuple[int, ...] = (64, 128, 1024)) -> ContextCurve:
-    return ContextCurve(contexts[: len(rows)], torch.tensor(rows, dtype=torch.float64))
+def losses(*rows: tuple[float, float]) -> Grid:
+    return Grid(PERPLEXITY, {"tokens read": (64, 128, 1024)}, torch.tensor(rows, dtype=torch.float64))
 
 
 def measured(course: bool = False) -> Measurements:
     """The native model cannot read 1,024 tokens; the trained one is worse by 0.1 and 0.3 nats at 128."""
     measurements = Measurements()
-    measurements.record(NATIVE, 0, losses((2.0, 3.0), (1.0, 2.0)))
-    measurements.record(CONVERTED, 0, losses((5.0, 6.0), (4.0, 6.0), (5.0, 7.0)))
+    measurements.record(NATIVE, losses((2.0, 3.0), (1.0, 2.0), (math.nan, math.nan)))
+    measurements.record(0, losses((5.0, 6.0), (4.0, 6.0), (5.0, 7.0)))
     if course:
-        measurements.record(CONVERTED, 100, losses((2.5, 3.5), (1.5, 2.5), (1.5, 2.5)))
-    measurements.record(CONVERTED, 200, losses((2.0, 3.0), (1.1, 2.3), (1.2, 2.2)))
+        measurements.record(100, losses((2.5, 3.5), (1.5, 2.5), (1.5, 2.5)))
+    measurements.record(200, losses((2.0, 3.0), (1.1, 2.3), (1.2, 2.2)))
     return measurements
 
 
@@ -85,7 +85,7 @@ def test_table(tmp_path: Path) -> None:
     assert difference["fire, before training"] == ["3.000 [3.000, 3.000]", "4 [-3, 10]", "-"]
     assert rows_under(text, "Loss in nats")["fire, after 200 steps"][1:] == ["2 [-6, 9]", "2 [-5, 8]"]
     assert "2 held-out windows" in text
-    assert "native cannot read more than 128 tokens" in text
+    assert "A dash marks texts that are longer than the positions of the model." in text
     assert "first and last logged: 4.5000 and 2.2500" in text
     assert (
         "Speed on the machine of this run (2 x CPU with 2 threads, bfloat16), over 199 steps: 0.25 s per step" in text
@@ -131,22 +131,24 @@ def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
 
 def test_a_model_that_diverged_has_a_report(tmp_path: Path) -> None:
     measurements = measured()
-    measurements.record(CONVERTED, 200, losses((math.nan, 3.0), (1.1, math.inf), (1.2, 2.2)))
+    measurements.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
     report.write(tmp_path, recipe(), measurements, FACTS, log=[{"step": 1, "loss": math.nan}])
     cells = rows_under((tmp_path / report.TABLE).read_text(encoding="utf-8"), "Perplexity per token")
-    assert cells["fire, after 200 steps"][:2] == ["nan", "inf"]
+    assert cells["fire, after 200 steps"][:2] == ["inf", "inf"]
 
 
 @pytest.mark.parametrize("native", ["remove", "handover"])
 def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     shown: dict[str, Any] = {}
     monkeypatch.setattr(
-        report, "plot_run", lambda path, curves, **given: (shown.update(given), path.write_bytes(PNG), curves)
+        report,
+        "plot_run",
+        lambda path, title, panel, **given: (shown.update(given, panel=panel), path.write_bytes(PNG)),
     )
     given = recipe(conversion=Conversion(scheme="fire", native=native, handover=0.5))
     report.write(tmp_path, given, measured(course=True), FACTS, log=LOG)
     assert shown["losses"] == [(1, 4.5), (200, 2.25)]
-    assert (shown["course_length"], shown["trained_length"]) == (128, 128)
+    assert (shown["course_length"], shown["panel"].mark) == (128, (128, "trained on 128 tokens"))
     assert [step for step, _ in shown["course"]] == [0, 100, 200]
     assert shown["course"][1][1].mean == pytest.approx(math.exp(2.0))
     assert shown["native"].mean == pytest.approx(math.exp(1.5))
@@ -156,26 +158,18 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [strengths[step] for step in (0, 50, 100, 200)] == [0, 0.5, 1, 1]
 
 
-def test_round_ticks() -> None:
-    assert plots._round_numbers(3, 120) == [5, 10, 20, 50, 100]
-    assert plots._round_numbers(3.9, 6.3) == [4, 5, 6]
-    near = plots._round_numbers(4.05, 4.45)
-    assert near == [4.1, 4.2, 4.3, 4.4]
-    assert plots._round_numbers(101, 102) == []
-    assert len(plots._round_numbers(1.0, 2.9)) >= 3
+def test_round_numbers() -> None:
+    assert plots.round_numbers(3, 120) == [5, 10, 20, 50, 100]
+    assert plots.round_numbers(3.9, 6.3) == [4, 5, 6]
+    assert plots.round_numbers(4.05, 4.45) == [4.1, 4.2, 4.3, 4.4]
+    assert plots.round_numbers(101, 102) == []
+    assert len(plots.round_numbers(1.0, 2.9)) >= 3
 
 
 def test_a_picture_of_one_point_and_no_log(tmp_path: Path) -> None:
-    plots.plot_run(
-        tmp_path / "one.png",
-        {"native": losses((2.0, 2.0))},
-        trained_length=64,
-        title="one",
-        losses=[],
-        course=[(0, Interval(3.0, math.nan, math.nan))],
-        native=None,
-        course_length=64,
-    )
+    one = Interval(3.0, math.nan, math.nan)
+    panel = plots.Panel(lines={"native": [(64, one)]}, mark=plots.trained_mark(64))
+    plots.plot_run(tmp_path / "one.png", "one", panel, losses=[], course=[(0, one)], native=None, course_length=64)
     assert (tmp_path / "one.png").read_bytes().startswith(PNG)
 
 

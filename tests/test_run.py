@@ -105,7 +105,7 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
     assert [start["step"] for start in record["starts"]] == [0]
     assert (outcome.folder, outcome.model, outcome.already) == (out, out / "model", False)
     native, before, after = (outcome.measurements.curve(name) for name in ("native", "before", "after"))
-    assert native.perplexity(64).mean < after.perplexity(64).mean < before.perplexity(64).mean
+    assert native.at(64).mean < after.at(64).mean < before.at(64).mean
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert model.config.use_cache
     assert hf_posenc.verify(model).groups[0][0] == "fire"
@@ -466,7 +466,7 @@ def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
     recipe = Recipe.read("gpt2-fire", [f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])
     assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
-    assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").contexts
+    assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 
 
 def test_a_folder_is_written_by_one_process(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,10 +523,10 @@ def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_p
     console = Console(record=True, width=120)
     second = run.train(read(f"model={first.model}", *on), tmp_path / "on", console=console)
     assert f"{scheme}, trained on as the model has it" in console.export_text()
-    contexts = second.measurements.curve("native").contexts
+    contexts = second.measurements.curve("native").points
     for context in contexts:
         ends = [
-            each.measurements.curve(which).perplexity(context).mean
+            each.measurements.curve(which).at(context).mean
             for each, which in ((first, "after"), (second, "native"), (second, "after"))
         ]
         assert ends == pytest.approx([ends[0]] * 3, rel=1e-5)

@@ -101,7 +101,7 @@ def evaluate(
             report.write(folder)
     if main:
         # The first section is enough for the terminal; the report has the rest.
-        typer.echo("\n".join(report.sections[0].markdown()))
+        typer.echo(report.sections[0].markdown())
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
 
 
@@ -117,7 +117,7 @@ def compare(
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: eight that suit."),
+        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: the usual ones."),
     ] = None,
     budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder. Finished runs there are reused.")] = Path(

@@ -11,7 +11,7 @@ from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias
 
 
-@register_scheme("alibi", paper="2108.12409", family="additive")
+@register_scheme("alibi", paper="2108.12409", family="additive", usual=True)
 class ALiBi(GridBias):
     """A penalty proportional to the distance, with a fixed slope per head (Press et al. 2022).
 

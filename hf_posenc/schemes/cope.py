@@ -16,7 +16,7 @@ from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothi
 _GATE_KEYS = "gate_keys"
 
 
-@register_scheme("cope", paper="2405.18719", family="contextual")
+@register_scheme("cope", paper="2405.18719", family="contextual", usual=True)
 class CoPE(Scheme):
     """Positions that count only the tokens that a query selects (Golovneva et al. 2024).
 

@@ -15,7 +15,7 @@ from hf_posenc.structures import Bias, PiecewiseLinear
 _EPSILON = 1e-6
 
 
-@register_scheme("fire", paper="2310.04418", family="additive")
+@register_scheme("fire", paper="2310.04418", family="additive", usual=True)
 class FIRE(AdditiveBias):
     """A small network of the distance, relative to the query's position on a log scale (Li et al. 2024, equation 3).
 

@@ -15,7 +15,7 @@ _SMALLEST = 0.01
 _LARGEST_EXPONENT = 2.0
 
 
-@register_scheme("kerple", paper="2205.09921", family="additive")
+@register_scheme("kerple", paper="2205.09921", family="additive", usual=True)
 class KERPLE(DistanceBias):
     """A learned kernel of the distance per head: logarithmic or power (Chi et al. 2022).
 

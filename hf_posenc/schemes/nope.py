@@ -5,7 +5,7 @@ from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Nothing
 
 
-@register_scheme("nope", paper="2305.19466", family="absolute", directions=("causal", "bidirectional"))
+@register_scheme("nope", paper="2305.19466", family="absolute", directions=("causal", "bidirectional"), usual=True)
 class NoPE(Scheme):
     """No positional encoding: a causal mask alone lets a decoder learn positions (Kazemnejad et al. 2023).
 

@@ -18,14 +18,6 @@ from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation
 NATIVE = "native"
 # The model as it was given.
 UNTRAINED = "native, untrained"
-# Default schemes by architecture: those that did well at small budgets, from all families.
-_USUAL = {
-    "llama": ("alibi", "cope", "fire", "fox", "kerple", "nope", "rope", "t5"),
-    "gpt2": ("alibi", "cope", "fire", "fox", "kerple", "nope", "rope", "sinusoidal"),
-    "t5": ("alibi", "cope", "disentangled", "fire", "fox", "kerple", "rope", "sinusoidal"),
-}
-# A scheme whose recipes leave all keys of `training` at the defaults of the architecture.
-_PLAINEST = "alibi"
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
@@ -59,7 +51,7 @@ def contestants(
         model: Model, as in a recipe.
         config: Config of the model.
         folder: Folder of the runs; each gets a subfolder.
-        schemes: Names of schemes or recipes, or YAML files; `None` means eight that suit the architecture.
+        schemes: Names of schemes or recipes, or YAML files; `None` means the usual ones.
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes.
 
@@ -74,14 +66,18 @@ def contestants(
             if key == settled or key.startswith(f"{settled}."):
                 raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
     architecture = of_config(config).name
-    wanted = tuple(_usual(architecture) if schemes is None else schemes)
+    usual = _usual(architecture)
+    if schemes is None and not usual:
+        raise RecipeError(f"The package has no recipes for {architecture} models. Name YAML files instead of schemes.")
+    wanted = tuple(usual if schemes is None else schemes)
     names = [Path(source).stem for source in wanted]
     if not wanted or len(set(names)) < len(names) or NATIVE in names:
         raise OptionError(
             f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r}."
         )
     sources = {name: _source(source, architecture) for name, source in zip(names, wanted, strict=True)}
-    control = Recipe.parse(_training_of(architecture, next(iter(sources.values()))), overrides)
+    # Not the first one named: the control must stay the same when a comparison is extended.
+    control = Recipe.parse(f"{architecture}-{usual[0]}" if usual else next(iter(sources.values())), overrides)
     length = control.training.length or trained_length(config)
     if length is None:
         raise RecipeError(
@@ -116,31 +112,21 @@ def contestants(
 
 def _check_same(first: Contestant, other: Contestant) -> None:
     """Raise a `RecipeError` unless two contestants are trained on the same tokens."""
-    pairs = [
-        *((f"data.{key}", value, getattr(other.recipe.data, key)) for key, value in vars(first.recipe.data).items()),
-        *(
-            (f"training.{key}", getattr(first.recipe.training, key), getattr(other.recipe.training, key))
-            for key in ("batch_size", "seed", "precision")
-        ),
-    ]
-    for key, value, own in pairs:
-        if own != value:
-            raise RecipeError(
-                f"{other.name} has {key}={own!r}, and {first.name} {value!r}: schemes that are compared are trained on "
-                f"the same text in the same batches. Say it for all, for instance {key}={own}."
-            )
+    for section, keys in (("data", vars(first.recipe.data)), ("training", ("batch_size", "seed", "precision"))):
+        for key in keys:
+            value, own = (getattr(getattr(each.recipe, section), key) for each in (first, other))
+            if own != value:
+                raise RecipeError(
+                    f"{other.name} has {section}.{key}={own!r}, and {first.name} {value!r}: schemes that are compared "
+                    f"are trained on the same text in the same batches. Say it for all, for instance "
+                    f"{section}.{key}={own}."
+                )
 
 
-def _training_of(architecture: str, first: str) -> str:
-    """Return the recipe with the training of all: a built-in one of the architecture, or else the first one named."""
-    own = f"{architecture}-{_PLAINEST}"
-    return own if own in library.names() else first
-
-
-def _usual(architecture: str) -> tuple[str, ...]:
-    if architecture not in _USUAL:
-        raise RecipeError(f"The package has no recipes for {architecture} models. Name YAML files instead of schemes.")
-    return _USUAL[architecture]
+def _usual(architecture: str) -> list[str]:
+    """Return the schemes that declare themselves usual and have a built-in recipe for the architecture."""
+    named = (name for name, info in registry.schemes().items() if info.usual)
+    return [name for name in named if f"{architecture}-{name}" in library.names()]
 
 
 def _source(source: str, architecture: str) -> str:

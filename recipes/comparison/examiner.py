@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from transformers import default_data_collator
 
-from hf_posenc.errors import OptionError, PosencError, suggest
+from hf_posenc.errors import OptionError, PosencError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
@@ -19,21 +19,20 @@ from hf_posenc.recipes import plots
 from hf_posenc.recipes.comparison import cost
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant
 from hf_posenc.recipes.comparison.decay import decay
-from hf_posenc.recipes.comparison.findings import Cost, Findings, samples
+from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
-from hf_posenc.recipes.evaluation.curve import TARGETS
-from hf_posenc.recipes.evaluation.lengths import contexts_for
-from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request
+from hf_posenc.recipes.evaluation.measure import Workers
+from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
+from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request, check_measures
 from hf_posenc.recipes.evaluation.subjects import Subject
-from hf_posenc.recipes.evaluation.workers import Workers
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion
 
-FINDINGS, PICTURE = "findings.json", "overview.png"
+FINDINGS, PICTURE = "results.json", "overview.png"
 
 
 class Examiner:
@@ -63,9 +62,7 @@ class Examiner:
         samples: int,
         console: Console | None = None,
     ) -> None:
-        for name in measures:
-            if name not in MEASURES:
-                raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
+        check_measures(measures)
         length = control.recipe.training.length
         assert length is not None
         self.trained = trained_length(config) or length
@@ -121,9 +118,7 @@ class Examiner:
 
     def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
         report = evaluate({name: model}, self._measures, console=self._console)
-        sections = tuple(report.as_json()["sections"])
-        contexts, losses = samples(sections)
-        return Findings(name, contexts, losses, price, sections=sections, decay=self._decay(model), **known)
+        return Findings(name, report, price, decay=self._decay(model), **known)
 
     def _decay(self, model: Any) -> tuple[float, int] | None:
         try:
@@ -172,11 +167,13 @@ def _own_cache_bytes(model: Any) -> int:
 
 
 def _start_ratio(folder: Path, length: int | None) -> float | None:
+    """Return the perplexity after the conversion as a multiple of the original model's."""
     found = Measurements.load(folder / MEASUREMENTS, writes=False)
     before, native = found.curve("before"), found.curve("native")
-    if before is None or native is None or length not in before.contexts or length not in native.contexts:
+    if before is None or native is None or length is None or length not in before.points:
         return None
-    return math.exp(min(before.minus(native, length).mean, 700.0))
+    ratio = before.relative_to(native).at(length).mean
+    return None if math.isnan(ratio) else ratio
 
 
 def _draw(model: Any, tokenizer: Any, path: Path) -> None:

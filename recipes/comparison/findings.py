@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import CheckpointError
-from hf_posenc.patches.directories import write_text
-from hf_posenc.recipes.evaluation import intervals
-from hf_posenc.recipes.evaluation.intervals import Interval
-
-_FORMAT_VERSION = 1
+from hf_posenc.recipes import intervals
+from hf_posenc.recipes.evaluation.grid import RATIO, Grid
+from hf_posenc.recipes.evaluation.report import Report, load, save
+from hf_posenc.recipes.intervals import Interval
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Cost:
 
     def is_slower_than(self, other: Cost) -> bool:
         """Whether a step is significantly slower than another's; for single pairs, whether it was slower at all."""
-        found = intervals.of_difference(self._logarithms, other._logarithms)
+        found = intervals.of_mean(self._logarithms - other._logarithms)
         return found.mean > 0 if math.isnan(found.low) else found.low > 0
 
     @property
@@ -53,50 +48,47 @@ class Cost:
         return torch.tensor(self.step_ratios, dtype=torch.float64).log()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Findings:
     """The measured figures of one model.
 
     Attributes:
         name: Name in the report.
-        contexts: Context lengths in tokens, ascending.
-        losses: Loss of each window at each context, in nats per token; NaN where the model cannot read so many tokens.
+        report: Results of all measures, perplexity by context length among them.
         cost: Cost, compared with the native model.
         start: Start of the converted model, in words.
         start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
             original model's; `None` if not measured.
         decay: Long-term decay in nats and the number of tokens read; `None` if positions do not act on logits.
         keeps_native: Whether the native encoding stays active together with the scheme.
-        sections: Results of all measures, as in the JSON of an evaluation.
     """
 
     name: str
-    contexts: tuple[int, ...]
-    losses: tuple[tuple[float, ...], ...]
+    report: Report
     cost: Cost
     start: str = ""
     start_ratio: float | None = None
     decay: tuple[float, int] | None = None
     keeps_native: bool = False
-    sections: tuple[Mapping[str, Any], ...] = ()
 
-    def at(self, context: int) -> Tensor:
-        """Return the losses at a context length in nats per token, float64 `[windows]`."""
-        return torch.tensor(self.losses[self.contexts.index(context)], dtype=torch.float64)
+    @property
+    def perplexity(self) -> Grid:
+        """Perplexity by context length."""
+        return self.report["perplexity"].models[self.name][0]
 
-    def reads(self, context: int) -> bool:
-        """Whether the model can read so many tokens with a finite loss."""
-        return bool(self.at(context).isfinite().all())
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Context lengths in tokens, ascending."""
+        return self.perplexity.points
 
-    def difference(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
+    def difference(self, context: int, other: Findings) -> Interval:
         """Return the loss minus that of another model, in nats per token, paired by window."""
-        return intervals.of_mean(self.at(context) - other.at(context if other_context is None else other_context))
+        return self.perplexity.minus(other.perplexity).at(context)
 
     def ratio(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
-        """Return the perplexity as a share of another model's, paired by window."""
-        return intervals.of_exponential(
-            self.at(context) - other.at(context if other_context is None else other_context)
-        )
+        """Return the perplexity as a share of that of a model, by default at the same length, paired by window."""
+        reference = other.perplexity.values(context if other_context is None else other_context)
+        return RATIO.interval(self.perplexity.values(context) - reference)
 
     def growth(self, context: int, trained: int) -> Interval:
         """Return the perplexity at a length as a share of the same model's at the trained length."""
@@ -104,7 +96,7 @@ class Findings:
 
     def save(self, path: Path) -> None:
         """Write the findings to a file, whole or not at all."""
-        write_text(path, json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n")
+        save(self, path)
 
     @classmethod
     def load(cls, path: Path) -> Findings:
@@ -113,31 +105,5 @@ class Findings:
         Raises:
             CheckpointError: The file cannot be read.
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("format_version") != _FORMAT_VERSION:
-                raise ValueError("another format_version")
-            cost = content.pop("cost")
-            return cls(
-                **content
-                | {
-                    "contexts": tuple(content["contexts"]),
-                    "losses": tuple(map(tuple, content["losses"])),
-                    "sections": tuple(content["sections"]),
-                    "decay": None if content["decay"] is None else tuple(content["decay"]),
-                    "cost": Cost(**cost | {"step_ratios": tuple(cost["step_ratios"])}),
-                }
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}). Remove it to measure again.") from error
-
-
-def samples(sections: tuple[Mapping[str, Any], ...]) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
-    """Return contexts and losses from the perplexity section of one model."""
-    section = next(section for section in sections if section["measure"] == "perplexity")
-    (quantity,) = section["quantities"]
-    ((contexts),) = quantity["axes"].values()
-    (found,) = quantity["models"].values()
-    return tuple(contexts), tuple(
-        tuple(math.nan if value is None else value for value in row) for row in found["samples"]
-    )
+        found: Findings = load(cls, path, "Remove it to measure again.")
+        return found

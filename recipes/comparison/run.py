@@ -9,14 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError, OptionError, StorageError
 from hf_posenc.patches.directories import OutputError, write_text
 from hf_posenc.recipes.comparison import report
@@ -27,11 +25,11 @@ from hf_posenc.recipes.comparison.verdict import Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.files import check_writable
 
 REQUEST, RUNS = "comparison.json", "runs"
-_PACKAGES = ("torch", "transformers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ def compare(
     Args:
         model: A local directory, a name on the hub, or "tiny-llama", which comes with the package.
         folder: Output folder. Finished runs there are reused.
-        schemes: Names of schemes or recipes, or YAML files of recipes; `None` means eight that suit the architecture.
+        schemes: Names of schemes or recipes, or YAML files of recipes; `None` means the usual ones.
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes, such as `"data.source=text.txt"`.
         measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction for
@@ -110,7 +108,9 @@ def compare(
     )
     examiner = Examiner(entered[0], native.config, tokenizer, data, measures=measures, samples=samples, console=console)
     del native
-    _claim(folder, asked)
+    if not (folder / REQUEST).is_file():
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+        write_text(folder / REQUEST, json.dumps(asked, indent=1) + "\n")
     found, failed = _complete(entered, examiner, folder, console)
     settings = {
         "model": model,
@@ -120,9 +120,7 @@ def compare(
         "changes to all recipes": ", ".join(overrides) or "none",
         "windows": samples,
         "command": command or "hf_posenc.recipes.comparison.compare",
-        "versions": ", ".join(
-            [f"hf-posenc {__version__}", *(f"{name} {metadata.version(name)}" for name in _PACKAGES)]
-        ),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     judged = {name: each for name, each in found.items() if name != UNTRAINED}
     verdict = judge(judged, examiner.trained, max(examiner.contexts))
@@ -170,14 +168,6 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     check_writable(folder)
 
 
-def _claim(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Record this comparison in its folder; all checks have passed."""
-    if (folder / REQUEST).is_file():
-        return
-    (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    write_text(folder / REQUEST, json.dumps(asked, indent=1) + "\n")
-
-
 def _complete(
     entered: Sequence[Contestant], examiner: Examiner, folder: Path, console: Console | None
 ) -> tuple[dict[str, Findings], dict[str, str]]:
@@ -187,8 +177,9 @@ def _complete(
     began, done = time.monotonic(), 0
     for number, each in enumerate(entered):
         if console is not None:
-            left = (time.monotonic() - began) / done * (len(entered) - number) if done else None
-            console.rule(_heading(each, number, len(entered), left), align="left")
+            left = (time.monotonic() - began) / max(done, 1) * (len(entered) - number)
+            estimate = f", about {timedelta(seconds=round(left))} left for all" if done else ""
+            console.rule(f"[bold]{each.name}[/bold] ({number + 1} of {len(entered)}{estimate})", align="left")
         is_new = not run.is_finished(each.folder)
         try:
             again = shlex.join(["hf-posenc", "train", str(each.folder / run.RECIPE), "--out", "FOLDER"])
@@ -202,16 +193,7 @@ def _complete(
             if console is not None:
                 console.print(f"{each.name} failed: {failed[each.name]}", style="red", markup=False)
         done += is_new
-        _free()
+        # A trainer holds its model in a reference cycle. Free it before the next one is loaded.
+        gc.collect()
+        torch.cuda.empty_cache()
     return found, failed
-
-
-def _free() -> None:
-    """Free the last model before the next one is loaded; a trainer holds it in a reference cycle."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _heading(each: Contestant, number: int, count: int, left: float | None) -> str:
-    estimate = "" if left is None else f", about {timedelta(seconds=round(left))} left for all"
-    return f"[bold]{each.name}[/bold] ({number + 1} of {count}{estimate})"

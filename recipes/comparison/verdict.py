@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hf_posenc.recipes.comparison.contestants import NATIVE
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
+from hf_posenc.recipes.intervals import Interval
 
 HOLDS = 1.10
 ACCEPTABLE = 1.02
@@ -64,24 +65,26 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
     """
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
-    reasons = [_near_reason(found, near_leaders, near, trained)]
+    reasons = [_leading(found, near_leaders, near, trained)]
     far = overall = None
     if farthest > trained:
-        readers = {name: each for name, each in found.items() if each.reads(farthest)}
-        far_leaders = leaders(readers, farthest) if readers else ()
-        far = recommended(readers, far_leaders) if far_leaders else None
-        reasons += _far_reasons(found, readers, far_leaders, far, trained, farthest)
+        unable = [name for name, each in found.items() if not each.perplexity.reads(farthest)]
+        if unable:
+            reasons.append(f"{_list(unable)} cannot read {farthest:,} tokens.")
+        far_leaders = leaders(found, farthest)
+        if far_leaders:
+            far = recommended(found, far_leaders)
+            reasons += [_leading(found, far_leaders, far, farthest), *_far_reasons(found, far, trained, farthest)]
         overall = _overall(found, near, far, trained)
     reasons += _cost_reasons(found)
-    return Verdict(
-        near, far, overall, _headline(found, near, far, overall, trained, farthest), tuple(reasons), _cautions(found)
-    )
+    headline = _headline(found, near, far, overall, trained, farthest)
+    return Verdict(near, far, overall, headline, tuple(reasons), _cautions(found))
 
 
 def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
     """Return the model with the lowest perplexity at a length and all that do not differ from it, best first."""
-    readable = [each for each in found.values() if each.reads(context)]
-    order = sorted(readable, key=lambda each: float(each.at(context).mean()))
+    readable = [each for each in found.values() if each.perplexity.reads(context)]
+    order = sorted(readable, key=lambda each: each.perplexity.at(context).mean)
     return tuple(each.name for each in order if each is order[0] or not differ(each, order[0], context))
 
 
@@ -131,51 +134,33 @@ def _choice(name: str) -> str:
     return "keep the native encoding" if name == NATIVE else f"take {name}"
 
 
-def _near_reason(found: Mapping[str, Findings], names: Sequence[str], near: str, trained: int) -> str:
-    native, best = found[NATIVE], names[0]
-    others = [name for name in names if name != best]
-    ties = f" {_list(others)} {_is(others)} equal within noise." if others else " All others are significantly worse."
-    if best == NATIVE:
-        return f"At {trained:,} tokens the equally trained native model has the lowest perplexity.{ties}"
-    share = _share(found[best].ratio(trained, native))
-    text = (
-        f"At {trained:,} tokens {best} has the lowest perplexity: {share} of the equally trained native model's.{ties}"
+def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, context: int) -> str:
+    """Return the sentences on the leaders at a length, the best first, and on the one that is taken."""
+    native, best, others = found[NATIVE], names[0], names[1:]
+    text = f"At {context:,} tokens {_called(best)} has the lowest perplexity"
+    if best != NATIVE and native.perplexity.reads(context):
+        text += f": {_share(found[best].ratio(context, native))} of the equally trained native model's"
+    text += (
+        f". {_list(others)} {_is(others)} equal within noise." if others else ". All others are significantly worse."
     )
-    if near == NATIVE:
+    if taken == best:
+        return text
+    if taken == NATIVE:
         return f"{text} No scheme is significantly better than the native model, so nothing is gained by a swap."
-    return text if near == best else f"{text} Of these, {near} has the cheapest training step."
+    return f"{text} Of these, {taken} has the cheapest training step."
 
 
-def _far_reasons(
-    found: Mapping[str, Findings],
-    readers: Mapping[str, Findings],
-    names: Sequence[str],
-    far: str | None,
-    trained: int,
-    farthest: int,
-) -> Iterator[str]:
-    unable = [name for name in found if name not in readers]
-    if unable:
-        yield f"{_list(unable)} cannot read {farthest:,} tokens."
-    if far is None:
-        return
-    native, best = found[NATIVE], names[0]
-    others = [name for name in names if name != best]
-    ties = f" {_list(others)} {_is(others)} equal within noise." if others else " All others are significantly worse."
-    text = f"At {farthest:,} tokens {_called(best)} has the lowest perplexity"
-    if best != NATIVE and NATIVE in readers:
-        text += f": {_share(found[best].ratio(farthest, native))} of the native model's there"
-    text += f".{ties}"
-    if far not in (best, NATIVE):
-        text += f" Of these, {far} has the cheapest training step."
-    yield text
+def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest: int) -> Iterator[str]:
+    """Return the sentences on what the model for longer texts loses there and at the trained length."""
+    native = found[NATIVE]
     growth = found[far].growth(farthest, trained)
     if growth.mean <= HOLDS:
         holds = "it reads longer texts"
     elif growth.low > 1:
         holds = "even this model loses on longer texts"
     else:
-        holds = f"{len(native.losses[0])} windows are too few to tell whether it loses on longer texts"
+        windows = native.perplexity.samples.shape[-1]
+        holds = f"{windows} windows are too few to tell whether it loses on longer texts"
     yield (
         f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}: "
         f"{holds}."
@@ -215,7 +200,7 @@ def _times(cost: Cost) -> str:
 
 
 def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
-    windows = len(found[NATIVE].losses[0])
+    windows = found[NATIVE].perplexity.samples.shape[-1]
     pairs = len(found) - 1
     return (
         f"Intervals cover the choice of {windows} windows of text. Each scheme was trained once; another seed would "
@@ -225,12 +210,8 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
     )
 
 
-def _share(interval: object) -> str:
-    return _with_unit(RATIO.write(interval))  # type: ignore[arg-type]
-
-
-def _with_unit(text: str) -> str:
-    mean, bracket, rest = text.partition(" [")
+def _share(interval: Interval) -> str:
+    mean, bracket, rest = RATIO.write(interval).partition(" [")
     return f"{mean} %{bracket}{rest}"
 
 

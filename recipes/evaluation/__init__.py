@@ -3,23 +3,21 @@
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-Each measure has its own file: `perplexity`, `needle`, `generalisation` (its tasks in `tasks`), `induction`,
-`similarity`.
+Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `similarity`.
 """
 
 from __future__ import annotations
 
-from hf_posenc.recipes.evaluation.generalisation import LengthGeneralisation
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.induction import InductionCopy
-from hf_posenc.recipes.evaluation.intervals import Interval
-from hf_posenc.recipes.evaluation.measure import Measure
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity, context_curve
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.run import evaluate
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
-from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.evaluation.tasks import LengthGeneralisation
+from hf_posenc.recipes.intervals import Interval
 
 __all__ = [
     "AttentionSimilarity",
@@ -35,5 +33,6 @@ __all__ = [
     "Report",
     "Section",
     "Workers",
+    "context_curve",
     "evaluate",
 ]

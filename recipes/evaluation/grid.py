@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.recipes.evaluation import intervals
-from hf_posenc.recipes.evaluation.intervals import Interval
+from hf_posenc.recipes import intervals
+from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.reports import Table
 
 # A point on an axis: a number of tokens, a depth, the name of a task.
 Point = int | float | str
+
+_ESTIMATORS = {
+    "mean": intervals.of_mean,
+    "mean share": intervals.of_mean_share,
+    "share": intervals.of_share,
+    "exponential": intervals.of_exponential,
+}
+
+
+def _plain(values: Any) -> Any:
+    """Return numbers as JSON values: null for NaN, a string for an infinite number."""
+    if isinstance(values, list):
+        return [_plain(value) for value in values]
+    return None if math.isnan(values) else str(values) if math.isinf(values) else values
+
+
+def _numbers(values: Any) -> Any:
+    """Return JSON values as numbers."""
+    if isinstance(values, list):
+        return [_numbers(value) for value in values]
+    return math.nan if values is None else float(values)
+
+
+def _tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.tensor(_numbers(values), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -24,14 +52,14 @@ class Quantity:
 
     Attributes:
         name: Name of the estimate.
-        interval: Function that turns samples `[n]` into an estimate.
+        estimator: Estimate from the samples; an exponential is that of their mean.
         unit: Unit of the written estimate; empty for a plain number.
         scale: Factor that converts an estimate to the unit.
         guess: Estimate that a guessing model would reach; `None` if undefined.
     """
 
     name: str
-    interval: Callable[[Tensor], Interval]
+    estimator: Literal["mean", "mean share", "share", "exponential"]
     unit: str = ""
     scale: float = 1.0
     guess: float | None = None
@@ -41,11 +69,15 @@ class Quantity:
         """Name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
+    def interval(self, samples: Tensor) -> Interval:
+        """Return the estimate from samples `[n]`."""
+        return _ESTIMATORS[self.estimator](samples)
+
     def write(self, found: Interval) -> str:
         """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
         if math.isnan(found.mean):
             return "-"
-        mean, low, high = (end * self.scale for end in (found.mean, found.low, found.high))
+        mean, low, high = (end * self.scale for end in (found.mean, *found.ends))
         if math.isnan(low) or not found.is_known:
             return f"{mean:.4g}"
         decimals = _decimals(high - low)
@@ -54,21 +86,28 @@ class Quantity:
         return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
 
 
+def _decimals(width: float) -> int:
+    """Return the decimals to write for a number with an interval of some width: two of its digits, at most three."""
+    if not math.isfinite(width) or width <= 0:
+        return 3 if width == 0 else 0
+    return min(3, max(0, 1 - math.floor(math.log10(width))))
+
+
 # Perplexity and loss take the same samples: losses in nats per token.
-PERPLEXITY = Quantity("perplexity", intervals.of_exponential)
-LOSS = Quantity("loss", intervals.of_mean, "nats per token")
-# Perplexity as a share of another model's; samples are differences of losses.
-RATIO = Quantity("perplexity relative to the first model", intervals.of_exponential, "%", 100)
+PERPLEXITY = Quantity("perplexity", "exponential")
+LOSS = Quantity("loss", "mean", "nats per token")
+# Perplexity as a share of another one; samples are differences of losses.
+RATIO = Quantity("relative perplexity", "exponential", "%", 100)
 
 
 def successes(name: str, guess: float | None = None) -> Quantity:
     """Return a success rate: samples are right (1) or wrong (0), or shares of few trials."""
-    return Quantity(name, intervals.of_share, "%", 100, guess)
+    return Quantity(name, "share", "%", 100, guess)
 
 
 def share(name: str, guess: float | None = None) -> Quantity:
     """Return a mean share: samples are shares of many trials, from 0 to 1."""
-    return Quantity(name, intervals.of_mean_share, "%", 100, guess)
+    return Quantity(name, "mean share", "%", 100, guess)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +125,20 @@ class Grid:
 
     quantity: Quantity
     axes: Mapping[str, tuple[Point, ...]]
-    samples: Tensor
+    samples: Annotated[Tensor, PlainValidator(_tensor), PlainSerializer(lambda samples: _plain(samples.tolist()))]
 
     def __post_init__(self) -> None:
         expected = [len(points) for points in self.axes.values()]
         if list(self.samples.shape[:-1]) != expected or self.samples.ndim != len(expected) + 1:
             raise ShapeError(f"Got samples of shape {list(self.samples.shape)} on axes of {expected} points.")
 
-    def at(self, *place: Point) -> Interval:
-        """Return the estimate at a point of each axis.
+    @property
+    def points(self) -> tuple[Any, ...]:
+        """Points of the last axis."""
+        return list(self.axes.values())[-1]
+
+    def values(self, *place: Point) -> Tensor:
+        """Return the samples at a point of each axis, float64 `[samples]`.
 
         Raises:
             ShapeError: The point is not on the axes.
@@ -106,47 +150,79 @@ class Grid:
             if point not in points:
                 raise ShapeError(f"{axis} = {point}: measured were {', '.join(map(str, points))}.")
             found = found[points.index(point)]
-        return self.quantity.interval(found)
+        return found
 
-    def relative_to(self, other: Grid) -> Grid:
-        """Return a perplexity as a share of another model's, sample by sample: hard text is hard for both.
+    def at(self, *place: Point) -> Interval:
+        """Return the estimate at a point of each axis.
+
+        Raises:
+            ShapeError: The point is not on the axes.
+        """
+        return self.quantity.interval(self.values(*place))
+
+    def write(self, *place: Point) -> str:
+        """Return the estimate at a point of each axis as text; a dash where nothing could be measured."""
+        return self.quantity.write(self.at(*place))
+
+    def reads(self, *place: Point) -> bool:
+        """Whether all samples at a point of each axis are finite."""
+        return bool(self.values(*place).isfinite().all())
+
+    def as_loss(self) -> Grid:
+        """Return a perplexity as the loss that it is the exponential of."""
+        return Grid(LOSS, self.axes, self.samples)
+
+    def minus(self, other: Grid) -> Grid:
+        """Return the loss of a perplexity minus that of another model, sample by sample: hard text is hard for both.
 
         Raises:
             ShapeError: The grids differ in axes or number of samples.
         """
-        if dict(self.axes) != dict(other.axes) or self.samples.shape != other.samples.shape:
-            raise ShapeError("Only what was measured on the same samples can be compared with each other.")
-        return Grid(RATIO, self.axes, self.samples - other.samples)
+        if self.axes != other.axes or self.samples.shape != other.samples.shape:
+            raise ShapeError(
+                f"Got samples of shapes {list(self.samples.shape)} and {list(other.samples.shape)} on "
+                f"{self.axes} and {other.axes}; a paired comparison takes the same. Measure both models with the same "
+                "text, lengths and windows."
+            )
+        return Grid(LOSS, self.axes, self.samples - other.samples)
 
-    def places(self) -> Iterator[tuple[Point, ...]]:
-        """Return all points of the grid, the last axis first."""
-        return itertools.product(*self.axes.values())
+    def relative_to(self, other: Grid) -> Grid:
+        """Return a perplexity as a share of that of another model, sample by sample.
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the estimates and samples as JSON values, with null for NaN."""
-        found = [self.at(*place) for place in self.places()]
-        return {
-            "estimates": [
-                {
-                    **dict(zip(self.axes, place, strict=True)),
-                    **{name: _or_null(value * self.quantity.scale) for name, value in vars(estimate).items()},
-                }
-                for place, estimate in zip(self.places(), found, strict=True)
-            ],
-            "samples": _nulls(self.samples.tolist()),
-        }
+        Raises:
+            ShapeError: The grids differ in axes or number of samples.
+        """
+        return Grid(RATIO, self.axes, self.minus(other).samples)
 
-
-def _decimals(width: float) -> int:
-    """Return the decimals to write for a number with an interval of some width: two of its digits, at most three."""
-    if not math.isfinite(width) or width <= 0:
-        return 3 if width == 0 else 0
-    return min(3, max(0, 1 - math.floor(math.log10(width))))
+    def estimates(self) -> list[dict[str, Any]]:
+        """Return the estimate at each place as JSON values, in the unit of the quantity."""
+        found = []
+        for place in itertools.product(*self.axes.values()):
+            ends = {name: _plain(value * self.quantity.scale) for name, value in vars(self.at(*place)).items()}
+            found.append({**dict(zip(self.axes, place, strict=True)), **ends})
+        return found
 
 
-def _or_null(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def table(grids: Mapping[str, Grid], caption: str | None = None, corner: str | None = None) -> Table:
+    """Return a table with a row per model; with two axes, a row per model and point of the first axis.
+
+    Args:
+        grids: Grids of one quantity by the name of the model.
+        caption: Line above the table; by default the quantity and its axis.
+        corner: Heading of the names; by default the last axis.
+    """
+    first = next(iter(grids.values()))
+    quantity, *outer, (axis, points) = first.quantity, *first.axes.items()
+    if caption is None:
+        guess = "" if quantity.guess is None else f"; guessing gives {quantity.guess * quantity.scale:.3g}"
+        caption = f"{quantity.label[0].upper()}{quantity.label[1:]} by {axis}{guess}:"
+    rows = [
+        [*map(_heading, place), model, *(grid.write(*place, point) for point in points)]
+        for place in itertools.product(*(places for _, places in outer))
+        for model, grid in grids.items()
+    ]
+    return Table([*(name for name, _ in outer), corner or axis, *map(_heading, points)], rows, caption=caption)
 
 
-def _nulls(values: Any) -> Any:
-    return [_nulls(value) for value in values] if isinstance(values, list) else _or_null(values)
+def _heading(point: Point) -> str:
+    return f"{point:,}" if isinstance(point, int) else str(point)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import LOSS, Grid, share
-from hf_posenc.recipes.evaluation.measure import Measure, different, trained_mark
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import correct, losses, predictions
-from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.plots.curves import trained_mark
 
 
 class InductionCopy(Measure):

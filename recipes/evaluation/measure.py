@@ -1,17 +1,22 @@
-"""The base class of all measures."""
+"""The base class of all measures, and the processes that share their work."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import Grid, Point
-from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.plots.curves import Mark
+from hf_posenc.recipes.processes import processes
 
 Places = TypeVar("Places", bound=Point)
 
@@ -31,7 +36,7 @@ class Measure(ABC):
     title: ClassVar[str]
     note: str
     tokens: int
-    mark: tuple[float, str] | None = None
+    mark: Mark | None = None
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
         """Return the results for a model, one grid per quantity.
@@ -63,6 +68,70 @@ def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
     return tuple(places)
 
 
-def trained_mark(length: int | None) -> tuple[float, str] | None:
-    """Return the mark of the trained length, or `None` if the length is unknown."""
-    return None if length is None else (length, f"trained on {length:,} tokens")
+# The tensors of one sample, without a batch axis.
+Row = tuple[Tensor, ...]
+
+
+class Workers:
+    """Processes that share rows, in batches that do not depend on the number of processes.
+
+    All processes must call `map` with the same rows in the same order; all of them get all results.
+
+    Args:
+        batch_size: Rows per forward.
+        advance: Function called after each batch with the number of tokens read by all processes.
+    """
+
+    def __init__(self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None) -> None:
+        self.batch_size, self._advance = batch_size, advance
+        # `processes` decides between CPU and GPU; Accelerator must be built after that.
+        processes()
+        self._accelerator = Accelerator()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self._accelerator.device
+        return device
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return int(self._accelerator.num_processes)
+
+    def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
+        """Apply a function to all rows, each in one of the processes.
+
+        Args:
+            function: Function from the stacked tensors of rows of equal shapes, on the CPU, to results `[batch,
+                width]`.
+            rows: Rows to process.
+            width: Number of results per row.
+
+        Returns:
+            Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
+        """
+        own = self._accelerator.process_index
+        found: list[tuple[int, list[float]]] = []
+        for number, batch in enumerate(_batches(rows, self.batch_size)):
+            if number % self.count != own:
+                continue
+            parts = [torch.stack(tensors) for tensors in zip(*(rows[index] for index in batch), strict=True)]
+            try:
+                values = function(*parts).double().cpu()
+            except PositionError:
+                values = torch.full((len(batch), width), torch.nan, dtype=torch.float64)
+            found += zip(batch, values.tolist(), strict=True)
+            self._advance(self.count * sum(part.numel() for part in parts))
+        results = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
+        for index, numbers in gather_object(found):
+            results[index] = torch.tensor(numbers, dtype=torch.float64)
+        return results
+
+
+def _batches(rows: Sequence[Row], size: int) -> list[list[int]]:
+    """Return batches of row indices; rows of a batch have equal shapes, so nothing is padded."""
+    alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        alike[tuple(part.shape for part in row)].append(index)
+    return [group[start : start + size] for group in alike.values() for start in range(0, len(group), size)]

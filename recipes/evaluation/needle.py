@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, share, successes
-from hf_posenc.recipes.evaluation.measure import Measure, different
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
-from hf_posenc.recipes.evaluation.workers import Workers
 
 # Number of symbols of the default key: few and frequent, so that every model knows them.
 _SYMBOLS = 64
@@ -75,10 +74,8 @@ class NeedleRetrieval(Measure):
 
     The model reads a text of exactly the given length, with cue and key at the given depth and the cue again at the
     end. Its greedy continuation is compared with the key. Small models seldom repeat a whole key, so the rank tells
-    more about
-    them: the share of the other symbols that the model considers less likely than the right one, averaged over the key.
-        A
-    model that remembers nothing reaches 50 %. The same texts and keys are used at all depths.
+    more about them: the share of the other symbols that the model considers less likely than the right one, averaged
+    over the key. A model that remembers nothing reaches 50 %. The same texts and keys are used at all depths.
 
     Args:
         ids: Token ids of the text that hides the needle, int64 `[tokens]`.

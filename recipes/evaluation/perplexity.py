@@ -1,27 +1,176 @@
-"""Perplexity by context length, and by position within the context."""
+"""Perplexity by context length, and by position within the context.
+
+The same target tokens are scored at every context length; only the amount of text read before them changes. With
+other targets at every length, columns could not be compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import ShapeError
-from hf_posenc.recipes.evaluation.curve import TARGETS, Corruption, check_corruption, spread_windows
+from hf_posenc.errors import OptionError, PositionError, RecipeError, ShapeError
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.lengths import readable_curve
-from hf_posenc.recipes.evaluation.measure import Measure, different, trained_mark
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
-from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.plots.curves import trained_mark
+
+# Scored tokens per window: few, because the shortest context must cover them.
+TARGETS = 64
+# Name of the axis of context lengths.
+CONTEXT = "tokens read"
+
+# A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
+Corruption = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def context_curve(
+    model: Any,
+    ids: Tensor,
+    contexts: Sequence[int],
+    *,
+    windows: int = 16,
+    targets: int = TARGETS,
+    batch_size: int = 8,
+    corrupt: Corruption | None = None,
+) -> Grid:
+    """Measure the loss of the same target tokens after contexts of different lengths.
+
+    The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
+    `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its
+    decoder predicts them uncorrupted, and the last `targets` are scored. A token is corrupted at every length or at
+    none. So the scored tokens are the same at every length and for every model.
+
+    Args:
+        model: A language model of transformers, causal or encoder-decoder, on any device.
+        ids: Token ids of a text, int64 `[tokens]`.
+        contexts: Context lengths in tokens, each at least `targets`.
+        windows: Number of windows.
+        targets: Scored tokens per window.
+        batch_size: Windows per forward.
+        corrupt: Function that corrupts windows `[windows, max(contexts)]` for the encoder of an encoder-decoder; `None`
+            for causal models.
+
+    Returns:
+        Perplexity by context length. Samples are the mean losses of windows in nats per token; NaN at contexts that the
+        model has no positions for. `curve.at(128)` is the perplexity at 128 tokens with its interval.
+
+    Raises:
+        ShapeError: A context is shorter than the targets, or the text is too short for the windows.
+        OptionError: An encoder-decoder comes without `corrupt`, or a causal model with it.
+        PositionError: The model can read none of the contexts.
+    """
+    check_corruption("context_curve", model, corrupt)
+    if corrupt is not None and not model.config.is_encoder_decoder:
+        raise OptionError(
+            f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; "
+            "leave it out."
+        )
+    contexts = _ascending(contexts, targets)
+    rows = spread_windows(ids, contexts[-1] + 1, windows, targets=targets)
+    with evaluating(model):
+        parts = [_by_context(model, part, contexts, targets, corrupt) for part in torch.split(rows, batch_size)]
+    found = torch.cat(parts).T
+    if bool(found.isnan().all()):
+        raise PositionError(
+            f"The {type(model).__name__} can read none of {', '.join(map(str, contexts))} tokens. Give shorter ones."
+        )
+    return Grid(PERPLEXITY, {CONTEXT: contexts}, found)
+
+
+def _by_context(model: Any, rows: Tensor, contexts: Sequence[int], targets: int, corrupt: Corruption | None) -> Tensor:
+    """Return the losses of windows `[B, max(contexts) + 1]`, float64 `[B, contexts]`; NaN where it cannot read them."""
+    read = rows[:, :-1] if corrupt is None else corrupt(rows[:, 1:])
+    found = torch.full((len(rows), len(contexts)), torch.nan, dtype=torch.float64)
+    for column, context in enumerate(contexts):
+        try:
+            logits = predictions(model, read[:, -context:], rows[:, -context:], targets)
+        except PositionError:
+            # Longer contexts cannot be read either.
+            break
+        found[:, column] = losses(logits, rows[:, -targets:]).mean(dim=1)
+    return found
+
+
+def _ascending(contexts: Sequence[int], targets: int) -> tuple[int, ...]:
+    found = tuple(sorted(different("contexts", contexts)))
+    if found[0] < targets:
+        raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
+    return found
+
+
+def check_corruption(measure: str, model: Any, corrupt: object) -> None:
+    """Check that an encoder-decoder comes with a corruption: its encoder must not read the text to predict.
+
+    Raises:
+        OptionError: The model has an encoder, and `corrupt` is `None`.
+    """
+    if model.config.is_encoder_decoder and corrupt is None:
+        raise OptionError(
+            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
+            "writes; pass hf_posenc.recipes.data.collation.Denoising(tokenizer).corrupt."
+        )
+
+
+def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
+    """Cut windows of `length` tokens out of `ids` `[tokens]`, evenly spaced, `[windows, length]`.
+
+    In a short text windows overlap, but never in their last `targets` tokens: no token is scored twice.
+
+    Raises:
+        ShapeError: The text has too few tokens for the windows.
+    """
+    least = length + (windows - 1) * targets
+    if ids.ndim != 1 or len(ids) < least:
+        raise ShapeError(
+            f"Got token ids of shape {list(ids.shape)}; {windows} windows of {length} tokens with {targets} targets "
+            f"each take at least [{least}]. Give more text, fewer windows or shorter contexts."
+        )
+    stride = min(len(ids) // windows, (len(ids) - length) // max(windows - 1, 1))
+    return torch.stack([ids[row * stride : row * stride + length] for row in range(windows)])
+
+
+def contexts_for(
+    trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the context lengths to measure, and the reasons for leaving out others.
+
+    Args:
+        trained_length: Tokens per window in the model's own training.
+        tokens: Number of held-out tokens.
+        windows: Number of windows.
+        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
+
+    Raises:
+        RecipeError: A requested length is impossible, or all default ones are.
+    """
+    # `spread_windows` lets windows overlap, except in their targets.
+    between = (windows - 1) * TARGETS
+    reasons = {
+        context: f"shorter than the {TARGETS} tokens that are scored"
+        if context < TARGETS
+        else f"{windows} windows of it take {context + 1 + between:,} held-out tokens, there are {tokens:,}"
+        for context in contexts or [trained_length * 2**power // 4 for power in range(6)]
+    }
+    possible = tuple(sorted(context for context in reasons if TARGETS <= context < tokens - between))
+    notes = tuple(
+        f"not measured at {context} tokens: {reason}" for context, reason in reasons.items() if context not in possible
+    )
+    if (contexts and notes) or not possible:
+        raise RecipeError(
+            f"evaluation.contexts: {'; '.join(notes)}. Give other contexts, fewer evaluation.windows or more held-out "
+            "text."
+        )
+    return possible, notes
 
 
 class ContextPerplexity(Measure):
-    """Perplexity of the same tokens after contexts of different lengths.
-
-    The values are those of `hf_posenc.recipes.evaluation.curve.context_curve`. The decoder of an encoder-decoder
-    predicts the text, and its encoder reads it corrupted.
+    """Perplexity of the same tokens after contexts of different lengths, as `context_curve` measures it.
 
     Args:
         ids: Token ids of a text, int64 `[tokens]`.
@@ -49,11 +198,9 @@ class ContextPerplexity(Measure):
         corrupt: Corruption | None = None,
         trained_length: int | None = None,
     ) -> None:
-        self._contexts = tuple(sorted(different("contexts", contexts)))
-        if self._contexts[0] < targets:
-            raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
+        self._contexts = _ascending(contexts, targets)
         self._targets, self._corrupt = targets, corrupt
-        self._rows = spread_windows(ids, max(contexts) + 1, windows, targets=targets)
+        self._rows = spread_windows(ids, self._contexts[-1] + 1, windows, targets=targets)
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
         self.note = (
@@ -67,24 +214,11 @@ class ContextPerplexity(Measure):
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         corrupt = self._corrupt if model.config.is_encoder_decoder else None
 
-        def curve(rows: Tensor) -> Tensor:
-            size = len(rows)
-            # `readable_curve` cuts the concatenated windows back into these windows.
-            found = readable_curve(
-                model,
-                rows.flatten(),
-                self._contexts,
-                windows=size,
-                targets=self._targets,
-                batch_size=size,
-                corrupt=corrupt,
-            )
-            values = torch.full((size, len(self._contexts)), torch.nan, dtype=torch.float64)
-            values[:, [self._contexts.index(context) for context in found.contexts]] = found.losses.T
-            return values
+        def by_context(rows: Tensor) -> Tensor:
+            return _by_context(model, rows, self._contexts, self._targets, corrupt)
 
-        found = workers.map(curve, [(row,) for row in self._rows], len(self._contexts))
-        return (Grid(PERPLEXITY, {"tokens read": self._contexts}, found.T),)
+        found = workers.map(by_context, [(row,) for row in self._rows], len(self._contexts))
+        return (Grid(PERPLEXITY, {CONTEXT: self._contexts}, found.T),)
 
 
 class PositionPerplexity(Measure):
@@ -123,7 +257,6 @@ class PositionPerplexity(Measure):
             raise ShapeError(f"context={context}: expected a multiple of bins={bins}, from that on.")
         self._width, self._corrupt = context // bins, corrupt
         self._rows = spread_windows(ids, context + 1, windows, targets=1)
-        self._ends = tuple(range(self._width, context + 1, self._width))
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
         self.note = (
@@ -135,16 +268,15 @@ class PositionPerplexity(Measure):
         check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        ends = tuple(range(self._width, self._rows.shape[1], self._width))
+
         def by_bin(rows: Tensor) -> Tensor:
-            labels = rows[:, 1:]
-            found = losses(predictions(model, self._read(model, rows), labels), labels)
+            labels, read = rows[:, 1:], rows[:, :-1]
+            if model.config.is_encoder_decoder:
+                assert self._corrupt is not None
+                read = self._corrupt(labels)
+            found = losses(predictions(model, read, labels), labels)
             return found.view(len(rows), -1, self._width).mean(dim=2)
 
-        found = workers.map(by_bin, [(row,) for row in self._rows], len(self._ends))
-        return (Grid(PERPLEXITY, {"position (tokens)": self._ends}, found.T),)
-
-    def _read(self, model: Any, rows: Tensor) -> Tensor:
-        if not model.config.is_encoder_decoder:
-            return rows[:, :-1]
-        assert self._corrupt is not None
-        return self._corrupt(rows[:, 1:])
+        found = workers.map(by_bin, [(row,) for row in self._rows], len(ends))
+        return (Grid(PERPLEXITY, {"position (tokens)": ends}, found.T),)

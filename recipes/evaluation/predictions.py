@@ -5,32 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from hf_posenc.errors import PositionError
-from hf_posenc.recipes.evaluation.curve import logits_of_targets
-from hf_posenc.recipes.evaluation.lengths import table_end
+from hf_posenc.errors import ArchitectureError, PositionError
+from hf_posenc.patches.architecture import of_config
+from hf_posenc.patches.context import Switch
 
 # Positions per part: double-precision logits of all positions at once would take too much memory.
 _PART = 256
 
 
-def predictions(model: Any, read: Tensor, labels: Tensor) -> Tensor:
-    """Return the logits that predict each label, given all tokens before it.
+def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = None) -> Tensor:
+    """Return the logits that predict the last labels, each given all tokens before it.
 
     Args:
         model: A language model of transformers.
         read: Token ids, int64 `[B, n]`: for a causal model, the text up to the last label but one; for an
             encoder-decoder, the encoder's input.
-        labels: Token ids to predict, int64 `[B, m]`.
+        labels: Token ids that end the text or that the decoder writes, int64 `[B, m]`.
+        targets: Number of labels to predict; `None` means all.
 
     Returns:
-        Logits `[B, m, vocabulary]`, on the model's device.
+        Logits `[B, targets, vocabulary]`, on the model's device.
 
     Raises:
         PositionError: The model has no encoding for positions that far.
     """
+    targets = labels.shape[1] if targets is None else targets
     end = table_end(model)
     message = (
         f"The {type(model).__name__} cannot read {read.shape[1]} tokens: its position table is shorter. "
@@ -38,33 +41,37 @@ def predictions(model: Any, read: Tensor, labels: Tensor) -> Tensor:
     )
     if end is not None and max(read.shape[1], labels.shape[1]) > end:
         raise PositionError(message)
+    read, labels = read.to(model.device), labels.to(model.device)
+    logits: Tensor
     try:
-        return logits_of_targets(model, read.to(model.device), labels.to(model.device), labels.shape[1])
+        if model.config.is_encoder_decoder:
+            written = model.prepare_decoder_input_ids_from_labels(labels)
+            logits = model(input_ids=read, decoder_input_ids=written, use_cache=False).logits[:, -targets:]
+        else:
+            logits = model(input_ids=read, use_cache=False, logits_to_keep=targets).logits
     except IndexError as error:
         raise PositionError(message) from error
+    return logits
 
 
 def answer_predictions(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
-    """Return the logits that predict each token of an answer, given the prompt and the answer before it.
+    """Return the logits `[B, m, vocabulary]` of an answer `[B, m]`, given the prompt `[B, n]` and the answer so far.
 
-    Args:
-        model: A causal model, which reads both; or an encoder-decoder, which reads the prompt and writes the answer.
-        prompt: Token ids, int64 `[B, n]`.
-        answer: Token ids, int64 `[B, m]`.
-
-    Returns:
-        Logits `[B, m, vocabulary]`.
+    A causal model reads both. An encoder-decoder reads the prompt and writes the answer.
     """
     read = prompt if model.config.is_encoder_decoder else torch.cat([prompt, answer[:, :-1]], dim=1)
     return predictions(model, read, answer)
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each label in nats, float64 `[B, m]` on the CPU, given logits `[B, m, vocabulary]`."""
+    """Return the loss of each label in nats, float64 `[B, m]` on the CPU, given logits `[B, m, vocabulary]`.
+
+    A loss that is not a number, of a model that diverged, counts as infinite.
+    """
     parts = zip(*(torch.split(tensor, _PART, dim=1) for tensor in (logits, labels.to(logits.device))), strict=True)
     # cross_entropy expects the vocabulary second.
     found = [F.cross_entropy(part.double().transpose(1, 2), label, reduction="none") for part, label in parts]
-    return torch.cat(found, dim=1).cpu()
+    return torch.cat(found, dim=1).cpu().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
@@ -73,3 +80,22 @@ def correct(logits: Tensor, labels: Tensor) -> Tensor:
     Where all labels are the most likely tokens, greedy decoding yields exactly these labels.
     """
     return (logits.argmax(dim=-1) == labels.to(logits.device)).cpu()
+
+
+def table_end(model: nn.Module) -> int | None:
+    """Return the number of positions in a model's own learned table, or `None` without an active one.
+
+    Callers check before the forward, because a lookup beyond a table leaves a CUDA device unusable.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    try:
+        architecture = of_config(getattr(inner, "config", None))
+    except ArchitectureError:
+        return None
+    ends = []
+    for body in architecture.stacks(model).values():
+        for table in architecture.swapped(body):
+            in_force = not vars(table).get("posenc_removed") or (isinstance(table, Switch) and table.is_disabled())
+            if isinstance(table, nn.Embedding) and in_force:
+                ends.append(table.num_embeddings)
+    return min(ends, default=None)

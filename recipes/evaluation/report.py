@@ -1,21 +1,29 @@
-"""The report of an evaluation: several models side by side, as JSON, Markdown and pictures."""
+"""Results of measures for several models: JSON, Markdown and pictures.
+
+Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`findings.json`) share the JSON format.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import TypeAdapter, ValidationError, WrapSerializer
+
+from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.directories import published, write_text
-from hf_posenc.recipes.evaluation import pictures
-from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point, table
+from hf_posenc.recipes.plots.curves import HeatMap, Mark, Panel, plot_heat_maps, plot_panels
+from hf_posenc.recipes.reports import Table, render
 
 DATA, TEXT = "report.json", "report.md"
 
-_FORMAT_VERSION = 1
+
+def _with_estimates(grid: Grid, plain: Any) -> dict[str, Any]:
+    return {**plain(grid), "estimates": grid.estimates()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +34,15 @@ class Section:
         name: Name of the measure, also in file names.
         title: Title of table and picture.
         note: Definition of the measured quantity.
-        found: Grids by the name of the model, the same quantities for each.
+        models: Grids by the name of the model, the same quantities for each.
         mark: Labelled point on the last axis.
     """
 
     name: str
     title: str
     note: str
-    found: Mapping[str, tuple[Grid, ...]]
-    mark: tuple[float, str] | None = None
+    models: Mapping[str, tuple[Annotated[Grid, WrapSerializer(_with_estimates)], ...]]
+    mark: Mark | None = None
 
     @property
     def picture(self) -> str:
@@ -43,71 +51,95 @@ class Section:
 
     def quantities(self) -> list[dict[str, Grid]]:
         """Return the grids of each quantity by the name of the model."""
-        count = len(next(iter(self.found.values())))
-        return [{name: grids[index] for name, grids in self.found.items()} for index in range(count)]
+        count = len(next(iter(self.models.values())))
+        return [{name: grids[index] for name, grids in self.models.items()} for index in range(count)]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the section as JSON values."""
-        quantities = [
-            {
-                "quantity": first.quantity.name,
-                "unit": first.quantity.unit,
-                "guess": None if first.quantity.guess is None else first.quantity.guess * first.quantity.scale,
-                "axes": {axis: list(points) for axis, points in first.axes.items()},
-                "models": {name: grid.as_json() for name, grid in grids.items()},
-            }
-            for grids in self.quantities()
-            for first in [next(iter(grids.values()))]
-        ]
-        return {"measure": self.name, "title": self.title, "note": self.note, "quantities": quantities}
-
-    def markdown(self) -> Iterator[str]:
-        """Return the lines of this section, without its picture."""
-        yield from (f"## {self.title}", "", self.note, "")
+    def tables(self) -> Iterator[Table]:
+        """Return a table per quantity; perplexities are also compared with the first model, paired by sample."""
         for grids in self.quantities():
-            yield from _table(grids)
-        if len(self.found) > 1:
-            yield from self._compared()
-
-    def _compared(self) -> Iterator[str]:
-        """Return tables of perplexities relative to the first model, paired by sample."""
+            yield table(grids)
         for grids in self.quantities():
             first, *others = grids
-            if grids[first].quantity is PERPLEXITY:
-                yield f"Relative to {first}, paired by sample:"
-                yield ""
-                yield from _table({name: grids[name].relative_to(grids[first]) for name in others})
+            if others and grids[first].quantity == PERPLEXITY:
+                relative = {name: grids[name].relative_to(grids[first]) for name in others}
+                yield table(relative, f"In % of the perplexity of {first}, paired by sample:")
+
+    def markdown(self) -> str:
+        """Return the section as Markdown, without its picture."""
+        return render("section", section=self)
+
+    def draw(self, path: Path) -> None:
+        """Write a PNG: lines over one axis, lines for each name on the first axis, or heat maps over two axes."""
+        quantities = self.quantities()
+        first = next(iter(quantities[0].values()))
+        axes = list(first.axes.items())
+        if len(axes) == 1:
+            plot_panels(path, self.title, [panel(grids, self.mark) for grids in quantities])
+        elif isinstance(axes[0][1][0], str):
+            named = [panel(quantities[0], self.mark, name) for name in axes[0][1]]
+            plot_panels(path, self.title, named)
+        else:
+            down, across = axes
+            maps = [
+                [
+                    HeatMap(
+                        title=f"{name}: {grid.quantity.name}",
+                        rows=(f"{down[0]} (0 is the beginning)", down[1]),
+                        columns=across,
+                        values=[[grid.at(row, column).mean for column in across[1]] for row in down[1]],
+                    )
+                    for name, grid in grids.items()
+                ]
+                for grids in quantities
+            ]
+            plot_heat_maps(path, self.title, maps)
+
+
+def panel(grids: dict[str, Grid], mark: Mark | None, *before: Point) -> Panel:
+    """Return the panel of one quantity over its last axis.
+
+    Args:
+        grids: Grids by the name of the model.
+        mark: Labelled place.
+        *before: Points of the other axes; they are the title.
+    """
+    first = next(iter(grids.values()))
+    quantity = first.quantity
+    return Panel(
+        lines={name: [(point, grid.at(*before, point)) for point in grid.points] for name, grid in grids.items()},
+        x=list(first.axes)[-1],
+        y=quantity.label,
+        title=", ".join(map(str, before)),
+        is_log=quantity.estimator == "exponential",
+        scale=quantity.scale,
+        top=100.0 if quantity.unit == "%" and quantity.estimator != "exponential" else None,
+        level=None if quantity.guess is None else (quantity.guess * quantity.scale, "guessing"),
+        mark=mark,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The results of an evaluation.
+    """Results of measures.
 
     Attributes:
         sections: One section per measure.
         settings: Further facts: text, versions, command.
+        format_version: Version of the JSON format.
     """
 
     sections: tuple[Section, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    format_version: Literal[2] = 2
 
     def __getitem__(self, measure: str) -> Section:
         """Return the section of a measure, by its name."""
         return next(section for section in self.sections if section.name == measure)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values: estimates with 95 % confidence intervals, and samples."""
-        sections = [section.as_json() for section in self.sections]
-        return {"format_version": _FORMAT_VERSION, "settings": dict(self.settings), "sections": sections}
-
     def markdown(self) -> str:
         """Return the report as Markdown; its pictures are those that `write` saves next to it."""
-        lines = ["# Evaluation", "", "Estimates with 95 % confidence intervals in brackets.", ""]
-        for section in self.sections:
-            lines += [*section.markdown(), f"![{section.title}]({section.picture})", ""]
-        if self.settings:
-            lines += ["## How it was made", "", *(f"- {name}: {value}" for name, value in self.settings.items()), ""]
-        return "\n".join(lines)
+        settings = [f"{name}: {value}" for name, value in self.settings.items()]
+        return render("evaluation", report=self, settings=settings)
 
     def write(self, folder: str | Path) -> None:
         """Write report.json, report.md and one picture per measure into a folder, each file whole or not at all."""
@@ -115,39 +147,44 @@ class Report:
         folder.mkdir(exist_ok=True)
         for section in self.sections:
             with published(folder / section.picture) as draft:
-                pictures.draw(draft, section.title, section.quantities(), section.mark)
-        write_text(folder / DATA, json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+                section.draw(draft)
+        save(self, folder / DATA)
         write_text(folder / TEXT, self.markdown())
 
 
+def save(found: Any, path: Path) -> None:
+    """Write results to a JSON file, whole or not at all: a `Report`, or a dataclass that holds one."""
+    write_text(path, TypeAdapter(type(found)).dump_json(found, indent=1).decode("utf-8") + "\n")
+
+
+def load(kind: type[Any], path: Path, remedy: str, upgrade: Callable[[Any], Any] = lambda content: content) -> Any:
+    """Return results that `save` wrote.
+
+    Args:
+        kind: Class of the results.
+        path: Path of the file.
+        remedy: Advice for a damaged file.
+        upgrade: Function that turns the content of an older version into the current one.
+
+    Raises:
+        CheckpointError: The file cannot be read, or has another format.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(upgrade(json.loads(path.read_text(encoding="utf-8"))))
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"{path} cannot be read ({reason}). {remedy}")
+
+
 def is_report(folder: Path) -> bool:
-    """Whether a folder holds a report and no other files."""
+    """Whether a folder holds the report of an evaluation and no other files."""
     try:
         sections = json.loads((folder / DATA).read_text(encoding="utf-8"))["sections"]
-        own = {DATA, TEXT, *(f"{section['measure']}.png" for section in sections)}
-    except (OSError, ValueError, KeyError, TypeError):
+        # Version 1 of the format called the name of a section its measure.
+        own = {DATA, TEXT, *(f"{section.get('name') or section['measure']}.png" for section in sections)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return own >= {path.name for path in folder.iterdir()}
-
-
-def _table(grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Return a table with a row per model; with two axes, a row per point of the first axis and model."""
-    first = next(iter(grids.values()))
-    quantity, *outer, (axis, points) = first.quantity, *first.axes.items()
-    guess = "" if quantity.guess is None else f"; guessing gives {quantity.guess * quantity.scale:.3g}"
-    yield from (f"{quantity.label[0].upper()}{quantity.label[1:]} by {axis}{guess}:", "")
-    yield _row(*(name for name, _ in outer), axis, *map(_heading, points))
-    yield _row(*("---" for _ in outer), "---", *("---:" for _ in points))
-    for place in itertools.product(*(places for _, places in outer)):
-        for model, grid in grids.items():
-            cells = (quantity.write(grid.at(*place, point)) for point in points)
-            yield _row(*map(_heading, place), model, *cells)
-    yield ""
-
-
-def _heading(point: Point) -> str:
-    return f"{point:,}" if isinstance(point, int) else str(point)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

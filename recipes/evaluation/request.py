@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from hf_posenc import __version__
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import Denoising
-from hf_posenc.recipes.evaluation.curve import Corruption
-from hf_posenc.recipes.evaluation.generalisation import LengthGeneralisation
 from hf_posenc.recipes.evaluation.induction import InductionCopy
-from hf_posenc.recipes.evaluation.lengths import contexts_for
-from hf_posenc.recipes.evaluation.measure import Measure
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity
+from hf_posenc.recipes.evaluation.perplexity import (
+    ContextPerplexity,
+    Corruption,
+    PositionPerplexity,
+    contexts_for,
+)
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.run import evaluate
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
-from hf_posenc.recipes.evaluation.tasks import TASKS
+from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
-from hf_posenc.recipes.evaluation.workers import Workers
 from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.reports import versions
 
 # Default measures for causal models and for encoder-decoders: none needs training for it.
 _USUAL = ("perplexity", "position", "needle", "induction")
@@ -41,7 +40,6 @@ _USUAL_LENGTH = 512
 _BINS = 16
 # Characters of text on which tokenizers are compared.
 _SAMPLE = 10_000
-_PACKAGES = ("torch", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ class Request:
             OptionError: A measure is unknown, or undefined for a model.
             RecipeError: A model or the text cannot be read.
         """
-        for name in self.measures or ():
-            if name not in MEASURES:
-                raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
+        check_measures(self.measures or ())
         found = subjects(self.models)
         inputs = self._inputs(found)
         measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
@@ -105,7 +101,7 @@ class Request:
             "seed": self.seed,
             "command": command,
             "device": str(inputs.device),
-            "versions": ", ".join(f"{name} {version}" for name, version in _versions().items()),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 
@@ -179,6 +175,11 @@ class Inputs:
         """Ordinary tokens of the text, the most frequent first, int64 `[n]`."""
         return ordinary_tokens(self.ids, self.tokenizer.all_special_ids)
 
+    def windows(self) -> dict[str, Any]:
+        """Return the keywords of measures on windows of the text."""
+        asked = self.request
+        return {"windows": asked.samples, "corrupt": self.corrupt, "trained_length": asked.trained_length}
+
     def load(self, subject: Subject) -> Any:
         """Return a model on the device; the first one is reused if it is kept as the reference."""
         if subject is self.first and self._reference is not None:
@@ -187,38 +188,19 @@ class Inputs:
 
     def reference(self) -> Any:
         """Return the first model, and keep it for comparisons."""
-        if self._reference is None:
-            self._reference = self.load(self.first)
+        self._reference = self.load(self.first)
         return self._reference
 
 
-def _perplexity(inputs: Inputs) -> Measure:
-    return ContextPerplexity(
-        inputs.ids,
-        inputs.contexts,
-        windows=inputs.request.samples,
-        corrupt=inputs.corrupt,
-        trained_length=inputs.request.trained_length,
-    )
-
-
 def _position(inputs: Inputs) -> Measure:
-    return PositionPerplexity(
-        inputs.ids,
-        # A context shorter than the bins is passed on and refused with the number that the user gave.
-        max(inputs.contexts) // _BINS * _BINS or max(inputs.contexts),
-        windows=inputs.request.samples,
-        bins=_BINS,
-        corrupt=inputs.corrupt,
-        trained_length=inputs.request.trained_length,
-    )
+    # A context shorter than the bins is passed on and refused with the number that the user gave.
+    context = max(inputs.contexts) // _BINS * _BINS or max(inputs.contexts)
+    return PositionPerplexity(inputs.ids, context, bins=_BINS, **inputs.windows())
 
 
 def _needle(inputs: Inputs) -> Measure:
-    asked = inputs.request
-    passkey = (
-        Passkey.from_vocabulary(inputs.symbols) if asked.cue is None else Passkey.from_text(inputs.tokenizer, asked.cue)
-    )
+    asked, cue = inputs.request, inputs.request.cue
+    passkey = Passkey.from_vocabulary(inputs.symbols) if cue is None else Passkey.from_text(inputs.tokenizer, cue)
     return NeedleRetrieval(inputs.ids, inputs.contexts, samples=asked.samples, passkey=passkey, seed=asked.seed)
 
 
@@ -233,31 +215,19 @@ def _induction(inputs: Inputs) -> Measure:
 
 def _tasks(inputs: Inputs) -> Measure:
     asked = inputs.request
-    return LengthGeneralisation(
-        inputs.tokenizer,
-        asked.tasks,
-        lengths=asked.lengths,
-        trained=asked.trained,
-        samples=asked.samples,
-        shots=asked.shots,
-        seed=asked.seed,
-    )
+    options = {name: getattr(asked, name) for name in ("lengths", "trained", "samples", "shots", "seed")}
+    return LengthGeneralisation(inputs.tokenizer, asked.tasks, **options)
 
 
 def _attention(inputs: Inputs) -> Measure:
-    return AttentionSimilarity(
-        inputs.reference(),
-        inputs.ids,
-        # Attention matrices grow with the square of the length; within the trained length both models are reliable.
-        min(max(inputs.contexts), inputs.request.trained_length or _USUAL_LENGTH),
-        windows=inputs.request.samples,
-        corrupt=inputs.corrupt,
-        reference_name=inputs.first.name,
-    )
+    # Attention matrices grow with the square of the length; within the trained length both models are reliable.
+    length = min(max(inputs.contexts), inputs.request.trained_length or _USUAL_LENGTH)
+    windows = {name: value for name, value in inputs.windows().items() if name != "trained_length"}
+    return AttentionSimilarity(inputs.reference(), inputs.ids, length, reference_name=inputs.first.name, **windows)
 
 
 MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
-    "perplexity": _perplexity,
+    "perplexity": lambda inputs: ContextPerplexity(inputs.ids, inputs.contexts, **inputs.windows()),
     "position": _position,
     "needle": _needle,
     "induction": _induction,
@@ -266,9 +236,11 @@ MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
 }
 
 
-def _versions() -> dict[str, str]:
-    own = {"hf-posenc": __version__, "python": platform.python_version()}
-    return own | {name: metadata.version(name) for name in _PACKAGES}
+def check_measures(names: Iterable[str]) -> None:
+    """Raise an `OptionError` unless all measures are known."""
+    for name in names:
+        if name not in MEASURES:
+            raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import nn
 
 from hf_posenc.errors import OptionError
-from hf_posenc.recipes.evaluation.measure import Measure
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.workers import Workers
 
 # A function that loads a model when its turn comes.
 Loader = Callable[[], Any]
@@ -52,63 +50,29 @@ def evaluate(
     if len(set(names)) < len(names):
         raise OptionError(f"evaluate(measures=...): got {', '.join(names)}; each can be given once.")
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    with _Bar(console, len(models) * sum(measure.tokens for measure in measures)) as bar:
-        workers = Workers(batch_size=batch_size, advance=bar.advance)
+    total, done = len(models) * sum(measure.tokens for measure in measures), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    shown = console is not None and console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown) as bar:
+        task = bar.add_task("", total=total)
+        workers = Workers(batch_size=batch_size, advance=lambda tokens: bar.advance(task, tokens))
         for name, model in models.items():
-            bar.begin(f"loading {name}")
+            bar.update(task, description=f"loading {name}")
             # Modules are callable, too, so callability cannot tell them from loaders.
             loaded = model if isinstance(model, nn.Module) else model()
             for measure in measures:
                 measure.check(loaded)
             for measure in measures:
-                bar.begin(f"{name}: {measure.name}")
+                what = f"{name}: {measure.name}"
+                bar.update(task, description=what)
                 found[measure.name][name] = measure(loaded, workers)
-                bar.end(measure.tokens)
+                done += measure.tokens
+                # Uneven batches of several processes make the bar drift.
+                bar.update(task, completed=done)
+                if console is not None and not shown:
+                    text = f"{what} ({done / total:.0%} after {bar.tasks[0].elapsed or 0:.0f} s)"
+                    console.print(text, highlight=False, markup=False)
             # Free its memory before the next one is loaded.
             del loaded
-    sections = tuple(
-        Section(measure.name, measure.title, measure.note, found[measure.name], measure.mark) for measure in measures
-    )
-    return Report(sections, dict(settings or {}))
-
-
-class _Bar:
-    """A progress bar with the remaining time; plain lines where the console is no terminal."""
-
-    def __init__(self, console: Console | None, total: int) -> None:
-        self._console = console
-        shown = console is not None and console.is_terminal
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left:"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=console, disable=not shown)
-        self._task = self._progress.add_task("", total=total)
-        self._total, self._reached, self._what = total, 0, ""
-        self._began = time.monotonic()
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def begin(self, what: str) -> None:
-        self._what = what
-        self._progress.update(self._task, description=what)
-
-    def advance(self, tokens: int) -> None:
-        self._progress.update(self._task, advance=tokens)
-
-    def end(self, tokens: int) -> None:
-        """Set the bar to the exact count after a measure: uneven batches of several processes make it drift."""
-        self._reached += tokens
-        self._progress.update(self._task, completed=self._reached)
-        if self._console is not None and not self._console.is_terminal:
-            share, seconds = self._reached / self._total, time.monotonic() - self._began
-            self._console.print(f"{self._what} ({share:.0%} after {seconds:.0f} s)", highlight=False, markup=False)
+    sections = (Section(each.name, each.title, each.note, found[each.name], each.mark) for each in measures)
+    return Report(tuple(sections), dict(settings or {}))

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.recipes.evaluation import intervals
-from hf_posenc.recipes.evaluation.curve import Corruption, check_corruption, spread_windows
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
-from hf_posenc.recipes.evaluation.measure import Measure
-from hf_posenc.recipes.evaluation.workers import Workers
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
+from hf_posenc.recipes.evaluation.perplexity import Corruption, check_corruption, spread_windows
 
 
 class AttentionSimilarity(Measure):
@@ -77,7 +75,7 @@ class AttentionSimilarity(Measure):
             return torch.stack([_distance(*pair) for pair in zip(ours, theirs, strict=True)], dim=1)
 
         found = workers.map(distances, [(row,) for row in self._rows], len(layers))
-        return (Grid(Quantity("divergence", intervals.of_mean_share, "bits"), {"layer": layers}, found.T),)
+        return (Grid(Quantity("divergence", "mean share", "bits"), {"layer": layers}, found.T),)
 
 
 def _layers(model: Any) -> tuple[int, ...] | tuple[str, ...]:

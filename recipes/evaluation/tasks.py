@@ -1,4 +1,4 @@
-"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1), generated for any tokenizer.
+"""Length-generalisation tasks of Kazemnejad et al. 2023 (arXiv 2305.19466, table 1), for any tokenizer.
 
 The length of an example is its number of symbols, terms or steps. Examples are text of single letters and digits, each
 after a space, so that the number of tokens grows with the length for every tokenizer. SCAN and PCFG, datasets that the
@@ -9,39 +9,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from string import ascii_letters, ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hf_posenc.errors import OptionError, suggest
+from hf_posenc.recipes.evaluation.grid import Grid, Point, successes
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
+from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 
 
-@dataclass(frozen=True)
-class Example:
-    """One question with its answer.
-
-    Attributes:
-        prompt: Text up to the answer.
-        answer: Text of the answer, with a leading space.
-    """
+class Example(NamedTuple):
+    """A question and its answer, which begins with a space."""
 
     prompt: str
     answer: str
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of question whose rule applies to any length.
-
-    Attributes:
-        name: Name on the command line.
-        summary: The question, and the meaning of its length.
-        make: Function that draws an example of a length.
-    """
-
-    name: str
-    summary: str
-    make: Callable[[random.Random, int], Example]
 
 
 def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
@@ -62,7 +46,7 @@ def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
     if length < 1:
         raise OptionError(f"draw({task!r}, length={length}): expected at least 1.")
     source = random.Random(f"{seed} {task} {length}")
-    return [TASKS[task].make(source, length) for _ in range(count)]
+    return [TASKS[task](source, length) for _ in range(count)]
 
 
 def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> tuple[list[int], list[int]]:
@@ -148,16 +132,81 @@ def _spaced(symbols: Sequence[object]) -> str:
     return " ".join(map(str, symbols))
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("copy", "Repeat letters; the length is their number.", _copy),
-        Task("reverse", "Repeat letters backwards; the length is their number.", _reverse),
-        Task("addition", "Add two numbers; the length is how many digits each has.", _addition),
-        Task("polynomial", "Evaluate a polynomial modulo 10; the length is its number of terms.", _polynomial),
-        Task("sort", "Sort digits; the length is their number.", _sort),
-        Task("summation", "Add digits modulo 10; the length is their number.", _summation),
-        Task("parity", "Whether the number of ones is even; the length is the number of bits.", _parity),
-        Task("lego", "Follow a chain of assignments; the length is its number of steps.", _lego),
-    )
+# In each, the length is the number of symbols, digits, terms, bits or steps.
+TASKS: dict[str, Callable[[random.Random, int], Example]] = {
+    "copy": _copy,
+    "reverse": _reverse,
+    "addition": _addition,
+    "polynomial": _polynomial,
+    "sort": _sort,
+    "summation": _summation,
+    "parity": _parity,
+    "lego": _lego,
 }
+
+
+# -- the measure -------------------------------------------------------------------------------------------------------
+
+
+class LengthGeneralisation(Measure):
+    """Accuracy on the tasks of Kazemnejad et al. 2023 by length.
+
+    Each token of the answer is predicted after the correct tokens before it. The whole answer counts as right if all of
+    its tokens are, which means that greedy decoding would begin with it; the end of the answer is not tested. The
+    encoder of an encoder-decoder reads the question, and its decoder predicts the answer.
+
+    Args:
+        tokenizer: Tokenizer of the models.
+        tasks: Names in `hf_posenc.recipes.evaluation.tasks.TASKS`; by default all of them.
+        lengths: Lengths of the examples.
+        trained: The longest length in training; shown in table and picture.
+        samples: Examples per task and length.
+        shots: Solved examples before each question, no longer than `trained`; for models not trained on the tasks.
+        seed: Random seed of the examples.
+
+    Raises:
+        OptionError: A task is unknown or has no examples of a length; tasks or lengths are empty or repeated.
+    """
+
+    name = "tasks"
+    title = "Length-generalisation tasks"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tasks: Sequence[str] = tuple(TASKS),
+        *,
+        lengths: Sequence[int] = (5, 10, 15, 20, 25, 30, 35, 40),
+        trained: int = 20,
+        samples: int = 32,
+        shots: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._tasks, self._lengths = different("tasks", tasks), tuple(sorted(different("lengths", lengths)))
+        self._samples = samples
+        within = [length for length in self._lengths if length <= trained]
+        if shots and not within:
+            raise OptionError(f"lengths={self._lengths}: none is within trained={trained} to take {shots} shots from.")
+        self._rows = []
+        for task in self._tasks:
+            solved = [draw(task, within[shot % len(within)], 1, seed=seed + 1 + shot)[0] for shot in range(shots)]
+            for length in self._lengths:
+                for example in draw(task, length, samples, seed):
+                    prompt, answer = encode(example, tokenizer, solved)
+                    self._rows.append((torch.tensor(prompt), torch.tensor(answer)))
+        self.tokens = sum(part.numel() for row in self._rows for part in row)
+        self.mark = (trained, f"trained up to {trained}")
+        given = f", after {shots} solved examples" if shots else ""
+        self.note = (
+            f"{samples} generated examples per length{given}; lengths above {trained} are longer than in training. "
+            "Whole answer: all of its tokens are the most likely ones. Tokens: share of its tokens that are."
+        )
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        def score(prompts: Tensor, answers: Tensor) -> Tensor:
+            right = correct(answer_predictions(model, prompts, answers), answers)
+            return torch.stack([right.all(dim=1).double(), right.double().mean(dim=1)], dim=1)
+
+        found = workers.map(score, self._rows, 2).view(len(self._tasks), len(self._lengths), self._samples, 2)
+        axes: dict[str, tuple[Point, ...]] = {"task": self._tasks, "length": self._lengths}
+        return Grid(successes("whole answer"), axes, found[..., 0]), Grid(successes("tokens"), axes, found[..., 1])

@@ -21,6 +21,9 @@ GROWING, SIGNED = "viridis", "RdBu_r"
 GREY, FAINT = "0.35", "0.9"
 # Okabe and Ito's colours; dashes repeat the distinction in grey.
 STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#000000", ":"))
+# Okabe and Ito's palette for any colour vision, the reference in black. Markers and dashes are distinct in grey, too.
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", "-", "--", ":", "-.")
 # A key this far below another (in nats) has no weight that could be seen.
 FLOOR = -16.0
 # More labels than this along an axis would touch each other.
@@ -70,6 +73,12 @@ def ramp(count: int) -> list[Any]:
 def line_styles(count: int) -> list[tuple[Any, str]]:
     """Return a colour and a dash for each of some lines."""
     return list(STYLES[:count]) if count <= len(STYLES) else [(colour, "-") for colour in ramp(count)]
+
+
+def look(index: int) -> tuple[str, str, str]:
+    """Return colour, marker and dashes of a model; from the eighth on, colours repeat with another marker."""
+    again = index + index // len(_COLOURS)
+    return _COLOURS[index % len(_COLOURS)], _MARKERS[again % len(_MARKERS)], _DASHES[again % len(_DASHES)]
 
 
 def legend_of_heads(axes: Axes, heads: Sequence[int]) -> None:

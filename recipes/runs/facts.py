@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,14 +14,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from hf_posenc import __version__
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import Plan
+from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.schema import suitability
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
-
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +153,7 @@ class Facts:
             teacher=_teacher(distillation),
             trained=_trained(recipe.adapter),
             command=command,
-            versions={
-                "hf-posenc": __version__,
-                "python": platform.python_version(),
-                **{name: metadata.version(name) for name in _PACKAGES},
-            },
+            versions=versions(),
         )
 
 
@@ -224,41 +216,31 @@ def print_header(console: Console | None, facts: Facts) -> None:
     console.print(table)
 
 
-def _rows(facts: Facts) -> list[tuple[str, str]]:
-    trained_on = (
-        f"{', '.join(facts.came_with)}, trained on as the model has it" if facts.came_with else "none (a control)"
-    )
-    scheme = trained_on if facts.scheme is None else facts.scheme
-    if facts.layers:
-        scheme += f" on {' and '.join(f'{count} {name} layers' for name, count in facts.layers.items())}"
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    trained_on = f"trained on {facts.trained_length:,} tokens"
+    yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, {trained_on})"
+    came_with = ", ".join(facts.came_with)
+    scheme = facts.scheme or (f"{came_with}, trained on as the model has it" if came_with else "none (a control)")
+    converted = " and ".join(f"{count} {name} layers" for name, count in facts.layers.items())
+    yield "scheme", scheme + (f" on {converted}" if converted else "")
     options = {
         name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
     }
     if len(set(options.values())) == 1:
         # One line is enough if all stacks have the same options.
         options = {"": next(iter(options.values()))}
+    yield from ((f"options {name}".rstrip(), given) for name, given in options.items() if given)
+    yield "native", f"{facts.native}: {facts.fate}"
+    yield "start", facts.start
+    yield "trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"
+    steps = f"{facts.steps:,} steps x {facts.batch_size:,} windows x {facts.length:,} tokens"
+    yield "tokens", f"{facts.tokens:,} ({steps})"
     epochs = ""
     if facts.data_tokens:
         epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"
-    return [
-        (
-            "model",
-            f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, trained on "
-            f"{facts.trained_length:,} "
-            "tokens)",
-        ),
-        ("scheme", scheme),
-        *((f"options {name}".rstrip(), given) for name, given in options.items() if given),
-        ("native", f"{facts.native}: {facts.fate}"),
-        ("start", facts.start),
-        ("trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"),
-        (
-            "tokens",
-            f"{facts.tokens:,} ({facts.steps:,} steps x {facts.batch_size:,} windows x {facts.length:,} tokens)",
-        ),
-        ("data", f"{facts.source}{epochs}"),
-        *([("teacher", facts.teacher)] if facts.teacher else []),
-        ("compute", f"{facts.processes} x {facts.device}, {facts.precision}"),
-        ("time", "unknown until the first steps are done"),
-        *(("caution", caution) for caution in facts.cautions),
-    ]
+    yield "data", f"{facts.source}{epochs}"
+    if facts.teacher:
+        yield "teacher", facts.teacher
+    yield "compute", f"{facts.processes} x {facts.device}, {facts.precision}"
+    yield "time", "unknown until the first steps are done"
+    yield from (("caution", caution) for caution in facts.cautions)

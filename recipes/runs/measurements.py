@@ -5,7 +5,7 @@ One file in the run's folder keeps them, so a resumed run measures nothing twice
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,30 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from hf_posenc.errors import CheckpointError
-from hf_posenc.patches.directories import write_text
-from hf_posenc.recipes.evaluation.curve import ContextCurve
+from hf_posenc.errors import ShapeError
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.perplexity import CONTEXT, ContextPerplexity
+from hf_posenc.recipes.evaluation.report import Report, Section, load, save
 
-# Names of the model as loaded and of the trained model.
-NATIVE, CONVERTED = "native", "converted"
+# Key of the model as loaded; the keys of the converted model are its optimizer steps.
+NATIVE = "native"
 
-_FORMAT_VERSION = 1
 _LABEL, _CELL = 16, 9
+_NOTE = "Perplexity of the same tokens of held-out windows, by model or optimizer step of the converted one."
 
-Measure = Callable[[Any], ContextCurve]
+Measure = Callable[[Any], Grid]
 
 
 class Measurements:
-    """Context curves by model name and step.
+    """Perplexity by context length of the native model, and of the converted one by step.
 
     Args:
-        path: File to write at every record; `None` keeps the curves in memory.
+        path: File to write at every record; `None` keeps the measurements in memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._curves: dict[tuple[str, int], ContextCurve] = {}
+        self._grids: dict[str | int, Grid] = {}
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
@@ -44,71 +45,61 @@ class Measurements:
 
         Args:
             path: Path of measurements.json.
-            writes: Whether this process, the main one, writes. Other processes keep new curves in memory.
+            writes: Whether this process, the main one, writes. Other processes keep new measurements in memory.
 
         Raises:
             CheckpointError: The file is damaged, or was written by a newer version of this package.
         """
         measurements = cls(path if writes else None)
         if path.exists():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                version = content["format_version"]
-                for entry in content["curves"] if version == _FORMAT_VERSION else ():
-                    losses = torch.tensor(entry["losses"], dtype=torch.float64)
-                    if losses.ndim != 2 or len(losses) != len(entry["contexts"]):
-                        raise ValueError(f"losses of shape {list(losses.shape)} at {len(entry['contexts'])} contexts")
-                    curve = ContextCurve(tuple(entry["contexts"]), losses)
-                    measurements._curves[entry["name"], entry["step"]] = curve
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"The measurements {path} cannot be read ({type(error).__name__}: {error}). Remove the file to "
-                    "measure again what can still be measured."
-                ) from error
-            if version != _FORMAT_VERSION:
-                raise CheckpointError(
-                    f"The measurements {path} have format_version {version!r}; this package reads {_FORMAT_VERSION}. "
-                    "Update hf-posenc, or train into another folder."
-                )
+            remedy = "Remove the file to measure again what can still be measured."
+            report = load(Report, path, remedy, upgrade=_from_version_1)
+            for name, (grid,) in report["perplexity"].models.items():
+                measurements._grids[name if name == NATIVE else int(name.removeprefix("step "))] = grid
         return measurements
 
-    def save(self) -> None:
-        """Write the file atomically; `record` calls this."""
-        if self._path is None:
-            return
-        curves = [
-            {"name": name, "step": step, "contexts": list(curve.contexts), "losses": curve.losses.tolist()}
-            for (name, step), curve in self._curves.items()
-        ]
-        write_text(self._path, json.dumps({"format_version": _FORMAT_VERSION, "curves": curves}, indent=1) + "\n")
+    def record(self, key: str | int, grid: Grid) -> None:
+        """Keep the perplexity of the `NATIVE` model, or of the converted one after some steps, and write the file."""
+        self._grids[key] = grid
+        if self._path is not None:
+            models = {str(key) if key == NATIVE else f"step {key}": (grid,) for key, grid in self._grids.items()}
+            save(Report((Section("perplexity", ContextPerplexity.title, _NOTE, models),)), self._path)
 
-    def record(self, name: str, step: int, curve: ContextCurve) -> None:
-        """Keep a curve, and write the file.
+    def at(self, key: str | int) -> Grid | None:
+        """Return the perplexity of the `NATIVE` model or after some steps; `None` if not measured."""
+        return self._grids.get(key)
 
-        Args:
-            name: `NATIVE` or `CONVERTED`.
-            step: Optimizer steps before it; 0 for the native model.
-            curve: Measured curve.
-        """
-        self._curves[name, step] = curve
-        self.save()
+    def course(self) -> list[tuple[int, Grid]]:
+        """Return steps and perplexities of the converted model, by step."""
+        return sorted(((step, grid) for step, grid in self._grids.items() if isinstance(step, int)), key=lambda e: e[0])
 
-    def at(self, name: str, step: int = 0) -> ContextCurve | None:
-        """Return the curve of a model after a step; `None` if not measured."""
-        return self._curves.get((name, step))
-
-    def course(self) -> list[tuple[int, ContextCurve]]:
-        """Return the steps and curves of the converted model, by step."""
-        return sorted(
-            ((step, curve) for (name, step), curve in self._curves.items() if name == CONVERTED),
-            key=lambda entry: entry[0],
-        )
-
-    def curve(self, name: str) -> ContextCurve | None:
-        """Return the curve "native", "before" (converted, step 0) or "after" (last step); `None` if not measured."""
+    def curve(self, name: str) -> Grid | None:
+        """Return the perplexity "native", "before" (step 0) or "after" (last step); `None` if not measured."""
         if name == "after":
-            return next((curve for step, curve in reversed(self.course()) if step > 0), None)
-        return self.at({"native": NATIVE, "before": CONVERTED}[name])
+            return next((grid for step, grid in reversed(self.course()) if step > 0), None)
+        return self.at(NATIVE if name == "native" else 0)
+
+
+def _from_version_1(content: Any) -> Any:
+    """Return the content of a file of version 1, which had a list of curves, as one of version 2."""
+    if content.get("format_version") != 1:
+        return content
+    curves = content["curves"]
+    contexts = sorted({context for curve in curves for context in curve["contexts"]})
+    models = {}
+    for curve in curves:
+        if len(curve["losses"]) != len(curve["contexts"]):
+            raise ShapeError(f"{len(curve['losses'])} rows of losses at {len(curve['contexts'])} contexts")
+        rows = dict(zip(curve["contexts"], curve["losses"], strict=True))
+        unread = [None] * len(curve["losses"][0])
+        # A loss that is not a number was that of a diverged model.
+        samples = [[math.inf if x != x else x for x in rows[c]] if c in rows else unread for c in contexts]
+        grid = {"quantity": vars(PERPLEXITY), "axes": {CONTEXT: contexts}, "samples": samples}
+        models["native" if curve["name"] == NATIVE else f"step {curve['step']}"] = [grid]
+    return {
+        "format_version": 2,
+        "sections": [{"name": "perplexity", "title": ContextPerplexity.title, "note": _NOTE, "models": models}],
+    }
 
 
 class Measuring(TrainerCallback):
@@ -119,66 +110,59 @@ class Measuring(TrainerCallback):
     random state of the training unchanged.
 
     Args:
-        measurements: Store of the curves.
-        measure: Function that measures a model, for instance with `readable_curve`.
+        measurements: Store of the measurements.
+        measure: Function that measures a model, for instance with `context_curve`.
         every: Steps between measurements; 0 measures before and after only.
-        contexts: Columns of the printed table; a curve with more contexts starts a new table.
-        console: Console for the table, one row per measurement; `None` is silent.
+        console: Console for a table, one row per measurement; `None` is silent.
     """
 
     def __init__(
-        self,
-        measurements: Measurements,
-        measure: Measure,
-        *,
-        every: int = 0,
-        contexts: Sequence[int] = (),
-        console: Console | None = None,
+        self, measurements: Measurements, measure: Measure, *, every: int = 0, console: Console | None = None
     ) -> None:
         self._measurements, self._measure, self._every, self._console = measurements, measure, every, console
-        self._columns, self._has_heading = tuple(contexts), False
+        self._has_heading = False
 
-    def take(self, name: str, step: int, model: Any) -> ContextCurve:
-        """Measure a model unless it was measured before; print and return the curve.
+    def take(self, key: str | int, model: Any) -> Grid:
+        """Measure a model unless it was measured before; print and return its perplexity.
 
-        For the model as loaded, call it with `NATIVE` and step 0 before training.
+        For the model as loaded, call it with `NATIVE` before training.
         """
-        curve = self._measurements.at(name, step)
-        if curve is None:
+        grid = self._measurements.at(key)
+        if grid is None:
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
-                curve = self._measure(model)
-            self._measurements.record(name, step, curve)
-        self._print(name if name == NATIVE else f"step {step}", curve)
-        return curve
+                grid = self._measure(model)
+            self._measurements.record(key, grid)
+        self._print(key, grid)
+        return grid
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
-            self.take(CONVERTED, 0, model)
+            self.take(0, model)
             return
-        for step, curve in self._measurements.course():
+        for step, grid in self._measurements.course():
             if step <= state.global_step:
-                self._print(f"step {step}", curve)
+                self._print(step, grid)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure at intervals."""
         if self._every and state.global_step % self._every == 0 and state.global_step < state.max_steps:
-            self.take(CONVERTED, state.global_step, model)
+            self.take(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure after the last step."""
-        self.take(CONVERTED, state.global_step, model)
+        self.take(state.global_step, model)
 
-    def _print(self, label: str, curve: ContextCurve) -> None:
+    def _print(self, key: str | int, grid: Grid) -> None:
         if self._console is None:
             return
-        columns = tuple(sorted({*self._columns, *curve.contexts}))
-        if columns != self._columns or not self._has_heading:
-            self._columns, self._has_heading = columns, True
-            self._row("tokens read", [f"{context:,}" for context in self._columns], "bold")
-        cells = [f"{curve.perplexity(c).mean:.4g}" if c in curve.contexts else "-" for c in self._columns]
-        self._row(label, cells, "")
+        if not self._has_heading:
+            self._row("tokens read", [f"{context:,}" for context in grid.points], "bold")
+            self._has_heading = True
+        means = [grid.at(context).mean for context in grid.points]
+        cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
+        self._row(str(key) if key == NATIVE else f"step {key}", cells, "")
 
     def _row(self, label: str, cells: Sequence[str], style: str) -> None:
         assert self._console is not None

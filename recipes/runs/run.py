@@ -36,7 +36,7 @@ from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes.data.windows import Prepared, load_data
-from hf_posenc.recipes.evaluation.lengths import contexts_for, readable_curve
+from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
@@ -230,14 +230,14 @@ class _Run:
             for note in notes:
                 self.console.print(note)
         measure = partial(
-            readable_curve,
+            context_curve,
             ids=data.held_out,
             contexts=contexts,
             windows=recipe.evaluation.windows,
             corrupt=data.corrupt,
         )
         every = recipe.evaluation.every
-        measuring = Measuring(self.measurements, measure, every=every, contexts=contexts, console=self.console)
+        measuring = Measuring(self.measurements, measure, every=every, console=self.console)
         handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
         checkpoints = files.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
@@ -368,7 +368,7 @@ class _NativeFirst(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
             with disabled(model) if self._converts else contextlib.nullcontext():
-                self._measuring.take(NATIVE, 0, model)
+                self._measuring.take(NATIVE, model)
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hf_posenc.errors import RecipeError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import architectures, of_config
 from hf_posenc.recipes import library
-from hf_posenc.recipes.evaluation.lengths import table_end
+from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.schema import consistency
 from hf_posenc.recipes.schema.recipe import Recipe

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
-from hf_posenc.recipes.evaluation.lengths import table_end
+from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 

@@ -17,7 +17,7 @@ from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.recipes.evaluation.lengths import table_end
+from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets

@@ -31,9 +31,9 @@ class Interval:
         return math.isfinite(self.mean)
 
     @property
-    def arms(self) -> tuple[float, float]:
-        """Distances of the lower and the upper end from the estimate."""
-        return self.mean - self.low, self.high - self.mean
+    def ends(self) -> tuple[float, float]:
+        """Lower and upper end."""
+        return self.low, self.high
 
 
 def of_mean(values: Tensor) -> Interval:
@@ -49,30 +49,13 @@ def of_mean_share(values: Tensor) -> Interval:
     """Return Student's interval for the mean of samples `[n]` between 0 and 1, cut off at 0 and 1."""
     found = of_mean(values)
     # min and max would lose the NaN of a single sample.
-    low, high = (end if math.isnan(end) else min(max(end, 0.0), 1.0) for end in (found.low, found.high))
-    return Interval(found.mean, low, high)
+    return Interval(found.mean, *(end if math.isnan(end) else min(max(end, 0.0), 1.0) for end in found.ends))
 
 
 def of_exponential(values: Tensor) -> Interval:
     """Return the interval for `exp` of the mean of samples `[n]`: a perplexity from losses in nats."""
     loss = of_mean(values)
-    return Interval(*(_exp(end) for end in (loss.mean, loss.low, loss.high)))
-
-
-def of_difference(values: Tensor, others: Tensor) -> Interval:
-    """Return Welch's interval for the mean of samples `[n]` minus the mean of independent samples `[m]`."""
-    mean = float(values.mean()) - float(others.mean())
-    if min(len(values), len(others)) < 2:
-        return Interval(mean, math.nan, math.nan)
-    parts = [float(each.var()) / len(each) for each in (values, others)]
-    if not any(parts):
-        return Interval(mean, mean, mean)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(each) - 1) for part, each in zip(parts, (values, others), strict=True)
-    )
-    # Rounding must not push the degrees of freedom below those of the smaller sample.
-    half = _student(max(min(len(values), len(others)) - 1, int(freedom))) * math.sqrt(sum(parts))
-    return Interval(mean, mean - half, mean + half)
+    return Interval(*(_exp(end) for end in (loss.mean, *loss.ends)))
 
 
 def of_share(values: Tensor) -> Interval:

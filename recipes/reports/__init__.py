@@ -1,0 +1,77 @@
+"""Reports: one set of Jinja2 templates for Markdown, HTML and the model card.
+
+Each report is one template, written with macros for headings, texts, tables and pictures. `markdown.jinja` and
+`html.jinja` define these macros, so a report can be rendered in both formats.
+"""
+
+from __future__ import annotations
+
+import base64
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hf_posenc import __version__
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+class Cell(NamedTuple):
+    """A graded cell of a table: `"good"`, `"fair"` or `"poor"` is a colour in HTML and a word in Markdown."""
+
+    text: str
+    grade: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with the names of its rows in the first column.
+
+    Attributes:
+        header: Headings of the columns.
+        rows: Cells of the rows.
+        marked: Names of highlighted rows.
+        caption: Line above the table.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    marked: Sequence[str] = ()
+    caption: str = ""
+
+
+def render(template: str, kind: Literal["markdown", "html"] = "markdown", **values: Any) -> str:
+    """Return a report as text.
+
+    Args:
+        template: Name of the template.
+        kind: Format.
+        **values: Variables of the template; HTML needs the `folder` of the pictures.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=kind == "html",
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "embedded": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
+        # Lines of a template are one paragraph.
+        "flow": lambda text: type(text)(" ").join(text.split()),
+        "thousands": lambda number: f"{number:,}",
+    }
+    text = environment.get_template(f"{template}.jinja").render(kind=kind, **values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, of Python and of the packages that results depend on."""
+    own = {"hf-posenc": __version__, "python": platform.python_version()}
+    return own | {name: metadata.version(name) for name in _PACKAGES}
