@@ -1,4 +1,4 @@
-"""The data of a recipe: where text comes from, what is held out, windows, the cache, and what an encoder-decoder gets."""
+"""Data of a recipe: sources of text, what is held out, windows, the cache, and inputs of encoder-decoders."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "zeros.jsonl"}, "all documents are empty, or hold NUL bytes only"),
         (
             {"source": "other.jsonl"},
-            "has no column 'text'; name that of the text, as data.column in a recipe and --column of hf-posenc eval. It has: body.",
+            "has no column 'text'; name that of the text, as data.column in .* It has: body.",
         ),
         ({"source": "numbers.parquet"}, "column 'text' holds int; expected text"),
         ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),

@@ -181,6 +181,7 @@ def test_a_text_is_judged_by_and_not_fitted_to_unless_it_is_needed() -> None:
     judged, alone = (fit(patched("gpt2", "fire"), "kerple", ids=text, steps=2) for text in (ids, None))
     assert judged.accepted
     assert (judged.before, judged.after) == (alone.before, alone.after)
+    assert fit(patched("gpt2", "fire", native="keep"), "kerple", ids=ids, steps=1).losses  # the table is in force
     with pytest.raises(OptionError, match="added to the inputs"):
         fit(patched("gpt2", "fire"), ids=ids)
 

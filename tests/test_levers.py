@@ -262,10 +262,10 @@ def lora(scheme: str = "kerple") -> Any:
     return get_peft_model(base, hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
-@pytest.mark.parametrize("tenths", range(1, 10))
-def test_every_handover_arrives(tenths: int) -> None:
-    callback = Handover(tenths / 10, start=(10 - tenths) / 10)
-    assert [callback.progress(steps, steps) for steps in range(1, 100)] == [1.0] * 99
+def test_every_handover_arrives() -> None:
+    for tenths in range(1, 10):
+        callback = Handover(tenths / 10, start=(10 - tenths) / 10)
+        assert [callback.progress(steps, steps) for steps in range(1, 100)] == [1.0] * 99
 
 
 def test_a_teacher_is_the_stock_model() -> None:
@@ -291,9 +291,8 @@ def test_a_teacher_is_the_stock_model() -> None:
         DistillingTrainer(teacher=None, share=2.0)
 
 
-@pytest.mark.parametrize(("share", "hidden"), [(1.0, 0.0), (1.0, 20.0)])
-@pytest.mark.parametrize("kind", ["copy", "within"])
-def test_distillation(kind: str, share: float, hidden: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "hidden"), [("copy", 20.0), ("within", 0.0)])
+def test_distillation(kind: str, hidden: float, tmp_path: Path) -> None:
     student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
     teacher = Teacher.within(student) if kind == "within" else Teacher.copy_of(student)
     ids = torch.stack([window["input_ids"] for window in windows("llama", 4)])
@@ -315,7 +314,7 @@ def test_distillation(kind: str, share: float, hidden: float, tmp_path: Path) ->
         rate=2e-3,
         data=20 * windows("llama", 4),
         teacher=teacher,
-        share=share,
+        share=1.0,
         hidden=hidden,
     )
     run.train()
@@ -342,8 +341,7 @@ def test_a_teacher_reads_packed_documents_apart(kind: str) -> None:
     torch.testing.assert_close(teacher(jumping).logits, got)
 
 
-@pytest.mark.parametrize("length", [8, 7, 2])
-@pytest.mark.parametrize("kind", ["copy", "within"])
+@pytest.mark.parametrize(("kind", "length"), [("copy", 7), ("within", 8), ("copy", 2)])
 def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
     student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
     make = Teacher.within if kind == "within" else Teacher.copy_of

@@ -255,7 +255,6 @@ def test_demo_proof_notices_another_model(tmp_path: Path) -> None:
     model = hf_posenc.patch(small(), "fire")
     model.save_pretrained(tmp_path)
     ids = counting(20)[None]
-    assert demo.difference_in_fresh_process(model, tmp_path, ids) == 0.0
     with torch.no_grad():
         model.lm_head.weight[3, 0] += 1e-3
     assert demo.difference_in_fresh_process(model, tmp_path, ids) > 0.0

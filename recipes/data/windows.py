@@ -291,12 +291,8 @@ def _generated(
 ) -> sources.Documents:
     """Return the examples that a generator makes of documents: cached for a dataset, lazy for a stream.
 
-    Args:
-        generator: Function from documents to examples.
-        documents: Documents to read.
-        features: Features of the examples.
-        key: Cache key of everything that the examples depend on, except the documents. (The hash that `datasets` takes
-            of a generator changes when its tokenizer is used.)
+    The key stands for all that they depend on, except the documents: the hash that `datasets` takes of a generator
+    changes when its tokenizer is used.
     """
     if isinstance(documents, IterableDataset):
         return IterableDataset.from_generator(partial(generator, documents), features=features)

@@ -159,7 +159,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
     return f"It is called {renamed!r} here." if renamed in known else suggest(name, known)
 
 
-# -- YAML ---------------------------------------------------------------------------------------------------------------
+# -- YAML ----------------------------------------------------------------------------------------------------------
 
 _TAG = "tag:yaml.org,2002:"
 _WHOLE = r"[-+]?(?:0|[1-9][0-9_]*)"

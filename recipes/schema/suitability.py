@@ -18,10 +18,6 @@ from hf_posenc.scheme import Scheme
 def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
     """Return the window length of the recipe, and the model's trained length.
 
-    Args:
-        recipe: Recipe.
-        config: Config of the model.
-
     Raises:
         RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
@@ -48,12 +44,7 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
 
 
 def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Return a caution if a built-in recipe (recognised by its summary) was made for another architecture.
-
-    Args:
-        recipe: Recipe.
-        config: Config of the model.
-    """
+    """Return a caution if a built-in recipe (recognised by its summary) was made for another architecture."""
     name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
     if name is None:
         return ()
@@ -70,12 +61,7 @@ def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
 
 
 def check_unconverted(recipe: Recipe, config: Any) -> None:
-    """Raise `RecipeError` if the model is converted already: a second conversion would lose its trained scheme.
-
-    Args:
-        recipe: Recipe.
-        config: Config of the model, as loaded.
-    """
+    """Raise `RecipeError` if the model is converted already: a second conversion would lose its trained scheme."""
     there = ", ".join(group.scheme for group in record.from_config(config))
     if there and recipe.conversion.scheme is not None:
         raise RecipeError(
@@ -86,13 +72,7 @@ def check_unconverted(recipe: Recipe, config: Any) -> None:
 
 
 def check_tables(recipe: Recipe, model: Any, length: int) -> None:
-    """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme.
-
-    Args:
-        recipe: Recipe.
-        model: Converted model.
-        length: Tokens per window.
-    """
+    """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme."""
     end = table_end(model)
     known = [module.end_of_positions() for module in model.modules() if isinstance(module, Scheme)]
     # Packed documents may all be shorter than the window.

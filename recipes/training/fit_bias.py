@@ -17,6 +17,7 @@ from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
+from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
@@ -105,7 +106,8 @@ def fit(
     if ids is not None:
         check_windows("fit", model, ids, least=1)
         apart = held_out(len(ids), most=_JUDGED)
-        judged, ids = ids[-apart:], ids[: len(ids) - apart]
+        # A table of positions that is in force cannot read further.
+        judged, ids = ids[-apart:, : table_end(model)].to(model.device), ids[: len(ids) - apart]
         if model.get_output_embeddings() is None or judged.shape[1] < 2:
             judged = None
     # Check all schemes before changing one.
