@@ -157,7 +157,8 @@ def _read(config: Any) -> _Record | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
+        got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r:.60}"
         raise CheckpointError(
-            f"The entry 'posenc' of config.json is damaged ({place}: {first['msg']}). Restore config.json from the "
-            "original checkpoint, or convert the model again."
+            f"The entry 'posenc' of config.json is damaged ({place}: {first['msg']}{got}). Restore config.json "
+            "from the original checkpoint, or convert the model again."
         ) from error

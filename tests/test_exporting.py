@@ -158,7 +158,9 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "kept, turned further": (lambda: trained(llama, "rope", native="keep"), {"max_head_dim": WIDE}),
     "yarn": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope"), {}),
     "yarn, interleaved": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope", layout="interleaved"), {}),
-    "yarn, some layers": (lambda: trained(lambda: llama(rope_parameters=YARN), "nope", layers=[0]), {"max_head_dim": WIDE}),
+    "yarn, some layers": (
+        lambda: trained(lambda: llama(rope_parameters=YARN), "nope", layers=[0]), {"max_head_dim": WIDE},
+    ),
     "dynamic": (lambda: trained(lambda: llama(rope_parameters=DYNAMIC, max_position_embeddings=16), "rope"), {}),
     "comrope_ap": (lambda: trained(llama, "comrope_ap"), {"max_head_dim": WIDE}),
     "comrope_ld": (lambda: trained(llama, "comrope_ld", block_size=4), {"max_head_dim": WIDE}),
@@ -407,15 +409,16 @@ def test_it_loads_and_generates_without_the_package(tmp_path: Path) -> None:
 # -- what cannot ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "bias": (lambda: trained(llama, "fire"), {}, r"'fire' on layer 0 of the decoder changes the logits of attention .* hf-posenc is"),
+    "bias": (lambda: trained(llama, "fire"), {}, "'fire' on layer 0 of the decoder changes the logits .* hf-posenc is"),
     "softmax": (lambda: trained(llama, "stick_breaking"), {}, "'stick_breaking' on layer 0 .* the softmax"),
     "content": (lambda: trained(llama, "tape"), {}, "'tape' .* cached keys"),
     "series": (lambda: trained(llama, "fope"), {}, "'fope' .* changes queries"),
     "table on llama": (lambda: trained(llama, "learned"), {}, "vector per position .* rotary encoding has no table"),
     "buckets on llama": (lambda: trained(llama, "t5"), {}, "adds a bias of the distance"),
-    "spectra": (lambda: trained(llama, "comrope_ld"), {}, r"differ: 24 distinct ones .* planes for 4.* 6 times as large"),
+    "spectra": (lambda: trained(llama, "comrope_ld"), {}, "24 distinct ones .* planes for 4.* 6 times as large"),
     "other planes": (
-        lambda: trained(llama, "rope", native="keep", layout="interleaved"), {"max_head_dim": WIDE}, "other planes .* native='remove'",
+        lambda: trained(llama, "rope", native="keep", layout="interleaved"), {"max_head_dim": WIDE},
+        "other planes .* native='remove'",
     ),
     "changing frequencies": (
         lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {"max_head_dim": WIDE},
@@ -423,7 +426,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "rotation on gpt2": (lambda: trained(gpt2, "rope"), {}, "turns queries and keys .* table of positions only"),
     "rotation on t5": (lambda: trained(t5, "rope"), {}, "turns queries and keys .* table for distances only"),
-    "tables of layers": (lambda: trained(t5, "t5", shared=False), {}, "layer 1 of the encoder .* another bias .* one table"),
+    "tables of layers": (lambda: trained(t5, "t5", shared=False), {}, "layer 1 of the encoder .* another bias"),
     "no end": (lambda: trained(t5, "kerple"), {}, "goes on changing with the distance, .* max_positions"),
     "an end": (lambda: trained(t5, "t5"), {"max_positions": 30}, "constant from the distance 128 on"),
     "factor": (lambda: trained(t5, "kerple", weighted=True), {"max_positions": 30}, "changes the logits"),
@@ -437,7 +440,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "altered": (lambda: altered(), {}, "q_proj of layer 0 of the decoder is a Altered"),
     "elsewhere": (lambda: trained(llama, "nope").to("meta"), {}, "not in memory"),
     "handover": (
-        lambda: strengths(trained(llama, "rope", native="keep"), native=0.5), {}, r"handover \(native=0.5, scheme=1\).*drop_native",
+        lambda: strengths(trained(llama, "rope", native="keep"), native=0.5), {},
+        r"handover \(native=0.5, scheme=1\).*drop_native",
     ),
     "stock": (llama, {}, "a stock model already"),
 }  # fmt: skip
