@@ -37,7 +37,8 @@ def bind(folder: Path) -> None:
     weights, pickled = folder / SAFETENSORS_WEIGHTS_NAME, folder / WEIGHTS_NAME
     if pickled.exists():
         raise CheckpointError(
-            f"{pickled} is pickled, and cannot be bound to its scheme. Delete it, and save with safe_serialization=True."
+            f"{pickled} is pickled, and cannot be bound to its scheme. Delete it, and save with "
+            "safe_serialization=True."
         )
     if weights.exists():
         with published(weights) as unfinished:

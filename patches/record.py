@@ -110,10 +110,11 @@ _RECORD = TypeAdapter(_Record)
 
 def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, Any]:
     """Return the record, the entry `posenc` of a config, as plain data for JSON."""
-    found = {"format_version": FORMAT_VERSION, "plugin_version": __version__, "groups": [asdict(x) for x in groups]}
-    for group in found["groups"]:
+    written = [asdict(group) for group in groups]
+    for group in written:
         for part in group["stacks"].values():
             part["layers"] = list(part["layers"])
+    found = {"format_version": FORMAT_VERSION, "plugin_version": __version__, "groups": written}
     return found if strengths == FULL else {**found, "strengths": asdict(strengths)}
 
 
@@ -157,7 +158,8 @@ def _read(config: Any) -> _Record | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
+        got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r:.60}"
         raise CheckpointError(
-            f"The entry 'posenc' of config.json is damaged ({place}: {first['msg']}). Restore config.json from the "
-            "original checkpoint, or convert the model again."
+            f"The entry 'posenc' of config.json is damaged ({place}: {first['msg']}{got}). Restore config.json "
+            "from the original checkpoint, or convert the model again."
         ) from error

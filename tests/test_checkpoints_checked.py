@@ -390,10 +390,6 @@ def take_stock_weights(folder: Path) -> None:
     shutil.move(folder / "stock" / "model.safetensors", folder / "model.safetensors")
 
 
-def repeat_group(data: Any) -> None:
-    data["posenc"]["groups"].append(data["posenc"]["groups"][0] | {"id": 1})
-
-
 WEIGHT = "model.layers.1.self_attn.hf_posenc.mlp.0.weight"
 EXTRA = WEIGHT.replace("mlp", "extra")
 # What is done to the files of a model, and facts of the error.
@@ -409,19 +405,14 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (in_config(lambda data: data["posenc"].update(format_version=99)),
         "posenc format 99 ... formats up to 1 ... pip install -U hf-posenc"),
     (in_config(lambda data: data["posenc"].update(format_version="1")), "damaged ... convert"),
-    (in_config(lambda data: data["posenc"].pop("groups")), "'posenc' ... damaged"),
-    (in_config(lambda data: data["posenc"].update(groups=[5])), "damaged ... Restore"),
     (in_config(lambda data: data.update(posenc=[1])), "damaged ... Restore"),
     (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
-    (in_config(repeat_group), "damaged ... Restore"),
     (in_config(group(scheme="fire_two")), "'fire_two' ... does not know ... Did you mean 'fire ... Upgrade hf-posenc"),
-    (in_config(group(scheme=5)), "damaged ... Restore"),
     (in_config(group(native="half")), "damaged ... 'half'"),
     (in_config(part(options={"thresold": 3.0})), "no option 'thresold' ... config.json"),
     (in_config(part(options={"width": 0})), "width=0 ... config.json"),
     (in_config(part(layers=[0, 1, 7])), "layer 7 of the decoder ... has 3 layers ... Restore"),
     (in_config(part(layers=[0, 1, -1])), "damaged ... -1 ... Restore"),
-    (in_config(part(layers=[0, 1, "2"])), "damaged ... Restore"),
 ]
 # fmt: on
 

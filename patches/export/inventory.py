@@ -23,15 +23,13 @@ class Layer:
     """The positional encoding of one layer.
 
     Attributes:
-        native: Strength of the model's own encoding: 0 is none, 1 all of it.
-        added: Stock equivalent of the scheme, at full strength.
-        strength: Strength of the scheme.
+        native: Whether the model's own encoding is there.
+        added: Stock equivalent of the scheme.
         place: Scheme and layer, for messages.
     """
 
-    native: float
+    native: bool
     added: Equivalent
-    strength: float
     place: str
 
 
@@ -53,7 +51,7 @@ class Stack:
 
     def is_native(self) -> bool:
         """Whether the stack computes its own encoding and nothing else."""
-        return all(layer.native == 1 and isinstance(layer.added, Nothing) for layer in self.layers)
+        return all(layer.native and isinstance(layer.added, Nothing) for layer in self.layers)
 
 
 def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
@@ -63,32 +61,23 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
         ExportError: A scheme has no equivalent in stock models.
     """
     body = architecture.stacks(model)[name]
-    attentions = architecture.attentions(body)
     groups = {
         layer: group for group in record.from_config(model.config) for stack, layer in group.places() if stack == name
     }
-    strengths = record.strengths_from_config(model.config)
-    # A table that enters before the first layer reaches layers without a scheme at the same strength as the others.
-    outside = strengths.native if architecture.swapped(body) else 1.0
-    if surgery.native_removed(architecture, body):
-        outside = 0.0
     layers: list[Layer] = []
-    known: dict[int, Equivalent] = {}
-    for index, attention in enumerate(attentions):
+    known: dict[nn.Module, Equivalent] = {}
+    for index, attention in enumerate(architecture.attentions(body)):
         group = groups.get(index)
         if group is None:
-            layers.append(Layer(outside, Nothing(), 1.0, f"layer {index} of the {name} (without a scheme)"))
+            native = not surgery.native_removed(architecture, body)
+            layers.append(Layer(native, Nothing(), f"layer {index} of the {name} (without a scheme)"))
             continue
         scheme = surgery.scheme_of(body, attention)
         place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
-        if strengths.scheme == 0:
-            known[id(scheme)] = Nothing()
-        elif id(scheme) not in known:
-            known[id(scheme)] = _equivalent(scheme, place)
-        native = strengths.native if group.native == "keep" else 0.0
-        layers.append(Layer(native, known[id(scheme)], strengths.scheme, place))
-    geometries = [architecture.geometry(body, index) for index in range(len(attentions))]
-    return Stack(name, body, geometries, layers)
+        if scheme not in known:
+            known[scheme] = _equivalent(scheme, place)
+        layers.append(Layer(group.native == "keep", known[scheme], place))
+    return Stack(name, body, [architecture.geometry(body, index) for index in range(len(layers))], layers)
 
 
 def _equivalent(scheme: Scheme, place: str) -> Equivalent:

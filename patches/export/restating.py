@@ -64,10 +64,15 @@ class Draft:
         self.replaced = True
         self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
 
+    def blank(self) -> PreTrainedModel:
+        """Make the model without weights."""
+        with torch.device("meta"):
+            stock: PreTrainedModel = self.kind(copy.deepcopy(self.config))
+        return stock
+
     def build(self) -> PreTrainedModel:
         """Make the model."""
-        with torch.device("meta"):
-            stock: PreTrainedModel = self.kind(self.config)
+        stock = self.blank()
         stock.load_state_dict(self.weights, assign=True)
         stock.tie_weights()
         if getattr(self.model, "generation_config", None) is not None:
@@ -111,15 +116,33 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
     rotations = [_rotation(layer, geometry) for layer, geometry in zip(stack.layers, stack.geometries, strict=True)]
     if all(_is_native(rotation, geometry) for rotation, geometry in zip(rotations, stack.geometries, strict=True)):
         return
+    for layer, geometry, rotation in zip(stack.layers, stack.geometries, rotations, strict=True):
+        if rotation.frequencies.any() and (geometry.inv_freq is None or not geometry.inv_freq.any()):
+            raise unfit(layer, "turns queries and keys, and this layer of the stock model does not")
     geometry, folded = stack.geometries[0], fold(rotations)
     _check_width(folded.width, geometry.head_dim, max_head_dim)
-    for index, attention in enumerate(draft.architecture.attentions(stack.body)):
-        projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
-        _fold_projections(draft, projections, folded.spread(index), stack.geometries[index])
+    if "rope_theta" not in draft.config.rope_parameters:
+        raise unfit(stack.layers[0], "needs other frequencies, and the model has several tables of them")
     draft.config.head_dim = draft.head_dim = folded.width
     draft.config.rope_parameters = _rope_parameters(draft.config, folded)
     # A Llama ignores this with default frequencies, but not with these.
     vars(draft.config).pop("partial_rotary_factor", None)
+    blank = draft.architecture.stacks(draft.blank())[stack.name]
+    for index, attention in enumerate(draft.architecture.attentions(stack.body)):
+        projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
+        geometry = stack.geometries[index]
+        own, stock = geometry.scale, draft.architecture.geometry(blank, index).scale
+        assert own is not None
+        assert stock is not None
+        factor = own / stock
+        spread = folded.spread(index)
+        between = [name for name, part in attention.named_children() if name not in (*projections, surgery.OWN)]
+        if (factor != 1 or not _is_unit(spread)) and any(list(getattr(attention, x).parameters()) for x in between):
+            raise unfit(
+                stack.layers[index],
+                f"needs other projections, and between these and the rotation the model has {', '.join(between)}",
+            )
+        _fold_projections(draft, projections, spread, geometry.heads, factor)
     moving = folded.frequencies[folded.frequencies > 0]
     said = (
         f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token" if len(moving) else "all zero, no positions"
@@ -135,29 +158,23 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
     """Return the total rotation of queries and keys in a layer."""
     if not isinstance(layer.added, Nothing | Rotation):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
-    if isinstance(layer.added, Rotation) and layer.strength != 1:
-        raise unfit(
-            layer,
-            f"turns queries and keys at the strength {layer.strength:g}, which is no rotation: bring it to 1 "
-            "(hf_posenc.set_strength) first",
-        )
-    if layer.native == 0:
-        return layer.added if isinstance(layer.added, Rotation) else _native_rotation(geometry, 0.0)
+    if not layer.native:
+        return layer.added if isinstance(layer.added, Rotation) else _native_rotation(geometry, there=False)
     if geometry.rotary_limit is not None:
         raise unfit(
             layer,
             f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. "
             "Rotary schemes freeze theirs; patch these layers with one",
         )
-    native = _native_rotation(geometry, layer.native)
+    native = _native_rotation(geometry)
     return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)
 
 
-def _native_rotation(geometry: Geometry, strength: float) -> Rotation:
-    """Return the model's own rotation, with angles scaled by its strength."""
+def _native_rotation(geometry: Geometry, *, there: bool = True) -> Rotation:
+    """Return the model's own rotation, or none in the same planes."""
     assert geometry.inv_freq is not None
-    frequencies = strength * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
-    factor = 1 + strength * (geometry.rotary_scaling - 1)
+    frequencies = there * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
+    factor = geometry.rotary_scaling if there else 1.0
     return Rotation.of_pairs(frequencies, geometry.head_dim, "half", factor)
 
 
@@ -173,7 +190,7 @@ def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
 
 
 def _is_native(rotation: Rotation, geometry: Geometry) -> bool:
-    native = _native_rotation(geometry, 1.0)
+    native = _native_rotation(geometry)
     return (
         geometry.rotary_limit is None
         and torch.equal(rotation.frequencies.float(), native.frequencies.float())
@@ -207,23 +224,20 @@ def _linear(projections: Mapping[str, nn.Module | None], place: str) -> dict[str
     return found
 
 
-def _fold_projections(draft: Draft, projections: Mapping[str, nn.Linear], spread: Tensor, geometry: Geometry) -> None:
-    """Bring queries and keys to the axes of the rotation, and all heads to its width.
+def _is_unit(matrices: Tensor) -> bool:
+    unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype)
+    return matrices.shape[1:] == unit.shape and torch.equal(matrices, unit.expand_as(matrices))
 
-    Args:
-        draft: The stock model in the making.
-        projections: Projections of the layer, by name.
-        spread: Matrix from queries and keys to those that the table turns, `[G, width, D]`.
-        geometry: Geometry of the layer.
-    """
+
+def _fold_projections(
+    draft: Draft, projections: Mapping[str, nn.Linear], spread: Tensor, heads: int, factor: float
+) -> None:
+    """Bring queries and keys to the axes of a rotation (`spread`, `[G, width, D]`), and all heads to its width."""
     groups, width, size = spread.shape
-    assert geometry.scale is not None
-    # The stock model divides by the root of its own width.
-    of_queries = spread.repeat_interleave(geometry.heads // groups, dim=0) * (geometry.scale / width**-0.5)
+    of_queries = spread.repeat_interleave(heads // groups, dim=0) * factor
     pad = torch.eye(width, size, dtype=spread.dtype)
     for name, matrix in (("q_proj", of_queries), ("k_proj", spread), ("v_proj", pad.expand(groups, -1, -1))):
-        unit = torch.eye(size, dtype=matrix.dtype)
-        if matrix.shape[1] == size and torch.equal(matrix, unit.expand_as(matrix)):
+        if _is_unit(matrix):
             continue
         linear = projections[name]
         for parameter in (linear.weight, linear.bias):
@@ -232,7 +246,7 @@ def _fold_projections(draft: Draft, projections: Mapping[str, nn.Linear], spread
                 draft.replace(parameter, (matrix @ rows).reshape(len(matrix) * width, *parameter.shape[1:]))
     if width != size:
         weight = projections["o_proj"].weight
-        columns = weight.detach().double().cpu().view(len(weight), geometry.heads, size)
+        columns = weight.detach().double().cpu().view(len(weight), heads, size)
         draft.replace(weight, (columns @ pad.T).flatten(1))
 
 
@@ -281,6 +295,10 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
             raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
     table, geometry = _table(draft, stack), stack.geometries[0]
     own = table.detach().double().cpu().view(-1, geometry.hidden_size)
+    assert geometry.native is not None
+    # Rows for padding come first, where there are any.
+    first = len(own) - geometry.native.weight.numel() // geometry.hidden_size
+    padding, own = own[:first], own[first:]
     layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
     added = layer.added if isinstance(layer.added, PositionTable) else None
     limits = ([len(own)] if layer.native else []) + ([added.limit] if added is not None and added.limit else [])
@@ -297,13 +315,13 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
         )
     values = torch.zeros(rows, geometry.hidden_size, dtype=torch.float64)
     if layer.native:
-        values += layer.native * own[:rows]
+        values += own[:rows]
     if added is not None:
-        values += layer.strength * added.rows(rows).double().cpu()
-    draft.replace(table, values.view(*table.shape[:-2], rows, -1))
+        values += added.rows(rows).double().cpu()
+    draft.replace(table, torch.cat((padding, values)).view(*table.shape[:-2], first + rows, -1))
     draft.positions = rows
     if geometry.axes == 1:
-        draft.config.max_position_embeddings = rows
+        draft.config.max_position_embeddings = first + rows
     draft.changes.append("weights: table of positions" + ("" if bool(values.any()) else ", which is zero"))
 
 
@@ -366,7 +384,7 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
     for layer in stack.layers:
         bias = layer.native * own
         if isinstance(layer.added, StockBias):
-            bias = bias + layer.strength * layer.added.values(distance).cpu()
+            bias = bias + layer.added.values(distance).cpu()
         found.append(bias)
         if not torch.equal(bias, found[0]):
             raise unfit(

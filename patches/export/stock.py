@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
 from hf_posenc.operands import Geometry
-from hf_posenc.patches import surgery
+from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.directories import OutputError, whole_directory
 from hf_posenc.patches.export.inventory import read_stack
@@ -128,6 +128,13 @@ def _check_model(model: object) -> Architecture:
         raise NotPatchedError(
             f"export_stock: the {type(model).__name__} is not patched: it is a stock model already. Use "
             "save_pretrained."
+        )
+    strengths = record.strengths_from_config(model.config)
+    if strengths != record.FULL:
+        raise ExportError(
+            f"Cannot export: the model is in the middle of a handover (native={strengths.native:g}, "
+            f"scheme={strengths.scheme:g}). Bring both strengths to 1 (hf_posenc.set_strength), or use "
+            "hf_posenc.drop_native or unpatch."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ExportError(
