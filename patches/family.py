@@ -153,7 +153,9 @@ class FamilyAttention(PosencAttention):
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the scheme. The last arguments are those of an attention function."""
-        turns = rotation is not None and self.posenc_rotates
+        turn = None
+        if rotation is not None and self.posenc_rotates:
+            turn = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
         layer = LayerCall(
             context,
             hidden,
@@ -164,7 +166,7 @@ class FamilyAttention(PosencAttention):
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
             index=self.layer_idx,
-            rotate=functools.partial(turned, self.posenc_stock, cos_sin=rotation) if turns else None,
+            rotate=turn,
             operands=(query, key, value),
             window=sliding_window,
             softcap=softcap,
@@ -502,7 +504,7 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
             f"found {len(bodies)}."
         )
     (body,) = bodies
-    recorded: Any = body._can_record_outputs or {}
+    recorded: Any = cast(Any, body)._can_record_outputs or {}
     attention, layer = (_recorded(recorded.get(what)) for what in ("attentions", "hidden_states"))
     if attention is None or layer is None:
         raise ArchitectureError(

@@ -18,13 +18,13 @@ from hf_posenc.scheme import Scheme
 # Files whose tests cross schemes with other things.
 CROSSED = {
     "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_engine",
-    "test_fitting", "test_heads", "test_in_use", "test_matching", "test_matrix", "test_peft", "test_strength",
-    "test_trl", "test_vit",
+    "test_families", "test_fitting", "test_heads", "test_in_use", "test_matching", "test_matrix", "test_peft",
+    "test_strength", "test_trl", "test_vit",
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
-# One more architecture, on which only one scheme for each set of seams runs.
-ONE_MORE = {"test_vit"}
+# Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
+ONE_MORE = {"test_families", "test_vit"}
 
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
@@ -73,8 +73,9 @@ def mark(items: Iterable[pytest.Item]) -> None:
         met: set[str] = set()
         for number, ((name, _), cases) in enumerate(subjects.items()):
             if name in FIRSTS and name not in met:
+                few = cases[number % 5 :: 5] if len(cases) > 5 else cases
                 for case in cases:
-                    case.add_marker(pytest.mark.seams)
+                    case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)
             else:
                 repeated = set(cases) if cases[0].path.stem in ONE_MORE else set(cases) - {cases[number % len(cases)]}
                 for case in repeated:

@@ -41,8 +41,8 @@ def from_logits(
         # After the scheme, which may do more with logits than add to them.
         logits = logits + bias
     weights = call.scheme.weigh(logits, block)
-    if call.sinks is not None and not call.scheme.overrides("weigh"):
-        # A softmax with one more logit, whose weight is dropped. Schemes with a rule of their own have no use for it.
+    if call.sinks is not None:
+        # A softmax with one more logit, whose weight is dropped. Weights by any other rule lose the same share.
         seen = logits if block.keep is None else logits.masked_fill(~block.keep, -torch.inf)
         weights = weights * torch.sigmoid(seen.logsumexp(-1, keepdim=True) - call.sinks[:, None, None])
     weights = weights.to(call.v.dtype)

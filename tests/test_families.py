@@ -1,0 +1,303 @@
+"""Architectures that are read from the code of transformers, on tiny random models with windows shorter than the texts.
+
+The cases come from the registry: a family is tested by a line in `CONFIGS`. tests/grid.py says which run by default.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from models import SAME
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+import hf_posenc
+from hf_posenc.attention import blocks
+from hf_posenc.errors import ArchitectureError
+from hf_posenc.patches.architecture import architectures, of_model
+from hf_posenc.patches.family import Family, add_family
+
+WINDOW = 8
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BOTH = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "mistral": {"sliding_window": WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 1.0, **BOTH},
+    "gemma3": BOTH,
+    "phi3": {"sliding_window": WINDOW, "rope_parameters": PART},
+    "gpt_neox": {"rope_parameters": PART},
+    "qwen3_moe": {**EXPERTS, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "mixtral": {**EXPERTS, "sliding_window": WINDOW},
+    "gpt_oss": {**EXPERTS, **BOTH, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+NAMES = list(CONFIGS)
+
+
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16}
+
+
+@functools.cache
+def _original(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
+    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **CONFIGS.get(name, {})})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms, biases and sinks start at numbers that hide mistakes
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make(name: str, **config: Any) -> PreTrainedModel:
+    """Return a fresh copy of the tiny model of a family."""
+    model = copy.deepcopy(_original(name))
+    for key, value in config.items():
+        setattr(model.config, key, value)
+    return model
+
+
+def tokens(rows: int = 3, length: int = 29) -> Tensor:
+    return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def padding(ids: Tensor) -> Tensor:
+    """Return a mask of left padding, as `generate` wants it, in two of three rows."""
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[1, :3] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **call: Any) -> Tensor:
+    return model(ids, use_cache=False, **call).logits
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    """Compare within 1e-4, relative to the largest number."""
+    assert float((got - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_every_family_of_decoders_is_tested() -> None:
+    found = [name for name, a in architectures().items() if isinstance(a, Family) and a.native.startswith("rotary")]
+    assert {name for name in found if name not in ("modernbert", *STRANGERS)} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rope_starts_exact(name: str) -> None:
+    """The windows are shorter than the texts. (Trained lengths, sinks, softcaps and scales are the model's own.)"""
+    stock, ids = make(name), tokens()
+    model, mask = hf_posenc.patch(make(name), "rope"), padding(ids)
+    assert hf_posenc.plan(stock, "rope").start == "exact"
+    before = logits(stock, ids)
+    same(logits(model, ids), before)
+    same(logits(model, ids, attention_mask=mask)[mask.bool()], logits(stock, ids, attention_mask=mask)[mask.bool()])
+    # Packed sequences do not see each other.
+    places = torch.cat((torch.arange(13), torch.arange(16)))[None].expand(3, -1)
+    alone = torch.cat((logits(stock, ids[:, :13]), logits(stock, ids[:, 13:])), dim=1)
+    same(logits(model, ids, position_ids=places), alone)
+    with torch.no_grad():
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20, 29)]
+    same(torch.cat(steps, dim=1), before[:, 20:])
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, **settings), stock.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
+    """Rows have padding, the sequence outgrows the window, and one forward takes several tokens."""
+    torch.manual_seed(1)
+    model, ids = hf_posenc.patch(make(name), scheme), tokens()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "hf_posenc" in key:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    mask = padding(ids)
+    whole = logits(model, ids, attention_mask=mask)
+    loss = model(ids, attention_mask=mask, labels=ids).loss
+    loss.backward()
+    assert [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+        found = []
+        for start, stop in ((0, 6), (6, 19), (19, 20), (20, 23), (23, 29)):
+            call = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+            with torch.no_grad():
+                found.append(model(ids[:, start:stop], **call).logits)
+        torch.testing.assert_close(torch.cat(found, dim=1)[mask.bool()], whole[mask.bool()], **SAME)
+
+
+@pytest.mark.parametrize("scheme", ["kerple", "fox", "fire", "rope", "shaw", "cope", "stick_breaking"])
+def test_executors_agree_on_windows(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model, ids = hf_posenc.patch(make("mistral", sliding_window=40), scheme), tokens(2, 150)
+    model.config.max_position_embeddings = 160
+    for layer in model.model.layers:
+        layer.self_attn.config.stock.sliding_window = 40
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        output = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        output.square().mean().backward()
+        plain = logits(model, ids)
+        return [output.detach(), plain, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    chosen = run()
+    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 16)
+    by_blocks = run()
+    model.set_attn_implementation("eager")
+    for got, other, expected in zip(chosen, by_blocks, run(), strict=True):
+        torch.testing.assert_close(got, expected, **SAME)
+        torch.testing.assert_close(other, expected, **SAME)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_head(name: str) -> None:
+    ids, config = tokens(), make(name).config
+    for stock in of_model(make(name)).twins:
+        if not issubclass(stock, PreTrainedModel):
+            continue
+        torch.manual_seed(0)
+        model, call = stock(config).eval(), {"attention_mask": padding(ids)}
+        with torch.no_grad():
+            before = model(ids, **call)[0]
+            hf_posenc.patch(model, "rope")
+            assert type(model).__name__ == f"Posenc{stock.__name__}"
+            shown = (..., slice(7, None)) if before.ndim == 2 and before.shape[1] == ids.shape[1] else (...,)
+            torch.testing.assert_close(
+                model(ids, **call)[0][shown], before[shown], **SAME
+            ) if before.ndim < 3 else same(model(ids, **call)[0][:, 7:], before[:, 7:])
+            with hf_posenc.disabled(model):
+                assert torch.equal(model(ids, **call)[0], before)
+            hf_posenc.unpatch(model)
+            assert type(model) is stock
+            assert torch.equal(model(ids, **call)[0], before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_and_checkpoints(name: str, tmp_path: Path) -> None:
+    model, ids = hf_posenc.patch(make(name), "tape", gate=True), tokens()
+    before = logits(model, ids)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(twin, ids), before)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, ids), before)
+    with pytest.raises((KeyError, ValueError, StrictDataclassError)):
+        type(make(name)).from_pretrained(tmp_path)
+    assert torch.equal(logits(hf_posenc.unpatch(loaded), ids), logits(make(name), ids))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_checkpointing_and_strength(name: str) -> None:
+    model, ids = hf_posenc.patch(make(name), "tape", native="keep"), tokens()
+    hf_posenc.set_strength(model, native=0.0)
+    faded = logits(model, ids)
+    hf_posenc.drop_native(model)
+    torch.testing.assert_close(logits(model, ids), faded, **SAME)
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    plain = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # 5.23 renames it
+    model(ids, labels=ids).loss.backward()
+    for key, parameter in model.named_parameters():
+        if key in plain:
+            torch.testing.assert_close(parameter.grad, plain[key], atol=1e-5, rtol=1e-4)
+
+
+def test_torch_compile_gives_the_same_logits() -> None:
+    model, ids = make("mistral"), tokens(1)
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 1
+    before = logits(hf_posenc.patch(model, "kerple"), ids)
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager"), ids), before, **SAME)
+    torch.compiler.reset()
+
+
+def test_facts_are_those_of_the_stock_code() -> None:
+    def geometries(name: str) -> list[hf_posenc.Geometry]:
+        model = make(name)
+        architecture = of_model(model)
+        (body,) = architecture.stacks(model).values()
+        return [architecture.geometry(body, layer) for layer in range(2)]
+
+    rotated, plain = geometries("smollm3")
+    assert rotated.inv_freq is not None
+    assert rotated.inv_freq.any()
+    assert not plain.inv_freq.any()
+    local, whole = geometries("gemma3")
+    assert not torch.equal(local.inv_freq, whole.inv_freq)
+    assert hf_posenc.plan(make("gemma3"), "tape").start == "break"  # TaPE has one rotation for all layers
+    assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
+
+
+# Families that are not in the package, as a newcomer would add them; they are there only for this module.
+STRANGERS = {
+    "glm": {"rope_parameters": PART},
+    "cohere2": BOTH,
+    "granite": {"attention_multiplier": 0.3},
+    "phi": {"rope_parameters": PART, "num_key_value_heads": 2},
+    "olmo3": BOTH,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, name, STRANGERS[name])
+    if name not in architectures():
+        add_family(name, globals())
+    test_rope_starts_exact(name)
+    geometry = of_model(make(name))
+    (body,) = geometry.stacks(make(name)).values()
+    assert geometry.geometry(body, 0).layout == ("interleaved" if name in ("glm", "cohere2") else "half")
+    for scheme in ("kerple", "fox_pro"):
+        test_a_cache_changes_nothing(name, scheme)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("hunyuan_v1_dense", "between the rotation of queries and the attention function"),
+        ("nemotron", "no keywords from its layer"),
+        ("deepseek_v3", "by hand"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, name, {"num_key_value_heads": 2, "head_dim": 8, **LATENT})
+    add_family(name, globals())
+    model = make(name)
+    before = logits(model, tokens())
+    with pytest.raises(ArchitectureError, match=why):
+        hf_posenc.patch(model, "rope")
+    assert torch.equal(logits(model, tokens()), before)
+    assert not hasattr(model.config, "posenc")
+
+
+def test_modules_that_are_no_family_are_refused() -> None:
+    for name in ("gptj", "jamba"):
+        with pytest.raises(ArchitectureError, match=f"Cannot add the family '{name}'"):
+            add_family(name, {})
