@@ -19,12 +19,12 @@ from hf_posenc.scheme import Scheme
 CROSSED = {
     "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_engine",
     "test_fitting", "test_heads", "test_in_use", "test_matching", "test_matrix", "test_peft", "test_strength",
-    "test_trl", "test_vit",
+    "test_trl", "test_vit", "test_families",
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
-# One more architecture, on which only one scheme for each set of seams runs.
-ONE_MORE = {"test_vit"}
+# Further architectures, on which only one scheme for each set of seams runs.
+ONE_MORE = {"test_families", "test_vit"}
 
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
