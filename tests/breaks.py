@@ -214,13 +214,15 @@ def _verdict(one: Break, copy: Path, *, run: bool) -> str:
     count = sum(text.count(one.old) for text in texts.values())
     if count != 1:
         return f"GONE (its text is there {count} times)"
+    tests = [name.partition(":")[::2] for name in one.tests.split()]
+    if lost := [file for file, _ in tests if not (copy / "tests" / f"test_{file}.py").exists()]:
+        return f"GONE (there is no test_{lost[0]}.py)"
     if not run:
         return "there"
     ((path, text),) = texts.items()
     path.write_text(text.replace(one.old, one.new), encoding="utf-8")
     try:
-        for name in one.tests.split():
-            file, _, word = name.partition(":")
+        for file, word in tests:
             found = _failure(copy, [f"tests/test_{file}.py", *(["-k", word] if word else [])])
             if found:
                 return found
