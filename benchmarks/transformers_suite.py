@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib.util
 import json
 import os
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 from memory import machine
-from transformers import PreTrainedConfig, set_seed
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.models import gpt2, llama, t5, vit
 
 import hf_posenc
@@ -189,6 +190,59 @@ FAMILIES = {
         {"test_resize_embeddings": False},
     ),
 }
+
+
+# Sizes of all families that are read from the code of transformers. Configs take what they know; windows are shorter
+# than the inputs.
+FAMILY_SIZES = {
+    **TEXT,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "sliding_window": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+
+
+def add_families() -> None:
+    """Add the families that have no entry of their own."""
+    for name, architecture in architectures().items():
+        if any(family.architecture == name for family in FAMILIES.values()):
+            continue
+        stock = config_pair(architecture)[0]
+        heads = [cls for cls in architecture.twins if issubclass(cls, PreTrainedModel)]
+        bare = [cls for cls in heads if cls.__name__.endswith("Model") and not issubclass(cls, GenerationMixin)]
+        if "encoder" in architecture.other_stacks or getattr(stock(), "is_encoder_decoder", False):
+            config, inputs = functools.partial(make_config, {**T5, "decoder_start_token_id": 0}), pair
+            sizes = {**SIZES, "encoder_seq_length": LENGTH, "decoder_seq_length": LENGTH}
+            heads = [cls for cls in heads if cls.__name__.endswith(("Model", "ForConditionalGeneration"))]
+            heads = [cls for cls in heads if "Encoder" not in cls.__name__]
+            flags: dict[str, Any] = {"is_encoder_decoder": True}
+            bare = [cls for cls in heads if cls.__name__.endswith("Model")]
+        else:
+            config, inputs, sizes, flags = functools.partial(make_config, FAMILY_SIZES), text, SIZES, {}
+            # Inputs of these have one more dimension, or two sentences.
+            heads = [cls for cls in heads if not cls.__name__.endswith(("MultipleChoice", "NextSentencePrediction"))]
+        classes = (*bare, *(cls for cls in heads if cls not in bare))
+        FAMILIES[name] = Family(name, classes, config, inputs, sizes, flags)
+
+
+def make_config(sizes: dict[str, Any], make: Callable[..., PreTrainedConfig], **more: Any) -> PreTrainedConfig:
+    """Make a config of the sizes that its class knows."""
+    known = {name: value for name, value in sizes.items() if hasattr(make(), name) or name in TEXT}
+    return make(**known, **more)
+
+
+add_families()
 
 
 def main() -> None:
