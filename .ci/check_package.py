@@ -43,8 +43,10 @@ def main() -> None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
         subprocess.run(install, check=True)
         code = (
-            f"import sys; sys.path.insert(0, {str(target)!r}); import hf_posenc, hf_posenc.patches.llama, hf_posenc.recipes.data.text; "
-            f"assert hf_posenc.__file__.startswith({str(target)!r}), hf_posenc.__file__; print(len(hf_posenc.schemes()))"
+            f"import sys; sys.path.insert(0, {str(target)!r}); import hf_posenc, hf_posenc.patches.llama, "
+            "hf_posenc.recipes.data.text; "
+            f"assert hf_posenc.__file__.startswith({str(target)!r}), hf_posenc.__file__; "
+            "print(len(hf_posenc.schemes()))"
         )
         subprocess.run([sys.executable, "-c", code], check=True, cwd=out, stdout=subprocess.DEVNULL)
     sys.stdout.write(f"package: {len(packed)} files, as in the tree\n")

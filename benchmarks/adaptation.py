@@ -303,7 +303,7 @@ def trained_length(arguments: argparse.Namespace) -> int:
 
 
 def measure(folder: Path, windows: int) -> None:
-    """Measure the model of a finished run beyond its trained length, and with the control the native one, in the run's folder."""
+    """Measure the model of a finished run beyond its trained length; with the control, also the native one."""
     import torch
 
     from hf_posenc.recipes.data.windows import load_data
@@ -418,8 +418,10 @@ def table(record: Record, failed: dict[str, str], arguments: argparse.Namespace)
 
     trained = trained_length(arguments)
     lines = [
-        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the trained length, "
-        f"are ratios to the native model at {trained} tokens after the same training ({arguments.windows} windows); the others "
+        f"Perplexity of the same 64 tokens in each held-out window by tokens read. The columns up to {trained}, the "
+        "trained length, "
+        f"are ratios to the native model at {trained} tokens after the same training ({arguments.windows} windows); "
+        "the others "
         f"compare a model with itself ({arguments.far_windows} windows). Mean and standard deviation over seeds.",
         "",
     ]

@@ -45,11 +45,15 @@ def main() -> None:
     lines = [
         "# Adapters: sizes and exactness",
         "",
-        f"Adapters for the tiny Llama ({kilobytes(BASE / 'model.safetensors')} KB of weights) after {STEPS} steps of Adam on "
-        f"{ROWS} x {LENGTH} tokens; LoRA of rank {RANK} on q_proj and v_proj. Differences are the largest of any logit from the "
-        f"trained model on {ROWS} x {LENGTH} held-out tokens, to logits of up to 20; each model was loaded in a fresh process.",
+        f"Adapters for the tiny Llama ({kilobytes(BASE / 'model.safetensors')} KB of weights) after {STEPS} steps of "
+        "Adam on "
+        f"{ROWS} x {LENGTH} tokens; LoRA of rank {RANK} on q_proj and v_proj. Differences are the largest of any "
+        "logit from the "
+        f"trained model on {ROWS} x {LENGTH} held-out tokens, to logits of up to 20; each model was loaded in a fresh "
+        "process.",
         "",
-        "| scheme | adapter | trained parameters | weights, KB | adapter_config.json, KB | onto the stock model | merged | "
+        "| scheme | adapter | trained parameters | weights, KB | adapter_config.json, KB | onto the stock model | "
+        "merged | "
         "merged, saved and loaded |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
         *table,

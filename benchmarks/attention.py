@@ -152,7 +152,7 @@ def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str,
 
 
 def beside_peers(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
-    """Return the attention of one layer, with each of the schemes that another package has, and as that package does it."""
+    """Return the attention of one layer, with each scheme that another package has, here and in that package."""
     of, grad = operands(length, dtype)
     qkv = [of.q, of.k, of.v]
     plain = both_ways(lambda: F.scaled_dot_product_attention(*qkv, is_causal=True), qkv, grad)
@@ -208,7 +208,8 @@ def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
         output, lse = forward()
         for here, keys, bias in blocks():
             of_rows, q_rows, out_rows, lse_rows = (x[:, :, here].flip(2) for x in (grad, q, output, lse))
-            found = kernel.backward(of_rows, q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows, bias, scale)
+            done = kernel.Done(q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows)
+            found = kernel.backward(of_rows, done, bias, scale)
             of_q[:, :, here] = found[0].flip(2)
             of_k[:, :, keys] += found[1]
             of_v[:, :, keys] += found[2]
@@ -353,7 +354,8 @@ def table(what: str, results: dict[str, Any], setting: str, command: str) -> str
     first = next(iter(results.values()))
     kinds = list(first[PLAIN])
     subject = {
-        "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's own without positions.",
+        "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's "
+        "own without positions.",
         "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions.",
         "model": "A training step of a Llama with 4 layers (hidden 512, 8 heads on 4 kv heads); 1 is the stock model.",
         "decode": "One more token of that Llama after S cached ones; 1 is the stock model.",

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to several schemes without any training; save, reload and generate; perplexity by context length.
+"""Convert a checkpoint to several schemes without training: save, reload, generate, perplexity by context length.
 
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes alibi fire kerple nope t5 --output TABLE.md
     python benchmarks/conversions.py CHECKPOINT TEXT --schemes fire kerple t5 --per-layer --fit --output TABLE.md

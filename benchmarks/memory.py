@@ -70,7 +70,8 @@ def main() -> None:
     lines = [
         "# Peak memory of attention",
         "",
-        f"Peak memory of one layer, B = 1, H = {HEADS}, D = {HEAD_DIM}, float32, causal, forward and backward, MiB above the",
+        f"Peak memory of one layer, B = 1, H = {HEADS}, D = {HEAD_DIM}, float32, causal, forward and backward, MiB "
+        "above the",
         "process before it; each case in a fresh process.",
         "",
         "| scheme | executor | " + " | ".join(f"S = {length}" for length in arguments.lengths) + " |",

@@ -1,4 +1,4 @@
-"""The same attention in packages that others install: transformers' own models, and x-transformers where it is installed.
+"""The same attention in other packages: transformers' own models, and x-transformers where it is installed.
 
 Each is called as its package calls it, with what comes before and behind attention left out: projections of tokens,
 and dropout.

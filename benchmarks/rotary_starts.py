@@ -50,7 +50,8 @@ def main() -> None:
     lines = [
         "# Exactness of rotary starts",
         "",
-        "Largest difference between the logits of a Llama (up to about 5) before and after patching, 13 tokens from a position on.",
+        "Largest difference between the logits of a Llama (up to about 5) before and after patching, 13 tokens from "
+        "a position on.",
         "",
         "| scheme | rope type | " + " | ".join(names) + " |",
         "|---|---|" + "---:|" * len(names),

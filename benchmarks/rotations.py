@@ -58,13 +58,18 @@ def main() -> None:
     lines = [
         "# Speed of learned rotations",
         "",
-        f"A Llama with {arguments.layers} layers, hidden size {CONFIG['hidden_size']}, {CONFIG['num_attention_heads']} heads on "
-        f"{CONFIG['num_key_value_heads']} kv heads, S = {arguments.length}, batch 1, float32, {arguments.threads} thread(s), from "
-        "the pretrained start. Medians of interleaved rounds; in brackets the middle half of the ratios to stock RoPE of the "
+        f"A Llama with {arguments.layers} layers, hidden size {CONFIG['hidden_size']}, "
+        f"{CONFIG['num_attention_heads']} heads on "
+        f"{CONFIG['num_key_value_heads']} kv heads, S = {arguments.length}, batch 1, float32, {arguments.threads} "
+        "thread(s), from "
+        "the pretrained start. Medians of interleaved rounds; in brackets the middle half of the ratios to stock "
+        "RoPE of the "
         "same round.",
         "",
-        "Times are CPU time of the process, which other work on the machine disturbs least. Building: the tables or planes of one layer, with gradients. Building and turning: the same, with queries and keys "
-        "turned, forward and backward. Step: forward, backward and AdamW of the whole model. (Stock RoPE builds once for all "
+        "Times are CPU time of the process, which other work on the machine disturbs least. Building: the tables or "
+        "planes of one layer, with gradients. Building and turning: the same, with queries and keys "
+        "turned, forward and backward. Step: forward, backward and AdamW of the whole model. (Stock RoPE builds once "
+        "for all "
         "layers, the others in each.)",
         "",
         "| | building, ms | building and turning, ms | step, ms | step / stock RoPE |",

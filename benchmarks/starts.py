@@ -1,4 +1,4 @@
-"""Convert a checkpoint to every scheme at its most careful start: how far the logits move, and whether training moves it.
+"""Convert a checkpoint to every scheme at its most careful start: how far do logits move, and does training move it?
 
     python benchmarks/starts.py CHECKPOINT TEXT --output TABLE.md
 
@@ -41,10 +41,12 @@ def main() -> None:
     lines = [
         "# Starts with the native encoding kept",
         "",
-        f"Each scheme at its most careful start, on {arguments.rows} x {arguments.length} tokens. Then {STEPS} steps of Adam "
+        f"Each scheme at its most careful start, on {arguments.rows} x {arguments.length} tokens. Then {STEPS} steps "
+        "of Adam "
         "(learning rate 0.001, no decay) on the new parameters alone.",
         "",
-        "| scheme | native encoding | start | largest change of a logit | new parameters | tensors moved by step 1 | by step 2 |",
+        "| scheme | native encoding | start | largest change of a logit | new parameters | tensors moved by step 1 | "
+        "by step 2 |",
         "|---|---|---|---:|---:|---:|---:|",
         *table,
         "",

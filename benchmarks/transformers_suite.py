@@ -45,9 +45,11 @@ STOCK = "stock"
 # Tests that ask of a model what a patched one is not meant to do, by the beginning of their names, each with the
 # reason.
 EXPECTED = {
-    "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes that replace "
+    "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes "
+    "that replace "
     "the rotation do not read it; `rope` reads it, but keeps the frequencies of the dynamic type at its start.",
-    "test_model_weights_reload_no_missing_tied_weights": "loads a file that lacks every weight, and asks for a model. A converted "
+    "test_model_weights_reload_no_missing_tied_weights": "loads a file that lacks every weight, and asks for a "
+    "model. A converted "
     "checkpoint that is not whole is refused.",
 }
 
@@ -352,7 +354,7 @@ def learn_names(common: ModuleType, stock: type, twin: type) -> None:
 
 
 def seed_schemes(base: type[Scheme] = Scheme) -> None:
-    """Let schemes draw the same weights whenever they do: the tests seed what `_init_weights` draws; schemes draw when built."""
+    """Let schemes draw the same weights each time: the tests seed `_init_weights`, but schemes draw when built."""
     if "reset_parameters" in vars(base):
         base.reset_parameters = seeded(base.reset_parameters)
     for scheme in base.__subclasses__():
@@ -382,7 +384,8 @@ def report(
     lines = [
         f"transformers' {mixins} on patched classes. Beyond stock is what the stock classes pass, or do not run.",
         "",
-        "| models | scheme | passed | skipped | failed as stock | failed as expected | failed beyond stock | skipped beyond stock |",
+        "| models | scheme | passed | skipped | failed as stock | failed as expected | failed beyond stock | skipped "
+        "beyond stock |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for name, scheme in cases:

@@ -175,12 +175,18 @@ def report(rows: list[Row], arguments: argparse.Namespace, minutes: float) -> st
     lines = [
         "# Digits at larger resolutions (ViT)",
         "",
-        f"Digits recognised, % of {len(data()[0]) - TRAINED_ON} held out, mean of {arguments.seeds} seeds, by side of the image in "
-        f"pixels. ViTs of 2 layers and 64 channels with patches of {PATCH} x {PATCH}, trained on {SIDE} x {SIDE} pixels from scratch for "
-        f"{arguments.steps} steps of {BATCH} images; {SMALLEST} to {SIDE} pixels of these are the digit. In enlarged images digits "
-        "grow with the image, in wider ones they stay as large. Coordinates are patches counted from the corner, or, squeezed, "
-        f"the same times {SIDE} / side, which keeps them in the trained range; MAE's sinusoids and CROMA's ALiBi read them too. In "
-        "alibi and t5_clipped the class token, from which the digit is told, is at no distance from any patch: it sees places only "
+        f"Digits recognised, % of {len(data()[0]) - TRAINED_ON} held out, mean of {arguments.seeds} seeds, by side of "
+        "the image in "
+        f"pixels. ViTs of 2 layers and 64 channels with patches of {PATCH} x {PATCH}, trained on {SIDE} x {SIDE} "
+        "pixels from scratch for "
+        f"{arguments.steps} steps of {BATCH} images; {SMALLEST} to {SIDE} pixels of these are the digit. In enlarged "
+        "images digits "
+        "grow with the image, in wider ones they stay as large. Coordinates are patches counted from the corner, or, "
+        "squeezed, "
+        f"the same times {SIDE} / side, which keeps them in the trained range; MAE's sinusoids and CROMA's ALiBi read "
+        "them too. In "
+        "alibi and t5_clipped the class token, from which the digit is told, is at no distance from any patch: it "
+        "sees places only "
         "through what the patches have gathered in the layer before.",
         "",
         "| scheme | " + " | ".join(names) + " |",

@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from portraits import portrait
 from transformers import LlamaConfig
 
 import hf_posenc
+from hf_posenc.patches.plan import Plan
 
 PAGES = Path(__file__).parent / "schemes"
 INDEX = PAGES / "README.md"
@@ -44,10 +46,15 @@ def llama_3_8b() -> LlamaConfig:
     )
 
 
+@cache
+def planned(name: str) -> Plan:
+    """Return what a scheme would cost in Llama-3-8B."""
+    return hf_posenc.plan(llama_3_8b(), name)
+
+
 def facts(info: hf_posenc.SchemeInfo) -> str:
     """Return the generated part of a scheme's page: a table of facts, and its picture."""
-    config = llama_3_8b()
-    plan = hf_posenc.plan(config, info.name)
+    plan = planned(info.name)
     rows = [
         ("Name", f"`{info.name}`"),
         ("Family", info.family),
@@ -61,7 +68,7 @@ def facts(info: hf_posenc.SchemeInfo) -> str:
     for field in fields(plan):
         if field.name.startswith("cache_"):
             label = f"{field.name.replace('_', ' ').capitalize()}, Llama-3-8B"
-            rows.append((label, _over_layers(getattr(plan, field.name), config.num_hidden_layers)))
+            rows.append((label, _over_layers(getattr(plan, field.name), llama_3_8b().num_hidden_layers)))
     return "\n".join(
         [
             "",
@@ -83,7 +90,7 @@ def index() -> str:
         "|---|---|---|---|---:|---:|",
     ]
     for info in hf_posenc.schemes().values():
-        plan = hf_posenc.plan(llama_3_8b(), info.name)
+        plan = planned(info.name)
         row = (f"[{info.name}]({info.name}.md)", _cell(info.summary), info.family, info.start)
         lines.append(f"| {' | '.join(row)} | {plan.parameters:,} | {plan.cache_bytes_per_token:,} |")
     return "\n".join([*lines, ""])

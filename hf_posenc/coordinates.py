@@ -77,24 +77,21 @@ def join(*parts: int | Tensor, axes: int | None = None) -> Tensor:
     Raises:
         PositionError: A part is misshapen, or the parts differ in the number of axes.
     """
-    found: list[Tensor] = []
     for part in parts:
         if isinstance(part, Tensor):
-            placed = part[0] if part.ndim == 3 and part.shape[0] == 1 else part
-            if placed.ndim != 2 or not placed.numel():
+            if _rows(part).ndim != 2 or not part.numel():
                 raise PositionError(f"join: got coordinates of shape {list(part.shape)}; expected [1, S, n].")
-            found.append(placed.float())
         elif isinstance(part, bool) or not isinstance(part, int) or part < 0:
             raise PositionError(f"join: got {part!r}; expected a number of tokens, or coordinates [1, S, n].")
-    widths = {part.shape[1] for part in found} | ({axes} if axes is not None else set())
+    widths = {part.shape[-1] for part in parts if isinstance(part, Tensor)} | ({axes} if axes is not None else set())
     if len(widths) != 1:
         raise PositionError(
             f"join: got parts with {sorted(widths)} axes; expected one number of axes. Give axes= for texts."
         )
     (width,) = widths
-    images, joined, begin = iter(found), [torch.zeros(0, width)], 0.0
+    joined, begin = [torch.zeros(0, width)], 0.0
     for part in parts:
-        counted = torch.arange(part)[:, None].expand(-1, width) if isinstance(part, int) else next(images)
+        counted = _rows(part).float() if isinstance(part, Tensor) else torch.arange(part)[:, None].expand(-1, width)
         joined.append(counted + begin)
         begin = max(begin, float(joined[-1].max()) + 1) if len(joined[-1]) else begin
     return torch.cat(joined)[None]
@@ -142,22 +139,21 @@ def table(
             f"table: expected offsets [S, 2], begin and end of each token within the {len(text)} characters of text. "
             "Ask the tokenizer for return_offsets_mapping=True, on this text alone."
         )
-    placed: list[list[float]] = []
+    placed: list[list[int]] = []
     largest, origin = -1, 0
     inside = False
     for first, stop in pairs:
-        if first < stop and begin < stop <= end:
-            origin = origin if inside else largest + 1
-            counted = largest + 1 if not inside else int(placed[-1][0]) + 1
-            row, column = _cell(text[begin:end], stop - 1 - begin, delimiter)
-            place = [origin + row, origin + column]
-            placed.append([counted, *place] if order else list(place))
-            inside = True
+        if not (first < stop and begin < stop <= end):
+            inside, place = False, [largest + 1] * 3
         else:
-            placed.append([largest + 1] * (3 if order else 2))
-            inside = False
-        largest = max(largest, *(int(value) for value in placed[-1]))
-    return torch.tensor(placed, dtype=torch.float32).view(1, len(placed), 3 if order else 2)
+            if not inside:
+                origin = largest + 1
+            row, column = _cell(text[begin:end], stop - 1 - begin, delimiter)
+            place = [placed[-1][0] + 1 if inside else origin, origin + row, origin + column]
+            inside = True
+        placed.append(place)
+        largest = max(largest, *place[0 if order else 1 :])
+    return torch.tensor(placed, dtype=torch.float32).view(1, len(placed), 3)[..., 0 if order else 1 :]
 
 
 def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
@@ -173,7 +169,7 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
     Raises:
         PositionError: There are no parts, they differ in the number of axes, or the side is unknown.
     """
-    rows = [part[0] if part.ndim == 3 and part.shape[0] == 1 else part for part in parts]
+    rows = [_rows(part) for part in parts]
     if not rows or any(row.ndim != 2 or row.shape[1] != rows[0].shape[1] for row in rows):
         raise PositionError(
             f"stack: got coordinates of shapes {[list(part.shape) for part in parts]}; expected [1, S, n] with one n."
@@ -195,6 +191,11 @@ def after_the_largest(generated: Generated) -> Tensor:
     largest = largest.where(largest.isfinite(), torch.full_like(largest, -1.0))
     count = torch.arange(1, generated.count + 1, device=prompt.device)
     return (largest[:, None] + count.to(prompt))[..., None].expand(-1, -1, prompt.shape[2])
+
+
+def _rows(part: Tensor) -> Tensor:
+    """Return coordinates `[1, S, n]` as `[S, n]`."""
+    return part[0] if part.ndim == 3 and part.shape[0] == 1 else part
 
 
 def _cell(table: str, character: int, delimiter: str) -> tuple[int, int]:

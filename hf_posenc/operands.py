@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError, PositionError, ShapeError
+
+Result = TypeVar("Result")
 
 # The largest integer of a geometry or an option. Distances are counted in float32, which skips integers beyond.
 LARGEST_COUNT = 2**24
@@ -48,11 +50,13 @@ class NativeTable:
         kind: `"learned"` (GPT-2, `[positions, E]`) or `"t5"` (log buckets, `[buckets, H]`).
         weight: The table.
         max_distance: Distance from which all keys share the last bucket (`"t5"` only).
+        shared: Whether all layers of the stack use this one table.
     """
 
     kind: str
     weight: Tensor
     max_distance: int | None = None
+    shared: bool = True
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,13 +160,12 @@ class Positions:
     query_coords: Tensor | None = None
     key_coords: Tensor | None = None
 
-    def of_queries(self, axes: int, dtype: torch.dtype) -> Tensor:
-        """Return the coordinates of the queries' tokens, `[B|1, Q, axes]`."""
-        return _coordinates(self.query, self.query_coords, axes, dtype)
-
-    def of_keys(self, axes: int, dtype: torch.dtype) -> Tensor:
-        """Return the coordinates of the keys' tokens, `[B|1, K, axes]`."""
-        return _coordinates(self.key, self.key_coords, axes, dtype)
+    def each(self, function: Callable[[Tensor, Tensor | None], Result]) -> tuple[Result, Result]:
+        """Return a function of positions and coordinates for queries and for keys, made once if they are equal."""
+        of_keys = function(self.key, self.key_coords)
+        if self.query is self.key and self.query_coords is self.key_coords:
+            return of_keys, of_keys
+        return function(self.query, self.query_coords), of_keys
 
     def rows(self, start: int, stop: int, keys: int, first: int = 0) -> Positions:
         """Return the positions of the queries `start:stop` and of the keys `first:keys`."""
@@ -174,7 +177,8 @@ class Positions:
         )
 
 
-def _coordinates(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
+def coordinates_of(positions: Tensor, coords: Tensor | None, axes: int, dtype: torch.dtype) -> Tensor:
+    """Return the coordinates of tokens, `[B|1, S, axes]`: those given, or their position on every axis."""
     if coords is None:
         return positions.to(dtype)[..., None].expand(*positions.shape, axes)
     if coords.shape[-1] != axes:

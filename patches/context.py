@@ -70,6 +70,7 @@ class Context:
         shared: Holds the schemes that are shared by layers, by group.
         strength: Strength of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
+        native_strength: Its strength.
         native_parameters: The trained tensors that it reads.
         native_rotation: Cosines and sines of the model's own rotation at part of its strength, by type of layer (the
             empty string where there is one rotation); empty at full strength.
@@ -86,6 +87,7 @@ class Context:
     shared: nn.Module | None = None
     strength: float = 1.0
     native_score: Callable[[Tensor, Block], Tensor] | None = None
+    native_strength: float = 1.0
     native_parameters: tuple[Tensor, ...] = ()
     native_rotation: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     passes_native_bias: bool = False

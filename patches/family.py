@@ -32,7 +32,6 @@ from hf_posenc.patches.generation import PosencGenerator
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
-from hf_posenc.patches.surgery import stock_class
 from hf_posenc.patches.table import PosencPositionTable, TableArchitecture, TableBody, first_row, table_of
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
@@ -52,8 +51,11 @@ def _attention_function(
     then: Then | None = keywords.pop(_THEN, None)
     if then is not None:
         return then(query, key, value, attention_mask, **keywords)
-    eager = inspect.getmodule(type(module).posenc_stock).eager_attention_forward  # type: ignore[attr-defined]
-    chosen = ALL_ATTENTION_FUNCTIONS.get_interface(vars(module)["config"]._attn_implementation, eager)
+    stock = getattr(type(module), "posenc_stock", type(module))
+    eager = inspect.getmodule(stock).eager_attention_forward  # type: ignore[union-attr]
+    config = vars(module)["config"]
+    config = config.stock if isinstance(config, _Config) else config
+    chosen = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     return cast(tuple[Tensor, Tensor | None], chosen(module, query, key, value, attention_mask, **keywords))
 
 
@@ -66,10 +68,10 @@ class _Config:
     _attn_implementation = _FUNCTION
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self._config = config
+        self.stock = config
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self.stock, name)
 
 
 class FamilyAttention(PosencAttention):
@@ -151,7 +153,7 @@ class FamilyAttention(PosencAttention):
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the scheme. The last arguments are those of an attention function."""
-        turn: Any = getattr(inspect.getmodule(self.posenc_stock), "apply_rotary_pos_emb", None)
+        turns = rotation is not None and self.posenc_rotates
         layer = LayerCall(
             context,
             hidden,
@@ -162,7 +164,7 @@ class FamilyAttention(PosencAttention):
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
             index=self.layer_idx,
-            rotate=(lambda q, k: turn(q, k, *rotation)) if rotation is not None and self.posenc_rotates else None,
+            rotate=functools.partial(turned, self.posenc_stock, cos_sin=rotation) if turns else None,
             operands=(query, key, value),
             window=sliding_window,
             softcap=softcap,
@@ -214,9 +216,13 @@ def _kinds(config: Any, rotary: Any) -> list[tuple[str, dict[str, str], str]]:
 
     There is one, without a name, if all layers rotate alike.
     """
-    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+    if not _kinds_vary(rotary):
         return [("", {}, "")]
     return [(kind, {"layer_type": kind}, f"{kind}_") for kind in dict.fromkeys(config.layer_types)]
+
+
+def _kinds_vary(rotary: Any) -> bool:
+    return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 @dataclass(frozen=True)
@@ -249,88 +255,150 @@ class Facts:
 
 
 # Keywords of attention functions that a patched attention honours, or that change nothing.
-_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "attention_mask", "position_ids", "is_causal"}
+_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache", "is_causal"}
 _KNOWN |= {"deterministic"}
 
 
-def read_facts(config: Any, attention: nn.Module, rotary: type[nn.Module] | None, layer: int) -> Facts:
+class _Projected(Exception):
+    """Ends the forward of a probe, once the attention function has the operands."""
+
+
+def read_facts(
+    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
+) -> Facts:
     """Run the stock forward of a layer on the meta device, and return what it shows.
 
     Args:
         config: Config of the model.
-        attention: Attention module of the layer, patched or not.
+        layer: Stock class of the layer.
+        attention: Stock class of its attention.
         rotary: Class of the model's rotary module, if it has one.
-        layer: Index of the layer.
+        index: Number of the layer.
 
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
-    stock: type[nn.Module] = stock_class(type(attention))
     given: dict[str, Any] = {"attention_mask": None}
     kind = ""
     if rotary is not None:
-        kinds = _kinds(config, rotary)
-        chosen = (
-            next((found for found in kinds if found[0] == config.layer_types[layer]), None) if kinds[0][0] else None
-        )
-        kind, keywords, _ = chosen or kinds[0]
+        kind = config.layer_types[index] if _kinds_vary(rotary) else ""
         with torch.device("cpu"):
+            keywords = {"layer_type": kind} if kind else {}
             cos, sin = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
-        given["position_embeddings"] = (torch.zeros(cos.shape, device="meta", requires_grad=True),) * 2
-    wanted = {"layer_idx": layer, "is_causal": getattr(attention, "is_causal", True)}
+        angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
+        given["position_embeddings"] = (angles, angles)
     with torch.device("meta"):
-        module: Any = stock(config, **{k: v for k, v in wanted.items() if k in inspect.signature(stock).parameters})
-        hidden = torch.zeros(1, 1, config.hidden_size)
-    module.requires_grad_(False).config = _Config(config)
+        numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(layer).parameters else {}
+        module: Any = layer(config, **numbered)
+        hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True)
+    inner: Any = next(child for child in module.modules() if isinstance(child, attention))
+    inner.config = _Config(config)
     found: dict[str, Any] = {}
 
-    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
-        found.update(keywords, query=query, key=key)
-        return query.transpose(1, 2), None
+    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> NoReturn:
+        found.update(keywords, query=query, key=key, value=value)
+        raise _Projected
 
-    with torch.enable_grad():
-        module(hidden, **given, **{_THEN: take})
+    try:
+        with torch.enable_grad():
+            module(hidden, **given, **{_THEN: take})
+    except _Projected:
+        pass
+    except Exception as error:  # of any kind: the code is not ours
+        _refuse(attention, f"does not run without a model around it ({type(error).__name__}: {error})")
     if not found:
-        _refuse(stock, "does not call the attention function of its config")
-    query, key = found.pop("query"), found.pop("key")
-    if set(found) - _KNOWN:
-        _refuse(stock, f"passes {', '.join(sorted(set(found) - _KNOWN))} to its attention function")
-    scale = query.shape[-1] ** -0.5 if found.get("scaling") is None else float(found["scaling"])
-    facts = Facts(query.shape[1], key.shape[1], query.shape[-1], scale, kind)
+        _refuse(attention, "gets no keywords from its layer, or hands none to the attention function of its config")
+    query, key, value = (found.pop(name) for name in ("query", "key", "value"))
+    unknown = sorted(name for name in found if name not in _KNOWN and found[name] is not None)
+    if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:
+        _refuse(attention, f"passes {', '.join(unknown) or 'values of another shape than keys'} to attention")
+    size = query.shape[-1]
+    scale = size**-0.5 if found.get("scaling") is None else float(found["scaling"])
+    facts = Facts(query.shape[1], key.shape[1], size, scale, kind)
     if rotary is None:
         return facts
     inv_freq, scaling = native_frequencies(config, rotary, kind)
-    turn = getattr(inspect.getmodule(stock), "apply_rotary_pos_emb", None)
-    if turn is None or turn.__name__ not in inspect.unwrap(stock.forward).__code__.co_names:
-        _refuse(stock, "rotates by another function than apply_rotary_pos_emb")
-    rotates = query.requires_grad
-    return replace(
-        facts,
-        width=cos.shape[-1],
-        inv_freq=inv_freq if rotates else torch.zeros_like(inv_freq),
-        scaling=scaling if rotates else 1.0,
-        layout=_layout(stock, functools.partial(turn, cos=cos, sin=sin), inv_freq, scaling, query.shape[-1]),
-        rotates=rotates,
+    facts = replace(facts, width=cos.shape[-1], inv_freq=torch.zeros_like(inv_freq))
+    if not _depends(query.grad_fn, angles):
+        return facts
+    _check_rotation(attention, query, angles)
+    layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
+    return replace(facts, inv_freq=inv_freq, scaling=scaling, layout=layout, rotates=True)
+
+
+def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys `[B, H, S, D]` as a stock attention does."""
+    turn: Any = inspect.getmodule(attention).apply_rotary_pos_emb  # type: ignore[union-attr]
+    if not _cuts(attention):
+        found: tuple[Tensor, Tensor] = turn(q, k, *cos_sin)
+        return found
+    # The attention itself takes the first channels and leaves the others.
+    width = cos_sin[0].shape[-1]
+    of_q, of_k = turn(q[..., :width], k[..., :width], *cos_sin)
+    return torch.cat((of_q, q[..., width:]), dim=-1), torch.cat((of_k, k[..., width:]), dim=-1)
+
+
+@functools.cache
+def _cuts(attention: type) -> bool:
+    """Whether an attention rotates a part of the channels that it cuts off itself."""
+    return "rotary_ndims" in inspect.unwrap(attention.forward).__code__.co_names  # type: ignore[attr-defined]
+
+
+def _check_rotation(attention: type, query: Tensor, angles: Tensor) -> None:
+    """Raise unless queries come straight from the rotation that `turned` repeats, as autograd has it on record."""
+    if "apply_rotary_pos_emb" not in inspect.unwrap(attention.forward).__code__.co_names:  # type: ignore[attr-defined]
+        _refuse(attention, "rotates by another function than apply_rotary_pos_emb")
+    with torch.enable_grad():
+        channels = torch.zeros(query.shape, device="meta", requires_grad=True)
+        expected = turned(attention, channels, channels, (angles, angles))[0]
+    if not _same_steps(query.grad_fn, expected.grad_fn):
+        _refuse(attention, "does something between the rotation of queries and the attention function")
+
+
+def _same_steps(found: Any, expected: Any) -> bool:
+    """Whether the operations that led to a tensor end in the expected ones."""
+    if expected is None or hasattr(expected, "variable"):
+        return True
+    if found is None or found.name() != expected.name():
+        return False
+    return all(
+        _same_steps(one, other)
+        for (one, _), (other, _) in zip(found.next_functions, expected.next_functions, strict=False)
     )
 
 
-def _layout(attention: type, turn: Any, inv_freq: Tensor, scaling: float, size: int) -> Layout:
+def _depends(step: Any, leaf: Tensor) -> bool:
+    """Whether an operation depends on a leaf of autograd's graph."""
+    open_steps, seen = [step], set()
+    while open_steps:
+        step = open_steps.pop()
+        if step is None or step in seen:
+            continue
+        if getattr(step, "variable", None) is leaf:
+            return True
+        seen.add(step)
+        open_steps += [other for other, _ in step.next_functions]
+    return False
+
+
+def _layout(attention: type, cos_sin: tuple[Tensor, Tensor], inv_freq: Tensor, scaling: float, size: int) -> Layout:
     """Return the pairing of channels that turns every channel at position 1 as the stock rotation does."""
-    channels = torch.eye(size, device="cpu")[None, :, None]
     with torch.device("cpu"):
-        stock = turn(channels, channels)[0]
-    cos, sin = (part[None, None, None] * scaling for part in (inv_freq.cos(), inv_freq.sin()))
+        channels = torch.eye(size)[None, :, None]
+        stock = turned(attention, channels, channels, cos_sin)[0]
+    own = (part[None, None, None] * scaling for part in (inv_freq.cos(), inv_freq.sin()))
+    of_cos, of_sin = own
     layouts: tuple[Layout, ...] = ("half", "interleaved")
     for layout in layouts:
-        if torch.allclose(turn_pairs(channels, cos, sin, layout), stock, atol=1e-5):
+        if torch.allclose(turn_pairs(channels, of_cos, of_sin, layout), stock, atol=1e-5):
             return layout
     _refuse(attention, "rotates channels in another way than in pairs (i, i + d/2) or (2i, 2i + 1)")
 
 
 def _refuse(attention: type, why: str) -> NoReturn:
     raise ArchitectureError(
-        f"Cannot patch {attention.__name__}: it {why}, which cannot be read as a family. Write an architecture of its own, "
-        "see CONTRIBUTING.md."
+        f"Cannot patch {attention.__name__}: it {why}, so it is no family that can be read from its code. Write its "
+        "architecture by hand, as in hf_posenc/patches/gpt2.py."
     )
 
 
@@ -361,7 +429,7 @@ class Family(Architecture):
         """Return what the stock code says about a layer of a body."""
         rotary: nn.Module | None = getattr(body, "rotary_emb", None)
         kind = None if rotary is None else type(rotary)
-        return read_facts(cast(Any, body).config, self.attentions(body)[layer], kind, layer)
+        return read_facts(cast(Any, body).config, self.layer, self.attention, kind, layer)
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
@@ -435,13 +503,18 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
         )
     (body,) = bodies
     recorded: Any = body._can_record_outputs or {}
-    if not {"attentions", "hidden_states"} <= set(recorded):
-        raise ArchitectureError(f"Cannot add the family {name!r}: {body.__name__} does not record its attentions.")
-    attention, layer = (_recorded(recorded[what]) for what in ("attentions", "hidden_states"))
-    rotates = any(kind.__name__.endswith("RotaryEmbedding") for kind in _classes(modeling))
-    lock: tuple[str, Any] = ("hidden_act", "requires hf_posenc")
-    if rotates:
-        lock = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
+    attention, layer = (_recorded(recorded.get(what)) for what in ("attentions", "hidden_states"))
+    if attention is None or layer is None:
+        raise ArchitectureError(
+            f"Cannot add the family {name!r}: {body.__name__} records no single class of attention."
+        )
+    rotary = [kind for kind in _classes(modeling) if kind.__name__.endswith("RotaryEmbedding")]
+    rotates = bool(rotary)
+    lock: tuple[str, Any] = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
+    if not rotates or any(_kinds_vary(kind) for kind in rotary):
+        # Configs with a rotation for each type of layer take any other for that of all types.
+        field = next(name for name in ("hidden_activation", "hidden_act") if hasattr(stock_config, name))
+        lock = (field, "requires hf_posenc")
 
     def twin(stock: type, *bases: type, **attributes: Any) -> Any:
         attributes |= {"posenc_stock": stock, "__module__": namespace["__name__"]}
@@ -475,6 +548,6 @@ def _classes(modeling: ModuleType) -> list[type]:
     return [kind for kind in vars(modeling).values() if isinstance(kind, type) and kind.__module__ == modeling.__name__]
 
 
-def _recorded(entry: Any) -> type[nn.Module]:
+def _recorded(entry: Any) -> type[nn.Module] | None:
     found: Any = entry.target_class if isinstance(entry, OutputRecorder) else entry
-    return cast(type[nn.Module], found)
+    return found if isinstance(found, type) else None

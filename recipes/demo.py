@@ -44,7 +44,8 @@ CONTEXTS = (64, 128, 256, 512, 1024)
 SEED = 0
 
 # Options of schemes that have them. Below a threshold the position of the query makes no difference; its default is for
-# thousands of tokens, not for windows of 128. Tables get rows up to the longest context, to show that they do not extend.
+# thousands of tokens, not for windows of 128. Tables have a row for each position up to the
+# longest context.
 _OPTIONS = {"threshold": 64.0, "num_positions": max(CONTEXTS)}
 
 # The prompt is longer than the training window, so the continuation is at unseen positions.

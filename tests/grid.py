@@ -1,29 +1,30 @@
 """The grid: cases that repeat what another case of the same test shows.
 
-Tests are M + N, as the product is. A test may cross schemes with other things: architectures, layouts, dtypes. The
-default run keeps one scheme for each set of seams with all of them. Every other scheme, and every other set of options,
-meets one of them, and the next scheme meets the next one. The rest is marked `grid`.
+Tests are M + N, as the product is. A test that crosses schemes with architectures or the like runs one scheme for each
+set of seams with all of them, and every other scheme (or set of options) with one of them, in turn. The rest is marked
+`grid`. What runs with all of them is marked `seams`, too: that is enough to see whether another transformers behaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 import hf_posenc
 from hf_posenc.scheme import Scheme
 
-# Files whose tests cross schemes with other things. The second is one more architecture, with only one scheme for each
-# set of seams.
+# Files whose tests cross schemes with other things.
 CROSSED = {
-    "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_fitting",
-    "test_heads",
-    "test_in_use", "test_matching", "test_matrix", "test_peft", "test_products", "test_strength", "test_trl",
+    "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_engine",
+    "test_fitting", "test_heads", "test_in_use", "test_matching", "test_matrix", "test_peft", "test_strength",
+    "test_trl", "test_vit",
 }  # fmt: skip
-ONE_MORE_ARCHITECTURE = {"test_vit"}
-# test_attend.py and the schemes' own files test all options: here a set of them takes part in every third test.
-OPTIONS_ELSEWHERE = {"test_matrix"}
+# Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
+TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
+# One more architecture, on which only one scheme for each set of seams runs.
+ONE_MORE = {"test_vit"}
 
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
@@ -37,6 +38,13 @@ def _seams(name: str) -> tuple[bool, ...]:
 
 # One scheme for each set of seams: the others use nothing else of an architecture or of transformers.
 FIRSTS = frozenset({_seams(name): name for name in reversed(hf_posenc.schemes())}.values())
+
+
+def once(values: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test that takes seconds: by default it runs with the first of them."""
+    first, *others = values
+    rows = (other if isinstance(other, tuple) else (other,) for other in others)
+    return [first, *(pytest.param(*row, marks=pytest.mark.grid) for row in rows)]
 
 
 def _subject(case: pytest.Item) -> tuple[str, str] | None:
@@ -53,31 +61,22 @@ def _subject(case: pytest.Item) -> tuple[str, str] | None:
 
 def mark(items: Iterable[pytest.Item]) -> None:
     """Mark the cases of the grid."""
-    tests: dict[str, list[pytest.Item]] = {}
+    tests: dict[str, dict[tuple[str, str] | None, list[pytest.Item]]] = {}
     for item in items:
-        if hasattr(item, "callspec") and item.path.stem in CROSSED | ONE_MORE_ARCHITECTURE:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for turn, cases in enumerate(tests.values()):
-        subjects: dict[tuple[str, str], list[pytest.Item]] = {}
-        for case in cases:
-            subject = _subject(case)
-            if subject is None:
-                break  # Not a test of schemes.
-            subjects.setdefault(subject, []).append(case)
-        else:
-            for case in set(cases) - _kept(subjects, cases[0].path.stem, turn):
-                case.add_marker(pytest.mark.grid)
-
-
-def _kept(subjects: dict[tuple[str, str], list[pytest.Item]], file: str, turn: int) -> set[pytest.Item]:
-    """Return the cases of a test that are no part of the grid, given its place among the tests."""
-    kept: set[pytest.Item] = set()
-    met: set[str] = set()
-    for number, ((name, _), cases) in enumerate(subjects.items()):
-        default = name not in met
-        met.add(name)
-        if default and name in FIRSTS:
-            kept.update(cases)
-        elif file not in ONE_MORE_ARCHITECTURE and (default or file not in OPTIONS_ELSEWHERE or number % 3 == turn % 3):
-            kept.add(cases[number % len(cases)])
-    return kept
+        if item.path.stem in TRANSFORMERS:
+            item.add_marker(pytest.mark.seams)
+        if hasattr(item, "callspec") and item.path.stem in CROSSED:
+            tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(_subject(item), []).append(item)
+    for subjects in tests.values():
+        if None in subjects:
+            continue  # not a test of schemes
+        met: set[str] = set()
+        for number, ((name, _), cases) in enumerate(subjects.items()):
+            if name in FIRSTS and name not in met:
+                for case in cases:
+                    case.add_marker(pytest.mark.seams)
+            else:
+                repeated = set(cases) if cases[0].path.stem in ONE_MORE else set(cases) - {cases[number % len(cases)]}
+                for case in repeated:
+                    case.add_marker(pytest.mark.grid)
+            met.add(name)

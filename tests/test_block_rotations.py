@@ -1,4 +1,4 @@
-"""LieRE and ComRoPE: values of the official code, gradients, starts, distances, parameters, and the plain rotation they are."""
+"""LieRE and ComRoPE: values of the official code, gradients, starts, distances, and the plain rotation they are."""
 
 from __future__ import annotations
 

@@ -86,17 +86,9 @@ def test_t5_needs_its_positions(stack: str) -> None:
             return changed(input_ids=inputs, labels=labels).loss.item()
 
     trained = loss(torch.clone)
+    assert trained < 1.1
     assert loss(torch.zeros_like) > trained + 1.5
     assert loss(lambda table: table[shuffled]) > trained + 1.5
-
-
-def test_t5_is_trained() -> None:
-    model, inputs, labels = t5_and_batch()
-    with torch.no_grad():
-        # Measured: 0.75 with its own input, 7.85 with the input of the window before.
-        trained = model(input_ids=inputs, labels=labels).loss.item()
-        assert trained < 1.1
-        assert model(input_ids=inputs.roll(1, 0), labels=labels).loss.item() > trained + 3.0
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)

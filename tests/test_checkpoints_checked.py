@@ -1,4 +1,4 @@
-"""Converted checkpoints that were edited, cut or mixed: they load as what was saved, or not at all, and nothing is allocated first."""
+"""Converted checkpoints that were edited, cut or mixed: they load as what was saved, or not at all."""
 
 from __future__ import annotations
 
@@ -6,92 +6,35 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from edits import edits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from tiny import KINDS, auto, converted, same, stock
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 import hf_posenc
 from hf_posenc.patches import checkpoint
 from hf_posenc.patches.llama import PosencLlamaForCausalLM
 from hf_posenc.patches.record import digest as digest_of
-from hf_posenc.scheme import Scheme
 
-IDS = torch.arange(1, 41).view(2, 20)
 PLAIN = {"format": "pt"}
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-def stock(name: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    if name == "llama":
-        shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-        return LlamaForCausalLM(LlamaConfig(**{**shape, "num_attention_heads": 4, **changes})).eval()
-    if name == "gpt2":
-        shape = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-        return GPT2LMHeadModel(GPT2Config(**{**shape, "bos_token_id": 0, "eos_token_id": 0, **changes})).eval()
-    if name == "vit":
-        shape = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        return ViTForImageClassification(ViTConfig(**{**shape, "num_attention_heads": 4, **changes})).eval()
-    shape = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**{**shape, "decoder_start_token_id": 0, **changes})).eval()
-
-
-AUTO: dict[str, Any] = {
-    "llama": AutoModelForCausalLM,
-    "gpt2": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM,
-    "vit": AutoModelForImageClassification,
-}
-
-
-def converted(name: str, scheme: str, **options: Any) -> Any:
-    torch.manual_seed(1)
-    model = hf_posenc.patch(stock(name), scheme, **options)
-    for module in model.modules():
-        if isinstance(module, Scheme):
-            for parameter in module.parameters():
-                nn.init.uniform_(parameter, 0.1, 0.9)
-    return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    call = {"input_ids": IDS}
-    if isinstance(model, T5ForConditionalGeneration):
-        call["decoder_input_ids"] = IDS
-    if isinstance(model, ViTForImageClassification):
-        call = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)}
-    with torch.no_grad():
-        return model(**call).logits  # type: ignore[no-any-return]
 
 
 def saved(folder: Path, scheme: str = "fire", **options: Any) -> Any:
     """Save a converted Llama, and return it."""
-    model = converted("llama", scheme, **options)
+    model = converted("llama", scheme, moved=True, **options)
     model.save_pretrained(folder)
     return model
 
@@ -136,9 +79,9 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the record is bound to the weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path: Path) -> None:
-    model = converted(name, "kerple")
+    model = converted(name, "kerple", moved=True)
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     model.save_pretrained(tmp_path / "given", True, {key: value.clone() for key, value in model.state_dict().items()})
@@ -148,30 +91,17 @@ def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path:
     assert re.fullmatch("[0-9a-f]{64}", digest)
     assert not hasattr(model, "hf_quantizer")
     for folder in ("one", "many", "given"):
-        loaded = AUTO[name].from_pretrained(tmp_path / folder)
-        assert torch.equal(logits(loaded), logits(model))
-    # Saved again, the same.
-    loaded.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        tmp_path / "one" / "model.safetensors"
-    ).read_bytes()
+        loaded = auto(name).from_pretrained(tmp_path / folder)
+        assert same(loaded, model)
+    # safetensors writes metadata in any order, but equal models give equal files.
+    contents = set()
+    for again in ("one", "two", "three", "four", "five"):
+        loaded.save_pretrained(tmp_path / again)
+        contents.add((tmp_path / again / "model.safetensors").read_bytes())
+    assert len(contents) == 1
     # The stock model bears nothing of it.
     hf_posenc.unpatch(loaded).save_pretrained(tmp_path / "stock")
     assert metadata(tmp_path / "stock" / "model.safetensors") == PLAIN
-
-
-def test_equal_models_give_equal_files(tmp_path: Path) -> None:
-    # safetensors writes metadata in any order.
-    model = converted("llama", "fire")
-    contents = set()
-    for number in range(8):
-        model.save_pretrained(tmp_path / str(number))
-        contents.add((tmp_path / str(number) / "model.safetensors").read_bytes())
-    assert len(contents) == 1
-
-
-def test_a_save_that_fails_leaves_no_trace_on_the_model(tmp_path: Path) -> None:
-    model = converted("llama", "fire")
     with pytest.raises(ValueError, match="nonsense"):
         model.save_pretrained(tmp_path, max_shard_size="nonsense")
     assert not hasattr(model, "hf_quantizer")
@@ -180,23 +110,21 @@ def test_a_save_that_fails_leaves_no_trace_on_the_model(tmp_path: Path) -> None:
 def test_checkpoints_without_a_digest_load_as_ever(tmp_path: Path) -> None:
     model = saved(tmp_path)
     unbind(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
 def test_the_digest_follows_the_strengths_and_the_config_in_memory(tmp_path: Path) -> None:
-    model = converted("llama", "alibi", native="keep")
-    hf_posenc.set_strength(model, native=0.5, scheme=0.25)
+    model = faded(converted("llama", "alibi", native="keep"))
     model.save_pretrained(tmp_path / "part")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "part")
-    assert torch.equal(logits(loaded), logits(model))
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "part", config=loaded.config)), logits(model)
-    )
+    load = AutoModelForCausalLM.from_pretrained
+    loaded = load(tmp_path / "part")
+    assert same(loaded, model)
+    assert same(load(tmp_path / "part", config=loaded.config), model)
     hf_posenc.drop_native(loaded)
     loaded.save_pretrained(tmp_path / "dropped")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dropped")), logits(loaded))
+    assert same(load(tmp_path / "dropped"), loaded)
     with pytest.raises(hf_posenc.CheckpointError, match="another record"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "part", config=loaded.config)
+        load(tmp_path / "part", config=loaded.config)
 
 
 def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
@@ -209,22 +137,19 @@ def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
 
 
 # Edits that leave every shape as it is, and with it nothing to notice but the digest.
-SAME_SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("stick_breaking", {}, {"scheme": "nope", "options": {}}),
-    ("stick_breaking", {}, {"scheme": "alibi", "options": {}}),
-    ("stick_breaking", {}, {"options": {"attend_current": True}}),
-    ("sinusoidal", {}, {"options": {"base": 500.0}}),
-    ("alibi", {}, {"scheme": "sandwich", "options": {}}),
-    ("kerple", {}, {"options": {"kernel": "power"}}),
-    ("cope", {}, {"options": {"scale_position_logits": False}}),
+SAME_SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("stick_breaking", {"scheme": "nope", "options": {}}),
+    ("stick_breaking", {"options": {"attend_current": True}}),
+    ("alibi", {"scheme": "sandwich", "options": {}}),
+    ("kerple", {"options": {"kernel": "power"}}),
 ]
 
 
-@pytest.mark.parametrize(("scheme", "options", "edit"), SAME_SHAPES, ids=[f"{s}-{e}" for s, _, e in SAME_SHAPES])
+@pytest.mark.parametrize(("scheme", "edit"), SAME_SHAPES)
 def test_an_edit_that_keeps_all_shapes_is_refused(
-    scheme: str, options: dict[str, Any], edit: dict[str, Any], tmp_path: Path, nothing_is_read: None
+    scheme: str, edit: dict[str, Any], tmp_path: Path, nothing_is_read: None
 ) -> None:
-    saved(tmp_path, scheme, **options)
+    saved(tmp_path, scheme)
 
     def change(data: Any) -> None:
         (group,) = data["posenc"]["groups"]
@@ -242,12 +167,14 @@ def test_an_edit_that_keeps_all_shapes_is_refused(
 # -- edits of every field ----------------------------------------------------------------------------------------------
 
 CONVERSIONS: dict[str, Callable[[], Any]] = {
-    "llama, stick_breaking": lambda: converted("llama", "stick_breaking"),
-    "llama, hybrid": lambda: hf_posenc.patch(converted("llama", "kerple", layers=[0]), "alibi", layers=[1, 2]),
-    "llama, strengths": lambda: faded(converted("llama", "alibi", native="keep")),
-    "gpt2, sinusoidal": lambda: converted("gpt2", "sinusoidal"),
-    "t5, kerple": lambda: converted("t5", "kerple"),
-    "vit, rope2d": lambda: converted("vit", "rope2d"),
+    "llama, stick_breaking": lambda: converted("llama", "stick_breaking", moved=True),
+    "llama, hybrid": lambda: hf_posenc.patch(
+        converted("llama", "kerple", moved=True, layers=[0]), "alibi", layers=[1, 2]
+    ),
+    "llama, strengths": lambda: faded(converted("llama", "alibi", moved=True, native="keep")),
+    "gpt2, sinusoidal": lambda: converted("gpt2", "sinusoidal", moved=True),
+    "t5, kerple": lambda: converted("t5", "kerple", moved=True),
+    "vit, rope2d": lambda: converted("vit", "rope2d", moved=True),
 }
 
 
@@ -256,15 +183,7 @@ def faded(model: Any) -> Any:
     return model
 
 
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return the path of everything in nested data."""
-    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in entries:
-        yield (*path, key)
-        yield from places(value, (*path, key))
-
-
-def others(value: Any) -> list[Any]:
+def others(key: Any, value: Any) -> list[Any]:
     """Return values to put in the place of one: near it, and of other types."""
     retyped: list[Any] = [None, [value], {"0": value}, str(value)]
     if isinstance(value, bool):
@@ -277,43 +196,15 @@ def others(value: Any) -> list[Any]:
     return [None, 5, "x", [], {}]
 
 
-def reach(data: Any, path: list[Any]) -> Any:
-    """Return what is at a path."""
-    for key in path:
-        data = data[key]
-    return data
-
-
-def edits(record: Any) -> Iterator[tuple[str, Any]]:
-    """Return copies of a record with one thing changed, retyped, dropped, added or doubled, and what it is."""
-    for path in places(record):
-        *above, last = path
-        value = reach(record, above)[last]
-        for number, other in enumerate(others(value)):
-            edited = copy.deepcopy(record)
-            reach(edited, above)[last] = other
-            yield f"{path} = {other!r} ({number})", edited
-        dropped, more = copy.deepcopy(record), copy.deepcopy(record)
-        del reach(dropped, above)[last]
-        yield f"{path} dropped", dropped
-        if isinstance(last, int):
-            reach(more, above).append(copy.deepcopy(value))
-            yield f"{path} doubled", more
-        else:
-            reach(more, above)[f"{last}_too"] = copy.deepcopy(value)
-            del reach(more, above)[last]
-            yield f"{path} renamed", more
-
-
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Path) -> None:
     model = CONVERSIONS[name]()
     model.save_pretrained(tmp_path)
-    auto, expected = AUTO[name.partition(",")[0]], logits(model)
+    load = auto(name.partition(",")[0]).from_pretrained
     data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     digest = data["posenc"].pop("digest")
     refused = equal = 0
-    for what, record in edits(data["posenc"]):
+    for what, record in edits(data["posenc"], others):
         bound = {**record, "digest": digest} if isinstance(record, dict) else record
         if isinstance(bound, dict) and digest_of(record) != digest:
             (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": bound}), encoding="utf-8")
@@ -321,7 +212,7 @@ def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Pa
                 AutoConfig.from_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": record}), encoding="utf-8")
         try:
-            loaded = auto.from_pretrained(tmp_path)
+            loaded = load(tmp_path)
         except hf_posenc.PosencError:
             refused += 1
         except Exception:
@@ -330,7 +221,7 @@ def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Pa
                 raise
             refused += 1
         else:
-            assert torch.equal(logits(loaded), expected), what
+            assert same(loaded, model), what
             equal += 1
     assert refused >= 60
     assert equal < 30  # of the version of the plugin, and numbers that are written in another way
@@ -356,23 +247,21 @@ def test_a_missing_weight_of_the_model_is_no_random_one(
     name: str, weight: str, tmp_path: Path, nothing_is_read: None
 ) -> None:
     # Without parameters of a scheme, which were looked at before.
-    converted(name, "alibi", **({"stacks": "decoder"} if name == "t5" else {})).save_pretrained(tmp_path)
+    converted(name, "alibi").save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
     with pytest.raises(hf_posenc.CheckpointError, match="misses weights of the model: "):
-        AUTO[name].from_pretrained(tmp_path)
+        auto(name).from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "weight", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"]
-)
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+@pytest.mark.parametrize("weight", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("loader", [AutoModel, AutoModelForSequenceClassification])
 def test_another_head_takes_no_body_that_is_not_whole(
-    auto: Any, weight: str, tmp_path: Path, nothing_is_read: None
+    loader: Any, weight: str, tmp_path: Path, nothing_is_read: None
 ) -> None:
     saved(tmp_path, "alibi")
     edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
     with pytest.raises(hf_posenc.CheckpointError, match=f"misses weights .*{re.escape(weight.removeprefix('model.'))}"):
-        auto.from_pretrained(tmp_path, pad_token_id=0)
+        loader.from_pretrained(tmp_path, pad_token_id=0)
 
 
 def test_a_part_that_the_saved_head_lacked_is_made_anew(tmp_path: Path) -> None:
@@ -384,9 +273,9 @@ def test_a_part_that_the_saved_head_lacked_is_made_anew(tmp_path: Path) -> None:
 def test_more_layers_in_the_file_than_in_the_config_are_refused(tmp_path: Path, nothing_is_read: None) -> None:
     saved(tmp_path, "alibi", layers=[0])
     edit_config(tmp_path, lambda data: data.update(num_hidden_layers=2))
-    for auto in (AutoModelForCausalLM, AutoModel):
+    for loader in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(hf_posenc.CheckpointError, match=r"has unknown weights of the model: model\.layers\.2"):
-            auto.from_pretrained(tmp_path)
+            loader.from_pretrained(tmp_path)
 
 
 def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> None:
@@ -396,12 +285,15 @@ def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> 
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_callers_of_transformers_catch_what_does_not_fit(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused_unless_accepted(tmp_path: Path) -> None:
     saved(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(50, 32)}))
-    with pytest.raises(RuntimeError, match="misshapen"):
+    # Callers of transformers catch its own class.
+    with pytest.raises(RuntimeError, match=r"misshapen.*lm_head\.weight \(\[50, 32\], expected \[60, 32\]\)"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert issubclass(hf_posenc.CheckpointError, ValueError)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+    assert loaded.lm_head.weight.shape == (60, 32)
 
 
 # What a config of an earlier release, which no digest guards, could ask for.

@@ -197,11 +197,6 @@ def test_convert_a_converted_checkpoint(converted: Path, tmp_path: Path) -> None
     assert "active: alibi on 4 layers" in run("verify", tmp_path / "out").stdout
 
 
-def test_convert_into_an_empty_directory(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert run("convert", checkpoints["llama"], "alibi", tmp_path / "out").exit_code == 0
-
-
 def test_failed_convert_leaves_nothing_behind(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,7 +443,7 @@ def test_push_commits_model_recipe_table_and_picture_at_once(hub: Hub, finished:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["me/public", "--private"], "is public already"), (["me//mine"], "me//mine"), (["a/b/c"], "a/b/c")],
+    [(["me/public", "--private"], "is public already"), (["me//mine"], "me//mine")],
 )
 def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path, arguments: list[str], words: str) -> None:
     done = run_process("push", finished, *arguments)
@@ -465,38 +460,25 @@ def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path, arguments: l
 # words of the line that answers.
 BAD = {
     "unknown scheme": ("plan {llama} fyre", ["'fyre'", "Did you mean 'fire'?"]),
-    "unknown scheme, info": ("info kerpel", ["Did you mean 'kerple'?"]),
-    "unknown scheme, demo": ("demo --scheme fyre --out {empty}/demo", ["Did you mean 'fire'?"]),
     "unknown option": ("plan {llama} fire -o widht=3", ["no option 'widht'", "Did you mean 'width'?"]),
     "option of patch": ("plan {llama} fire -o native=keep", ["fire has no option 'native'"]),
     "option without value": ("plan {llama} fire -o width", ["NAME=VALUE"]),
-    "option without name": ("plan {llama} fire -o =3", ["NAME=VALUE"]),
     "option twice": ("plan {llama} fire -o width=3 -o width=4", ["width is given twice"]),
-    "option of wrong type": ("plan {llama} fire -o width=wide", ["width='wide'", "expected int"]),
-    "option out of range": ("plan {llama} fire -o width=0", ["width=0", "at least 1"]),
     "layers": ("plan {llama} fire --layers first", ["--layers 'first'", "every:4"]),
-    "layers, slice": ("plan {llama} fire --layers 1:2:3:4", ["--layers '1:2:3:4'"]),
-    "layers, every": ("plan {llama} fire --layers every:x", ["every:x"]),
     "layers out of range": ("plan {llama} fire --layers 9", ["layers 0 to 3"]),
-    "stacks": ("plan {llama} fire --stacks encoder", ["has the stacks decoder"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
     "config that is no JSON": ("plan {broken} fire", ["config", "cannot be read"]),
-    "other architecture": ("plan {bart} fire", ["bart"]),
     "other head": ("convert {headless} fire {empty}/out", ["LlamaForDreams", "cannot be patched"]),
     "no weights": ("convert {weightless} fire {empty}/out", ["weights", "cannot be read"]),
-    "truncated weights": ("convert {truncated} fire {empty}/out", ["weights", "cannot be read"]),
     "truncated, converted": ("verify {cut}", ["truncated or damaged"]),
     "out exists": ("convert {llama} fire {converted}", ["exists and is not empty"]),
     "out is a file": ("convert {llama} fire {llama}/config.json", ["is a file"]),
     "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
-    "demo out exists": ("demo --out {llama}", ["exists and is not empty"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
     "unknown recipe": ("recipes show lama-fire", ["'lama-fire'", "Did you mean 'llama-fire'?"]),
-    "unknown recipe, train": ("train lama-fire --out {empty}/out", ["Did you mean 'llama-fire'?"]),
     "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
     "unknown key": ("train llama-fire training.stpes=3 --out {empty}/out", ["no key 'training.stpes'", "'steps'"]),
-    "key out of range": ("train llama-fire training.steps=0 --out {empty}/out", ["training.steps is 0", "at least 1"]),
     "recipe of a model that is not there": (
         "train llama-fire model=./no --dry-run --out {empty}/out",
         ["no directory"],
@@ -511,19 +493,14 @@ BAD = {
     ),
     "recipe over something else": ("train llama-fire --out {llama}", ["exists, and holds no run"]),
     "copy over a file": ("recipes copy llama-fire {mine}", ["mine.yaml exists"]),
-    "copy to nowhere": ("recipes copy llama-fire {empty}/no/mine.yaml", ["There is no directory"]),
     "copy to another kind of file": ("recipes copy llama-fire {empty}/mine.txt", ["ends in .yaml"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push what is no run": ("push {empty} me/mine", ["holds no run"]),
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
-    "verify, of the package": ("verify tiny-llama", ["tiny-llama is not a converted checkpoint"]),
-    "export, of the package": ("export tiny-llama {empty}/out", ["tiny-llama is not a converted checkpoint"]),
     "verify, a run": ("verify {finished}", ["no config.json", "The model is in", "finished/model: give that."]),
     "export, a run": ("export {finished} {empty}/out", ["finished/model: give that."]),
     "eval, a run that was stopped": ("eval {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
-    "plot, a run that was stopped": ("plot {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
-    "verify, missing": ("verify {empty}/nowhere", ["There is no directory"]),
 }
 
 
@@ -538,12 +515,9 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         (folder / name / "config.json").write_text(text, encoding="utf-8")
         return folder / name
 
-    def cut(name: str, source: Path) -> Path:
-        shutil.copytree(source, folder / name)
-        weights = folder / name / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        return folder / name
-
+    shutil.copytree(converted, folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
     (folder / "empty").mkdir()
     (folder / "started").mkdir()
     for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
@@ -556,11 +530,9 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         "converted": converted,
         "empty": folder / "empty",
         "broken": make("broken", "{"),
-        "bart": make("bart", json.dumps({"model_type": "bart"})),
         "headless": make("headless", json.dumps({**config, "architectures": ["LlamaForDreams"]})),
         "weightless": make("weightless", json.dumps(config)),
-        "truncated": cut("truncated", TINY_LLAMA),
-        "cut": cut("cut", converted),
+        "cut": folder / "cut",
     }
 
 
@@ -629,10 +601,3 @@ def test_help_and_schemes_import_no_model_code() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_commands_print_to_the_right_places(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    good = run("convert", checkpoints["llama"], "nope", tmp_path / "out")
-    assert (good.exit_code, good.stderr) == (0, "")
-    bad = run("verify", checkpoints["llama"])
-    assert (bad.exit_code, bad.stdout, bad.stderr.count("\n")) == (1, "", 1)

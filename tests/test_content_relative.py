@@ -1,4 +1,4 @@
-"""Shaw's vectors, DeBERTa's disentangled attention and Transformer-XL: the official codes, loops, and what they promise."""
+"""Shaw's vectors, DeBERTa's disentangled attention and Transformer-XL: the official codes, and what they promise."""
 
 from __future__ import annotations
 

@@ -108,6 +108,18 @@ def test_padding_changes_nothing(name: str, direction: str, options: dict[str, A
         torch.testing.assert_close(got, alone, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", [name for name, info in schemes().items() if info.family in ("additive", "rotary")])
+def test_as_many_queries_as_keys_may_stand_elsewhere(name: str) -> None:
+    """Queries 5 to 9 on keys 0 to 4, against the same among all ten."""
+    scheme = make(name, "causal", {})
+    (q, k, v, hidden), places = operands(scheme, 10), torch.arange(10)[None]
+    mask = torch.eye(10).bool()
+    mask[5:] = places < 5
+    whole = run(scheme, [q, k, v, hidden], places, mask=mask[None, None])[:, :, 5:]
+    at = {"query_positions": places[:, 5:], "key_positions": places[:, :5]}
+    torch.testing.assert_close(attend(scheme, q[:, :, 5:], k[:, :, :5], v[:, :, :5], **at), whole, rtol=0, atol=1e-11)
+
+
 BY_ORDER = [case for case in CASES if case[0] in ("cope", "fox", "fox_pro", "nope", "stick_breaking")]
 
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 from models import SAME, inputs, loss, new_parameters, stock, tokens
 from packaging.version import Version
-from test_heads import HEADS, call, first_output, make, small
+from tiny import HEADS, call, first_output, make
+from tiny import config as small
 from torch import Tensor
 from transformers import PreTrainedModel
 

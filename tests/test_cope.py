@@ -120,8 +120,10 @@ def test_positions(case: str) -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_unmasked_official_code_is_a_query_that_sees_every_key(executor: str) -> None:
-    """The official encoder counts from each key to the end of the sequence. Ours counts to the query; but a causal layer
-    whose queries all stand at the end does the same."""
+    """The official encoder counts from each key to the end of the sequence, ours to the query.
+
+    A causal layer whose queries all stand at the end does the same.
+    """
     case = "bidirectional_official_npos5_div"
     scheme, given = official(case)
     at = {"query_positions": torch.full((1, 13), 12), "key_positions": torch.arange(13)[None]}
@@ -311,7 +313,7 @@ def schemes_in(model: Any) -> list[Scheme]:
 @architectures
 @pytest.mark.parametrize("options", [{"npos": 6}, {"npos": 6, "value_gates": True}], ids=str)
 def test_gates_beside_the_native_encoding_are_of_content(architecture: str, options: dict[str, Any]) -> None:
-    """The weights of the first layer are those of the stock model, raised by CoPE of queries and keys without positions."""
+    """The weights of the first layer are those of the stock model, raised by CoPE of queries and keys as projected."""
     model = patched(architecture, {**options, "native": "keep"}, attn_implementation="eager")
     ids = tokens(architecture, 2, 13)
     attention = next(m for n, m in model.named_modules() if hasattr(m, "posenc_group") and "encoder.block" not in n)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import stock, tokens
 from rich.console import Console
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import hf_posenc
 from hf_posenc.recipes.runs.facts import Facts, print_header
@@ -100,18 +102,21 @@ def recipe(conversion: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     return Recipe(model="tiny-llama", conversion=Conversion(**{"scheme": "fire", **(conversion or {})}), **sections)
 
 
-def facts_of(given: Recipe, model: Any = None, **changes: Any) -> Facts:
-    native = "remove" if given.conversion.native == "remove" else "keep"
-    stock_model = stock("llama")
-    planned = hf_posenc.plan(stock_model, "fire", native=native) if given.conversion.scheme else None
-    if model is None:
-        model = hf_posenc.patch(stock_model, "fire", native=native) if given.conversion.scheme else stock_model
-    return Facts.of(model, given, planned, trained_length=128, data_tokens=None, **changes)
+@cache
+def converted(native: str) -> tuple[Any, Any]:
+    """Return a plan and its patched model."""
+    return hf_posenc.plan(stock("llama"), "fire", native=native), hf_posenc.patch(stock("llama"), "fire", native=native)
+
+
+def facts_of(given: Recipe, model: Any = None) -> Facts:
+    planned, patched = converted("remove" if given.conversion.native == "remove" else "keep")
+    if given.conversion.scheme is None:
+        planned, patched = None, stock("llama")
+    return Facts.of(model or patched, given, planned, trained_length=128, data_tokens=None)
 
 
 def test_facts_of_a_conversion() -> None:
-    model = stock("llama")
-    own = model.num_parameters()
+    own = stock("llama").num_parameters()
     found = facts_of(recipe(training=Training(steps=3, batch_size=5, length=7), data=Data(source="text.txt")))
     added = found.new_parameters
     assert added > 0
@@ -181,25 +186,30 @@ def test_facts_under_an_adapter() -> None:
 
 def trainer(folder: Path, *callbacks: TrainerCallback, steps: int = 6, **arguments: Any) -> Trainer:
     windows = [{"input_ids": row, "labels": row} for row in tokens("llama", 2 * steps, 16, seed=4)]
-    made = Trainer(
-        model=stock("llama"),
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            save_strategy=arguments.pop("save_strategy", "no"),
-            logging_steps=1,
-            dataloader_pin_memory=False,
-            **arguments,
-        ),
-        train_dataset=windows,
-        callbacks=list(callbacks),
+    given = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, **arguments}
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        dataloader_pin_memory=False,
+        **given,
     )
+    made = Trainer(model=stock("llama"), args=settings, train_dataset=windows, callbacks=list(callbacks))
     made.remove_callback(PrinterCallback)
     return made
+
+
+def played(progress: Progress, steps: int = 6, *, until: int | None = None, **logs: float) -> None:
+    """Let a callback see the events of a training, without any model."""
+    state, control = TrainerState(max_steps=steps), TrainerControl()
+    progress.on_train_begin(None, state, control)
+    for state.global_step in range(1, (until or steps) + 1):
+        progress.on_step_begin(None, state, control)
+        progress.on_step_end(None, state, control)
+        progress.on_log(None, state, control, logs={"loss": 1.0, **logs})
+    if until is None:
+        progress.on_train_end(None, state, control)
 
 
 def small(**changes: Any) -> Facts:
@@ -208,8 +218,9 @@ def small(**changes: Any) -> Facts:
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
-    console = Console(file=out, width=60)
-    with Progress(console, small(), strength=lambda step, steps: step / steps, interval=0) as progress:
+    with Progress(
+        Console(file=out, width=60), small(), strength=lambda step, steps: step / steps, interval=0
+    ) as progress:
         trainer(tmp_path, progress).train()
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
@@ -225,57 +236,45 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert lines[-1].endswith(" gone")
 
 
-def test_few_lines_and_none_without_a_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_lines_and_none_without_a_console(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    progress = Progress(Console(file=out), small(), interval=3600)
-    trainer(tmp_path, progress).train()
+    played(Progress(Console(file=out), small(), interval=3600))
     assert len(out.getvalue().splitlines()) == 1
     capsys.readouterr()
     silent = Progress(None, small(), interval=0)
-    trainer(tmp_path, silent).train()
+    played(silent)
     assert capsys.readouterr().out == ""
     assert silent.pace is not None
     assert silent.pace.steps == 5  # the first is not timed
     assert silent.pace.tokens == pytest.approx(2 * 16 / silent.pace.seconds)
 
 
-def test_the_perplexity_is_that_of_text(tmp_path: Path) -> None:
+def test_the_perplexity_is_that_of_text() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200), small(teacher="x"), interval=0)
-    run = trainer(tmp_path)
-    run.state.max_steps = 10**22  # no calendar has an end so late
-    progress.on_train_begin(run.args, run.state, run.control)
-    progress.on_log(run.args, run.state, run.control, logs={"loss": 4.0})
-    progress.on_log(run.args, run.state, run.control, logs={"loss": 1.0, "text_loss": 2.0})
-    progress.on_log(run.args, run.state, run.control, logs={"train_runtime": 1.0})
-    progress.on_train_end(run.args, run.state, run.control)
+    state, control = TrainerState(max_steps=10**22), TrainerControl()  # no calendar has an end so late
+    progress.on_train_begin(None, state, control)
+    for logs in ({"loss": 4.0}, {"loss": 1.0, "text_loss": 2.0}, {"train_runtime": 1.0}):
+        progress.on_log(None, state, control, logs=logs)
+    progress.on_train_end(None, state, control)
     first, second, third = out.getvalue().splitlines()
     assert "loss 4.000, 0:00" in first  # no perplexity: with a teacher the loss is none of text
     assert "loss 1.000, perplexity 7.389" in second
     assert "loss 1.000, perplexity 7.389" in third
 
 
-def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bar_in_a_terminal_that_is_in_order_afterwards(fails: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, width=90, force_terminal=True, legacy_windows=False, color_system=None)
-    with Progress(console, small()) as progress:
-        trainer(tmp_path, progress).train()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert re.search(r"step 6/6 ━+ loss \d+\.\d{3}, perplexity", plain)
-    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_the_terminal_is_in_order_after_an_error(tmp_path: Path) -> None:
-    class Fails(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    with contextlib.suppress(RuntimeError), Progress(console, small()) as progress:
+        played(progress, until=3 if fails else None)
+        if fails:
             raise RuntimeError("stop")
-
-    out = io.StringIO()
-    console = Console(file=out, width=90, force_terminal=True, legacy_windows=False)
-    with pytest.raises(RuntimeError, match="stop"), Progress(console, small()) as progress:
-        trainer(tmp_path, progress, Fails()).train()
     assert "\x1b[?25l" in out.getvalue()
-    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")
+    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert fails or re.search(r"step 6/6 ━+ loss 1\.000, perplexity", plain)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -297,16 +296,14 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert progress.pace.steps == 2
 
 
-def test_what_is_counted_is_a_bar_or_one_line() -> None:
-    for terminal, wanted in (
-        (False, r"^fitting: 3 steps in 0 s\n$"),
-        (True, r"fitting .*2/3.*left:(.|\n)*3 steps in 0 s\n$"),
-    ):
-        out = io.StringIO()
-        with counting(
-            Console(file=out, width=90, force_terminal=terminal, legacy_windows=False), "fitting", 3
-        ) as advance:
-            advance(2)
-        assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()))
-    with counting(None, "fitting", 3) as advance:
-        advance(1)
+@pytest.mark.parametrize(
+    ("terminal", "wanted"),
+    [(False, r"^fitting: 3 steps in 0 s\n$"), (True, r"fitting .*2/3.*left:(.|\n)*3 steps in 0 s\n$")],
+)
+def test_what_is_counted_is_a_bar_or_one_line(terminal: bool, wanted: str) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=90, force_terminal=terminal, legacy_windows=False)
+    with counting(console, "fitting", 3) as advance, counting(None, "fitting", 3) as silent:
+        advance(2)
+        silent(1)
+    assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()))

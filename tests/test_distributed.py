@@ -1,6 +1,6 @@
 """The same recipe in one process and in two (gloo, on the CPU): the same losses, and checkpoints that load anywhere.
 
-DDP is in the normal suite; FSDP2 takes half a minute: pytest -m slow tests/test_distributed.py
+DDP runs with the grid. FSDP2 takes half a minute: pytest -m slow tests/test_distributed.py
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def logits(folder: Path) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(40)[None] + 30).logits
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "config", [pytest.param("ddp", marks=pytest.mark.grid), pytest.param("fsdp2", marks=pytest.mark.slow)]
+)
 def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = run.train(Recipe.read(recipe), tmp_path / "one")
     done = launch(config, recipe, tmp_path / "two", monkeypatch)

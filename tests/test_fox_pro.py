@@ -1,4 +1,4 @@
-"""FoX (Pro) against the official code and a slow reference; what both FoX schemes do with sequences, caches and generation."""
+"""FoX (Pro) against the official code; what both FoX schemes do with sequences and caches."""
 
 from __future__ import annotations
 

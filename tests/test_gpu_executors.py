@@ -17,22 +17,28 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
+import test_engine
 import torch
 from test_engine import compare, left_padded, packed, plain, skipped
 from torch import Tensor
 
-from hf_posenc import Geometry, OptionError, Positions, Scheme, attend, build
+from hf_posenc import OptionError, Positions, Scheme, attend
 from hf_posenc.attention import Call, Choice, Mask, choose, executors
 from hf_posenc.attention.blocks import Blocks
 from hf_posenc.attention.gpu import flex, trial
 from hf_posenc.structures import Bias
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 24, 11
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 TRITON = importlib.util.find_spec("triton") is not None
+# Tracing looks at tensors in a way that torch itself warns about, and hides.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,12 @@ class Case:
 
 LONG, SHORT = {"threshold": 20.0}, {"threshold": 900.0}
 FLEX = [
-    Case("kerple"),
     Case("kerple", left_padded),
     Case("kerple", packed, queries=21),
-    Case("t5", left_padded, causal=False),
     Case("t5", packed, causal=False),
     Case("alibi", skipped, {"learned_slopes": True}),
     Case("fox", left_padded),
     Case("fox", queries=21),
-    Case("fire", options=LONG),
     Case("fire", packed, LONG),
     Case("fire", options=SHORT),
     *(Case(name, options=LONG if name == "fire" else {}, dtype=torch.bfloat16) for name in ("kerple", "fox", "fire")),
@@ -81,81 +84,34 @@ KERNELS = [
     Case("cope", packed, {**NEAR, "value_gates": True}),
     Case("cope", options={**FAR, "separate_keys": True}, queries=21),
     Case("cope", options=FAR, dtype=torch.bfloat16),
-    Case("fox", left_padded),
-    Case("fox", skipped),
-    Case("fox", queries=21),
-    Case("fox", dtype=torch.bfloat16),
+]
+STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
+COMPILED = [
+    (module, kernel, constants, {} if kernel == "_forward" else {"num_warps": 8, "num_stages": 1})
+    for module, constants in (("stick", STICK), ("count", COUNT))
+    for kernel in ("_forward", "_backward")
 ]
 
 
-STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
-COMPILED = {
-    "stick": {"_forward": STICK, "_backward": {**STICK, "num_warps": 8, "num_stages": 1}},
-    "count": {"_forward": COUNT, "_backward": {**COUNT, "num_warps": 8, "num_stages": 1}},
-    "keys": {"_forward": {}, "_backward_of_queries": {"num_stages": 2}, "_backward_of_keys": {"num_stages": 2}},
-}
-
-
 def make(case: Case) -> Scheme:
-    geometry = Geometry(
-        heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_size=HIDDEN, max_positions=64, causal=case.causal
-    )
-    torch.manual_seed(0)
-    scheme = build(case.name, geometry, **case.options)
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return scheme
+    return test_engine.make(case.name, causal=case.causal, head_dim=HEAD_DIM, **case.options)
 
 
 def run(
-    case: Case, executor: str | None, *, length: int = 43, device: torch.device = CPU, dtype: torch.dtype | None = None
+    case: Case, executor: str | None, *, length: int = 43, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Output and gradients of a random call, those of queries that are padding left out; on the CPU."""
+    """Output and gradients of a random call."""
     dtype = dtype or case.dtype
     scheme = make(case).to(device)
     scheme = scheme.double() if dtype == torch.float64 else scheme
-    places, mask = case.layout(length)
-    if mask is not None and mask.ndim == 3 and not case.causal:
-        mask = mask | mask.mT
-    queries = case.queries or length
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
-
-    q, k, v = (
-        draw(2, heads, size, HEAD_DIM) for heads, size in ((HEADS, queries), (KV_HEADS, length), (KV_HEADS, length))
-    )
-    hidden, weight = draw(2, length, HIDDEN), draw(2, HEADS, queries, HEAD_DIM).detach()
-    if mask is not None:
-        if mask.ndim == 2:
-            weight = weight * mask[:, None, length - queries :, None].to(device)
-        else:
-            mask = mask[:, None, length - queries :]
-        mask = mask.to(device)
-    places = places.to(device)
-    output = attend(
-        scheme,
-        q,
-        k,
-        v,
-        query_positions=places[:, length - queries :],
-        key_positions=places,
-        hidden=hidden,
-        mask=mask,
-        executor=executor,
-    )
-    inputs = {"q": q, "k": k, "v": v, "hidden": hidden, **dict(scheme.named_parameters())}
-    grads = torch.autograd.grad(output, list(inputs.values()), weight, allow_unused=True)
-    found = {name: torch.zeros(()) if g is None else g.cpu() for name, g in zip(inputs, grads, strict=True)}
-    return {"output": (output.detach() * weight.ne(0)).cpu(), **found}
+    at = case.layout(length)
+    return test_engine.one_attention(scheme, executor, *at, queries=case.queries, dtype=dtype, device=device)
 
 
-def check(case: Case, executor: str, *, length: int = 43, device: torch.device = CPU) -> None:
+def check(case: Case, executor: str, *, length: int = 43, device: str = "cpu") -> None:
     got, want = (run(case, which, length=length, device=device) for which in (executor, "dense"))
     if case.dtype == torch.float32:
-        compare(got, want, tolerance=1e-4 if device.type == "cuda" else 2e-5)
+        compare(got, want, tolerance=1e-4 if device == "cuda" else 2e-5)
         return
     # Both against float64, by the rms of the error: in half precision single numbers may fall to either side.
     exact = run(case, "dense", length=length, device=device, dtype=torch.float64)
@@ -183,10 +139,14 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- against the reference ---------------------------------------------------------------------------------------------
 
 
-# Tracing looks at tensors in a way that torch itself warns about, and hides.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("case", FLEX, ids=str)
-def test_flex_equals_the_reference(case: Case, forced: None) -> None:
+def test_flex_equals_the_reference(case: Case, forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_compiled", lambda function, device: function)
+    check(case, "flex")
+
+
+@pytest.mark.parametrize("case", [Case("kerple", packed), Case("fox"), Case("fire", options=LONG)], ids=str)
+def test_flex_is_one_graph(case: Case, forced: None) -> None:
     check(case, "flex")
 
 
@@ -212,43 +172,33 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("module", list(COMPILED))
-def test_kernels_compile_without_a_gpu(module: str) -> None:
-    # The interpreter takes what the compiler refuses.
+@pytest.mark.parametrize(("module", "kernel", "constants", "options"), COMPILED)
+def test_kernels_compile_without_a_gpu(module: str, kernel: str, constants: dict, options: dict) -> None:
+    # The interpreter takes what the compiler refuses. Operands are bfloat16.
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for kernel, constants in COMPILED[module].items():
-        function = getattr(importlib.import_module(f"hf_posenc.attention.gpu.{module}"), kernel)
-        options = {name: value for name, value in constants.items() if name.startswith("num_")}
-        tile = {"D": 64, "BD": 64, "BM": 64, "BN": 64, "RULE": 1, "KEEP": True, "PRECISION": "tf32"}
-        fixed = {name: value for name, value in {**tile, **constants}.items() if name not in options}
-        types = {p.name: "constexpr" if p.name in fixed else argument_type(p.name, module) for p in function.params}
-        source = ASTSource(function, types, fixed)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        # What a program may have: 227 KB on an H100, 163 on an A100, 99 on smaller ones.
-        assert compiled.metadata.shared <= 99 * 1024, kernel
-
-
-def argument_type(name: str, module: str) -> str:
-    """Return the type of an argument of a kernel for operands in bfloat16."""
-    if name in ("scale", "gate_scale"):
-        return "fp32"
-    if name.endswith(("_batch", "_head", "_row", "_column")) or name in ("heads", "group", "queries", "keys", "ahead"):
-        return "i32"
+    tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
+    function = getattr(importlib.import_module(f"hf_posenc.attention.gpu.{module}"), kernel)
+    steps = ["i32"] * 4
     # Gradients that several programs add to are float32.
-    narrow = {"q", "k", "v", "gate_q", "gate_k", "grad", "dq", "dgate_q"} | (
-        {"dk", "dv"} if module == "keys" else set()
-    )
-    pointers = {
-        "query_positions": "*i64",
-        "key_positions": "*i64",
-        "keep": "*u8",
-        "first_near": "*i32",
-        "first_taking": "*i32",
+    wide, narrow = (tiles.Matrix(pointer, *steps[:3]) for pointer in ("*fp32", "*bf16"))
+    types = {
+        "hidden": tiles.Hidden("*i64", "i32", "*i64", "i32", "*u8", *steps),
+        "sizes": tiles.Sizes(*steps, "i32"),
+        **dict.fromkeys(("q", "k", "v", "gate_q", "gate_k", "grad", "dq", "dgate_q"), narrow),
+        **dict.fromkeys(("dk", "dv", "dgate_k"), wide),
+        "out": wide if module == "count" else narrow,
+        **dict.fromkeys(("scale", "gate_scale"), "fp32"),
+        **dict.fromkeys(("first_near", "first_taking"), "*i32"),
     }
-    return pointers.get(name, "*bf16" if name in narrow else "*fp32")
+    fixed = {"T": tiles.Tile(64, 64, 64, 64, 1, True, "tf32"), **constants}
+    signature = {p.name: "constexpr" if p.name in fixed else types.get(p.name, "*fp32") for p in function.params}
+    source = ASTSource(function, signature, fixed)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    # What a program may have: 227 KB on an H100, 163 on an A100, 99 on smaller ones.
+    assert compiled.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.gpu
@@ -259,25 +209,25 @@ class TestCompiled:
 
     @pytest.mark.parametrize("case", FLEX, ids=str)
     def test_flex(self, case: Case) -> None:
-        check(case, "flex", length=301, device=GPU)
+        check(case, "flex", length=301, device="cuda")
 
     @pytest.mark.parametrize("case", KERNELS, ids=str)
     def test_kernels(self, case: Case) -> None:
-        check(case, "triton", length=301, device=GPU)
+        check(case, "triton", length=301, device="cuda")
 
     @pytest.mark.parametrize("width", [16, 64, 80, 128])
-    @pytest.mark.parametrize("name", ["stick_breaking", "cope", "fox"])
+    @pytest.mark.parametrize("name", ["stick_breaking", "cope"])
     def test_widths_of_heads(self, name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), "HEAD_DIM", width)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            check(Case(name, dtype=dtype), "triton", length=301, device=GPU)
+            check(Case(name, dtype=dtype), "triton", length=301, device="cuda")
 
     @pytest.mark.parametrize("name", ["stick_breaking", "cope", "fox", "kerple", "fire"])
     def test_memory_does_not_grow_with_the_square(self, name: str) -> None:
         peaks = []
         for length in (4096, 8192):
             torch.cuda.reset_peak_memory_stats()
-            run(Case(name, dtype=torch.bfloat16), None, length=length, device=GPU)
+            run(Case(name, dtype=torch.bfloat16), None, length=length, device="cuda")
             peaks.append(torch.cuda.max_memory_allocated())
         assert peaks[1] < 2.5 * peaks[0]
 
@@ -290,7 +240,7 @@ CHOICES = [
     ("kerple", {}, "flex (distance table)"),
     ("fire", SHORT, "flex (distance table)"),
     ("fire", LONG, "flex (straight pieces)"),
-    ("fox", {}, "triton (key bias)"),
+    ("fox", {}, "flex (key bias)"),
     ("cope", {}, "triton (gate count)"),
     ("stick_breaking", {}, "triton (stick)"),
     ("shaw", {}, "dense"),
@@ -305,7 +255,7 @@ def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.Mon
         places = torch.arange(40)[None]
         call = Call(scheme, q, kv, kv, Positions(places, places), 39, 1.0, Mask("slots"))
         executor = choose(call)
-        assert executor.name in executors(scheme, CPU)
+        assert executor.name in executors(scheme)
         assert str(Choice(executor.name, executor.form(call))) == want
         # A few queries are not worth a kernel.
         assert choose(call.part(0, 8, 40)).name in ("dense", "sdpa")
@@ -332,48 +282,48 @@ def test_without_a_gpu_they_are_refused() -> None:
 
 
 def test_kernels_wait_for_triton() -> None:
-    code = "import sys, hf_posenc.attention.gpu.flex; print('triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    files = Path(trial.__file__).parents[1].rglob("*.py")
+    assert {x.stem for x in files if "import triton" in x.read_text()} == {"count", "stick", "tiles"}
 
 
 # -- blocks of a mask --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_without_a_visible_key_are_skipped() -> None:
+@pytest.mark.parametrize(("length", "queries"), [(300, 300), (256, 256), (400, 270)])
+@pytest.mark.parametrize("rule", ["slots", "positions"])
+@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
+def test_blocks_without_a_visible_key_are_skipped(
+    layout: Callable, rule: str, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    for length, queries in ((300, 300), (256, 256), (400, 270)):
-        q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
-        for layout in (plain, left_padded, packed, skipped):
-            places, given = layout(length)
-            keep = (
-                given
-                if given is None
-                else given[:, None, None]
-                if given.ndim == 2
-                else given[:, None, length - queries :]
-            )
-            at = Positions(places[:, length - queries :], places)
-            for rule in ("slots", "positions"):
-                mask = Mask(rule, keep=keep, ahead=length - queries)
-                got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
-                want = create_block_mask(got.mask_mod, 2, HEADS, queries, length, device="cpu")
-                keys = want.to_dense().bool()
-                mine = got.to_dense().bool().expand_as(keys)
-                # Padding is looked up key by key: its blocks are not skipped, and those with none are not taken whole.
-                by_key = layout is left_padded and rule == "slots"
-                assert not bool((keys & ~mine).any())
-                assert by_key or torch.equal(mine, keys)
-                whole = [int(x.full_kv_num_blocks.expand(2, HEADS, -1).sum()) for x in (got, want)]
-                assert whole[0] == (0 if by_key else whole[1])
+    monkeypatch.setattr(flex, "_ROWS", 256)
+    q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
+    places, keep = layout(length)
+    if keep is not None:
+        keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
+    at, mask = Positions(places[:, length - queries :], places), Mask(rule, keep=keep, ahead=length - queries)
+    got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
+    want = create_block_mask(got.mask_mod, 2, HEADS, queries, length, device="cpu")
+    keys = want.to_dense().bool()
+    assert torch.equal(got.to_dense().bool().expand_as(keys), keys)
+    whole = [int(x.full_kv_num_blocks.expand(2, HEADS, -1).sum()) for x in (got, want)]
+    assert whole[0] == whole[1]
 
 
 def test_one_compiled_function_serves_a_structure() -> None:
-    scheme = make(Case("kerple"))
-    call = Call(scheme, *(torch.zeros(1, 4, 40, HEAD_DIM),) * 3, Positions(*(torch.arange(40)[None],) * 2), 39, 1.0)
-    functions = {flex._form_of(scheme.added().scaled(factor), call)[0] for factor in (0.5, 1.0)}
-    (function,) = functions
+    one, other = (
+        Call(
+            make(Case(name)),
+            *(torch.zeros(1, 4, 40, HEAD_DIM),) * 3,
+            Positions(*(torch.arange(40)[None],) * 2),
+            39,
+            1.0,
+        )
+        for name in ("kerple", "alibi")
+    )
+    function = flex._form(one)[1]
+    assert flex._form(other)[1] is function
     assert flex._compiled(function, "cuda") is flex._compiled(function, "cuda")
 
 

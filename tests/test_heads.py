@@ -7,73 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES
-from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, T5Config
+import transformers
+from tiny import HEADS, KINDS, first_output, ids, make
+from tiny import config as small
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
+from transformers.models.t5 import modeling_t5
 
 import hf_posenc
+from hf_posenc.patches import seams
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.auto import config_pair
 
-# Images are in test_vit.py, and the other families in test_families.py.
-HEADS = [
-    (name, stock)
-    for name, architecture in architectures().items()
-    if name in ARCHITECTURES
-    for stock in architecture.twins
-    if issubclass(stock, PreTrainedModel) and "Stack" not in stock.__name__
-]
+every_head = pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
 
 
-def small(name: str, **changes: Any) -> PreTrainedConfig:
-    """Return a config for a model of a few thousand parameters, without dropout."""
-    # Two labels, since T5's question answering head asks for just that many.
-    base: dict[str, Any] = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "num_labels": 2}
-    if name == "llama":
-        base |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        base |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1}
-        base |= {"classifier_dropout": 0.0}
-        return LlamaConfig(**{**base, **changes})
-    if name == "gpt2":
-        base |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.1}
-        base |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "summary_first_dropout": 0.0}
-        base |= {"classifier_dropout": 0.0}
-        return GPT2Config(**{**base, **changes})
-    base |= {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    base |= {"decoder_start_token_id": 0, "classifier_dropout": 0.0}
-    return T5Config(**{**base, **changes})
-
-
-def make(stock: type, config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = stock(config)
-    return model.eval()
-
-
-def call(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """Return the keywords of a forward that any head accepts."""
-    name = type(model).__name__
-    if "DoubleHeads" in name:
-        return {"input_ids": ids.view(2, 2, -1), "mc_token_ids": torch.tensor([[3, 5], [7, 2]])}
-    if name.removeprefix("Posenc") in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
-        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
-    return {"input_ids": ids}
-
-
-def first_output(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        output = model(**call(model, ids))
-    return output[0]
-
-
-def ids(rows: int = 4, length: int = 11) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, 60, (rows, length), generator=generator)
-    tokens[:, -1] = 1  # T5's classifier reads the state at the one end token of each row
-    return tokens
-
-
-@pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
+@every_head
 @pytest.mark.parametrize("scheme", ["fire", "t5", "learned", "rope"])
 def test_every_head(name: str, stock: type, scheme: str) -> None:
     model = make(stock, small(name))
@@ -93,7 +43,7 @@ def test_every_head(name: str, stock: type, scheme: str) -> None:
     assert torch.equal(first_output(model, ids()), before)
 
 
-@pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
+@every_head
 def test_new_weights_are_drawn_as_in_the_stock_class(name: str, stock: type) -> None:
     patched = hf_posenc.patch(make(stock, small(name)), "alibi")
     found = []
@@ -105,10 +55,6 @@ def test_new_weights_are_drawn_as_in_the_stock_class(name: str, stock: type) -> 
 
 
 def test_every_head_class_of_transformers_is_known() -> None:
-    from transformers.models.gpt2 import modeling_gpt2
-    from transformers.models.llama import modeling_llama
-    from transformers.models.t5 import modeling_t5
-
     for module in (modeling_llama, modeling_gpt2, modeling_t5):
         public = {getattr(module, name) for name in module.__all__}
         models = {kind for kind in public if hasattr(kind, "forward") and "PreTrained" not in kind.__name__}
@@ -130,17 +76,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), SHAPES, ids=[f"{n}-{'-'.join(map(str, c))}" for n, c in SHAPES])
+@pytest.mark.parametrize(("name", "changes"), SHAPES)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_config_shapes(name: str, changes: dict[str, Any], backend: str) -> None:
-    stock = next(
-        s
-        for n, s in HEADS
-        if n == name and ("CausalLM" in s.__name__ or "LMHead" in s.__name__ or "Cond" in s.__name__)
-    )
     config = small(name, **changes)
     config._attn_implementation = backend
-    model = make(stock, config)
+    model = make(getattr(transformers, KINDS[name][1]), config)
     before = first_output(model, ids())
     reproduced = {"llama": "rope", "gpt2": "learned", "t5": "t5"}[name]
     torch.testing.assert_close(first_output(hf_posenc.patch(model, reproduced), ids()), before, atol=1e-5, rtol=1e-5)
@@ -150,10 +91,7 @@ def test_config_shapes(name: str, changes: dict[str, Any], backend: str) -> None
 
 
 def test_gpt2_cross_attention_is_left_alone() -> None:
-    from transformers import GPT2LMHeadModel
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-
-    model = make(GPT2LMHeadModel, small("gpt2", add_cross_attention=True))
+    model = make(modeling_gpt2.GPT2LMHeadModel, small("gpt2", add_cross_attention=True))
     memory = torch.randn(4, 6, 32)
     run = {"input_ids": ids(), "encoder_hidden_states": memory}
     with torch.no_grad():
@@ -161,43 +99,28 @@ def test_gpt2_cross_attention_is_left_alone() -> None:
         hf_posenc.patch(model, "learned")
         torch.testing.assert_close(model(**run).logits, before, atol=1e-5, rtol=1e-5)
         hf_posenc.patch(model, "alibi")
-        assert all(type(block.crossattention) is GPT2Attention for block in model.transformer.h)
+        assert all(type(block.crossattention) is modeling_gpt2.GPT2Attention for block in model.transformer.h)
         full = model(**run, use_cache=False).logits
         cached = model(**{**run, "input_ids": ids()[:, :7]}, use_cache=True)
         rest = model(input_ids=ids()[:, 7:], encoder_hidden_states=memory, past_key_values=cached.past_key_values)
     torch.testing.assert_close(torch.cat([cached.logits, rest.logits], 1), full, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default", "rope_theta": 500.0},
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0, 1.5, 2.0, 2.5],
-            "long_factor": [2.0, 3.0, 4.0, 5.0],
-            "original_max_position_embeddings": 32,
-        },
-        {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rope_reproduces_every_rope_type(rope: dict[str, Any]) -> None:
-    from transformers import LlamaForCausalLM
+SHORT = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500.0},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, **SHORT},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], **SHORT},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
+]
 
-    model = make(LlamaForCausalLM, small("llama", rope_parameters=rope))
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rope_reproduces_every_rope_type(rope: dict[str, Any]) -> None:
+    model = make(modeling_llama.LlamaForCausalLM, small("llama", rope_parameters=rope))
     before = first_output(model, ids())
     limit = {"dynamic": 64, "longrope": 32}.get(rope["rope_type"])
     cautions = [text for text in hf_posenc.plan(model, "rope").warnings if "rotary frequencies" in text]
@@ -215,13 +138,11 @@ def test_every_architecture_has_one_config() -> None:
 
 
 def test_torch_compile_gives_the_same_logits() -> None:
-    from transformers import LlamaForCausalLM
-
     # Tracing is what can go wrong; generating machine code takes a minute and adds nothing.
     for scheme, layers in (("fire", 1), ("tape", 2)):
         config = small("llama")
         config.num_hidden_layers = layers  # each is traced
-        model = hf_posenc.patch(make(LlamaForCausalLM, config), scheme)
+        model = hf_posenc.patch(make(modeling_llama.LlamaForCausalLM, config), scheme)
         before = first_output(model, ids())
         compiled = torch.compile(model, backend="eager", fullgraph=False)
         with torch.no_grad():
@@ -246,10 +167,6 @@ def test_signatures_stay_those_of_the_stock_classes() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a cache, whose layers hold positions for every row: a bias per row would cost a batch times as much."""
-    from transformers import DynamicCache, LlamaForCausalLM, StaticCache
-
-    from hf_posenc.patches import seams
-
     seen: list[int] = []
 
     def spy(call: Any) -> Any:
@@ -258,7 +175,7 @@ def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pyt
 
     run = seams.run
     monkeypatch.setattr(seams, "run", spy)
-    model = hf_posenc.patch(make(LlamaForCausalLM, small("llama")), "fire")
+    model = hf_posenc.patch(make(modeling_llama.LlamaForCausalLM, small("llama")), "fire")
     dynamic = kind == "dynamic"
     cache = DynamicCache(config=model.config) if dynamic else StaticCache(config=model.config, max_cache_len=20)
     with torch.no_grad():

@@ -14,6 +14,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from grid import once
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -269,7 +270,7 @@ def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", once(models.ARCHITECTURES))
 def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> None:
     ids = models.tokens(architecture, 2, 12)
     model = moved(hf_posenc.patch(models.stock(architecture), "fire"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -185,48 +184,6 @@ def test_new_parameters_first_ends_at_the_step_of_its_share(share: float) -> Non
         first.on_pre_optimizer_step(None, state, None, model=model)
         thrown_away += model.weight.grad is None
     assert thrown_away == round(100 * share)
-
-
-def test_gradients_that_are_thrown_away_do_not_count_in_their_clipping(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "fire", native="keep")
-    own = {name: p.requires_grad for name, p in model.named_parameters() if not is_scheme_parameter(name)}
-
-    def norms(*callbacks: Any) -> list[float]:
-        run = trainer(copy.deepcopy(model), tmp_path, steps=4, callbacks=[*callbacks], rate=0.0)
-        run.args.logging_steps = 1
-        run.train()
-        return [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
-
-    stages, whole = norms(NewParametersFirst(0.5)), norms()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in own)
-    alone = norms()
-    assert stages[:2] == pytest.approx(alone[:2], rel=1e-4)
-    assert stages[2:] == pytest.approx(whole[2:], rel=1e-4)
-    assert stages[0] < 0.9 * whole[0]
-
-
-def test_a_first_stage_that_is_broken_off_leaves_the_gradients_alone(tmp_path: Path) -> None:
-    class Stops(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
-    def own_gradients(model: Any) -> list[bool]:
-        model.zero_grad()
-        model(**{name: ids[None] for name, ids in windows("llama", 1)[0].items()}).loss.backward()
-        return [bool(p.grad.any()) for name, p in model.named_parameters() if not is_scheme_parameter(name)]
-
-    model = hf_posenc.patch(stock("llama"), "fire")
-    with pytest.raises(KeyboardInterrupt), NewParametersFirst(0.9) as first:
-        trainer(model, tmp_path, callbacks=[first, Stops()]).train()
-    assert sum(own_gradients(model)) == len(own_gradients(model))
-    # Without the context the stage goes on, until the same callback is given to another training.
-    first = NewParametersFirst(0.5)
-    with pytest.raises(KeyboardInterrupt):
-        trainer(model, tmp_path, callbacks=[first, Stops()]).train()
-    assert not any(own_gradients(model))
-    trainer(model, tmp_path, steps=2, callbacks=[first]).train()
-    assert all(own_gradients(model))
 
 
 def test_new_parameters_first_refuses_a_scheme_without_weights(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def _id(case: tuple[str, str, dict[str, Any]]) -> str:
     return "-".join([architecture, name, *(f"{key}={value}" for key, value in options.items())])
 
 
-PARAMETERS = [pytest.param(case, id=_id(case)) for case in CASES]
-# Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation;
-# test_attend.py has the future and float32 with all options.
+# test_attend.py and the schemes' own files have all options.
+PARAMETERS = [pytest.param(case, id=_id(case), marks=[pytest.mark.grid] if case[2] else []) for case in CASES]
+# Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation.
 by_scheme = pytest.mark.parametrize("case", [p for p in PARAMETERS if not p.values[0][2]], indirect=True)
 
 
@@ -116,7 +116,7 @@ def _started(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreT
     return hf_posenc.patch(stock(architecture, **config), name, **options), architecture
 
 
-def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 24, **options: Any) -> Tensor:
+def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 12, **options: Any) -> Tensor:
     """Generate exactly `new` tokens, greedily unless told otherwise."""
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -176,23 +176,23 @@ def test_static_cache_equals_growing_cache(case: tuple[str, str, dict[str, Any]]
 def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 11)
-    without = _decoded(model, ids, 12, num_beams=4, use_cache=False)
-    assert torch.equal(_decoded(model, ids, 12, num_beams=4), without)
+    without = _decoded(model, ids, 8, num_beams=4, use_cache=False)
+    assert torch.equal(_decoded(model, ids, 8, num_beams=4), without)
 
 
 @by_scheme
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
-    plain = _decoded(model, ids, 16)
-    assert torch.equal(_decoded(model, ids, 16, prompt_lookup_num_tokens=3), plain)
+    plain = _decoded(model, ids, 12)
+    assert torch.equal(_decoded(model, ids, 12, prompt_lookup_num_tokens=3), plain)
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         # The assistant must sometimes be wrong, or nothing would ever be cropped.
         assistant.get_input_embeddings().weight.mul_(
             1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight)
         )
-    assert torch.equal(_decoded(model, ids, 16, assistant_model=assistant), plain)
+    assert torch.equal(_decoded(model, ids, 12, assistant_model=assistant), plain)
 
 
 def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]]) -> None:
@@ -205,9 +205,9 @@ def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]
     short = logits(model, architecture, ids[:1, pad:], mask[:1, pad:])
     torch.testing.assert_close(together[:1, pad:], short, **SAME)
     torch.testing.assert_close(together[1:], logits(model, architecture, ids[1:], mask[1:]), **SAME)
-    batch = model.generate(ids, attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False)
-    alone = _decoded(model, ids[:1, pad:], 10)
-    assert torch.equal(batch[:1, -10:], alone[:, -10:])
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    alone = _decoded(model, ids[:1, pad:], 6)
+    assert torch.equal(batch[:1, -6:], alone[:, -6:])
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

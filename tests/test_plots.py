@@ -31,6 +31,7 @@ import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli import plot as plotting
 from hf_posenc.recipes.plots import figures, kinds, style
+from hf_posenc.structures import Numbers, Picture
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}
@@ -51,6 +52,18 @@ def llama(scheme: str | None = None, *, layers: int = 2, **options: Any) -> Any:
     )
     model = LlamaModel(config).eval()
     return model if scheme is None else stirred(hf_posenc.patch(model, scheme, **options))
+
+
+def vit(scheme: str) -> Any:
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=20)
+    config.patch_size, config.initializer_range = 4, 0.5
+    return hf_posenc.patch(ViTModel(config), scheme)
+
+
+def only(model: Any, kind: str, **options: Any) -> list[Axes]:
+    """Return the panels of the only figure of a kind."""
+    (figure,) = draw(model, kind, **options).values()
+    return panels(figure)
 
 
 def stirred(model: Any) -> Any:
@@ -160,7 +173,7 @@ def test_kinds_are_named_on_the_command_line() -> None:
 
 def test_kerple_is_its_formula() -> None:
     model = llama("kerple")
-    (axes,) = panels(draw(model, "bias", queries=[50])["bias-decoder-kerple"])
+    (axes,) = only(model, "bias", queries=[50])
     scheme = model.hf_posenc_shared.get_submodule("0")
     n = torch.arange(51)
     p, a = (parameter.detach().clamp_min(0.01)[:, None] for parameter in (scheme.bias_p, scheme.bias_a))
@@ -171,19 +184,11 @@ def test_kerple_is_its_formula() -> None:
     assert axes.get_title(loc="left") == "layers 0, 1, query at 50"
 
 
-def test_alibi_at_50_falls_by_its_slopes() -> None:
-    (axes,) = panels(draw(llama("alibi"), "bias", queries=[50])["bias-decoder-alibi"])
-    slopes = np.array([[2.0**-2], [2.0**-4], [2.0**-6], [2.0**-8]])
-    np.testing.assert_allclose(heights(axes), -slopes * np.arange(51))
-
-
 def test_fire_is_drawn_for_each_query() -> None:
     model = llama("fire", threshold=16.0)
-    every = draw(model, "bias")["bias-decoder-fire"]
-    titles = [axes.get_title(loc="left") for axes in panels(every)]
+    titles = [axes.get_title(loc="left") for axes in only(model, "bias")]
     assert titles == [f"layer {layer}, query at {query}" for query in (32, 128) for layer in (0, 1)]
-    figure = draw(model, "bias", queries=[128], heads=[3, 1])["bias-decoder-fire"]
-    for layer, axes in enumerate(panels(figure)):
+    for layer, axes in enumerate(only(model, "bias", queries=[128], heads=[3, 1])):
         scheme, n = scheme_of(model, layer), torch.arange(129)
         limit = (scheme.L_multiplier * 16).abs().clamp_min(128)
         ratio = torch.log1p((scheme.c * n).abs()) / (torch.log1p((scheme.c * limit).abs()) + 1e-6)
@@ -213,8 +218,7 @@ def test_a_stock_t5_shows_its_own_tables() -> None:
 
 def test_rope_decay_is_the_mean_over_all_pairs() -> None:
     model = llama("rope")
-    figure = draw(model, "decay", queries=[20])["decay-decoder-rope"]
-    for layer, axes in enumerate(panels(figure)):
+    for layer, axes in enumerate(only(model, "decay", queries=[20])):
         _, q, k, _ = operands(model, layer)
         k = k.repeat_interleave(2, dim=1)
         want = []
@@ -227,36 +231,31 @@ def test_rope_decay_is_the_mean_over_all_pairs() -> None:
 
 def test_shaw_is_the_mean_query_on_its_table() -> None:
     model = llama("shaw", layers=1, max_distance=3)
-    (axes,) = panels(draw(model, "decay", queries=[8])["decay-decoder-shaw"])
+    (axes,) = only(model, "decay", queries=[8])
     scheme, (_, q, _, _) = scheme_of(model), operands(model, 0)
     rows = scheme.rel_k[3 - torch.arange(9).clamp_max(3)].double()
     np.testing.assert_allclose(heights(axes), below_largest(scheme.geometry.scale * q[0].mean(1) @ rows.T), atol=1e-6)
 
 
 def test_patches_of_an_image_are_drawn_on_their_grid() -> None:
-    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    config.image_size, config.patch_size = 20, 4
-    model = hf_posenc.patch(ViTModel(config), "alibi")
-    figure = figures(model, what="bias")["bias-encoder-alibi"]
     offset = np.arange(5) - 2
     far = np.hypot(offset[:, None], offset[None])
+    figure = figures(vit("alibi"), what="bias")["bias-encoder-alibi"]
     for axes, slope in zip(panels(figure), (2.0**-4, 2.0**-8), strict=True):
-        np.testing.assert_allclose(image(axes), -slope * far, rtol=1e-6)
+        np.testing.assert_allclose(image(axes), -slope * far, rtol=1e-6, atol=1e-9)
         assert axes.images[0].get_extent() == [-2.5, 2.5, 2.5, -2.5]
+        assert axes.get_title(loc="left")
 
 
 def test_a_rotation_adds_nothing_where_the_query_stands() -> None:
-    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=20)
-    config.patch_size, config.initializer_range = 4, 0.5
-    drawn = panels(figures(hf_posenc.patch(ViTModel(config), "rope2d"), what="decay")["decay-encoder-rope2d"])
-    for axes in drawn:
+    for axes in panels(figures(vit("rope2d"), what="decay")["decay-encoder-rope2d"]):
         assert np.abs(image(axes)).max() > 1e-4
         assert image(axes)[2, 2] == pytest.approx(0, abs=1e-12)
 
 
 def test_frequencies_of_learned_rotations_are_those_of_their_generators() -> None:
     model = llama("liere", layers=1)
-    (axes,) = panels(draw(model, "frequencies")["frequencies-decoder-liere"])
+    (axes,) = only(model, "frequencies")
     shown = lines(axes)
     native = scheme_of(model).geometry.inv_freq.double()
     np.testing.assert_allclose(shown["native"][1], 2 * math.pi / native)
@@ -268,20 +267,18 @@ def test_frequencies_of_learned_rotations_are_those_of_their_generators() -> Non
 
 
 def test_planes_say_which_channels_turn_together() -> None:
-    model = llama("comrope_ap", layers=1)
-    (axes,) = panels(draw(model, "planes")["planes-decoder-comrope_ap"])
+    (axes,) = only(llama("comrope_ap", layers=1), "planes")
     shown = image(axes)
     assert shown.shape == (8, 9)  # two heads of four planes, and a gap
     assert np.isnan(shown[:, 4]).all()
     np.testing.assert_allclose(np.delete(shown, 4, axis=1).sum(0), 1)
-    fresh = hf_posenc.patch(llama(), "comrope_ap")
-    native = image(panels(draw(fresh, "planes")["planes-decoder-comrope_ap"])[0])[:, :4]
+    native = image(only(hf_posenc.patch(llama(), "comrope_ap"), "planes")[0])[:, :4]
     np.testing.assert_allclose(native, 0.5 * np.vstack([np.eye(4)] * 2), atol=1e-9)
 
 
 def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
     model = llama("learned")
-    left, right = panels(draw(model, "table")["table-decoder-learned"])
+    left, right = only(model, "table")
     rows = model.hf_posenc_shared.get_submodule("0").wpe.weight.detach()
     np.testing.assert_allclose(image(left), rows.T)
     np.testing.assert_allclose(image(right), torch.cosine_similarity(rows[:, None], rows[None], dim=-1), atol=1e-6)
@@ -290,16 +287,33 @@ def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
 
 def test_series_are_the_coefficients() -> None:
     model = llama("fope", layers=1)
-    (axes,) = panels(draw(model, "series")["series-decoder-fope"])
-    scheme = scheme_of(model)
-    both = torch.stack([scheme.sin_coef, scheme.cos_coef]).detach()
-    np.testing.assert_allclose(image(axes), both.square().mean((0, 1)).sqrt(), rtol=1e-5)
+    both = torch.stack([scheme_of(model).sin_coef, scheme_of(model).cos_coef]).detach()
+    np.testing.assert_allclose(image(only(model, "series")[0]), both.square().mean((0, 1)).sqrt(), rtol=1e-5)
+
+
+def test_a_scheme_declares_a_picture_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands find it; no room of pictures knows the scheme."""
+    model = llama("shaw", layers=1)
+    of = Numbers(lambda scheme, logits, q, k, block: q[..., 0], "first channel", high=None)
+    monkeypatch.setattr(
+        type(scheme_of(model)), "pictures", (Picture("first", "a summary", "a title", "tokens", (of,)),)
+    )
+    assert kinds()["first"] == "a summary"
+    (axes,) = only(model, "first")
+    np.testing.assert_allclose(image(axes), operands(model, 0)[1][0, :, :, 0].detach(), rtol=1e-6)
+    with pytest.raises(hf_posenc.OptionError, match="no picture 'first' of kerple"):
+        draw(llama("kerple"), "first")
+
+
+def test_random_schemes_are_drawn_as_they_are_evaluated() -> None:
+    model = llama("cape").train()
+    np.testing.assert_array_equal(*(heights(only(model, "bias")[0]) for _ in range(2)))
+    assert model.training
 
 
 def test_gates_and_what_they_leave() -> None:
     model = llama("fox")
-    figure = draw(model, "gates")["gates-decoder-fox"]
-    drawn = panels(figure)
+    drawn = only(model, "gates")
     assert [axes.get_title(loc="left") for axes in drawn[:2]] == [
         "gate of each token, layer 0",
         "left at the last token, layer 0",
@@ -314,7 +328,7 @@ def test_gates_and_what_they_leave() -> None:
 
 def test_positions_are_counted_as_cope_counts() -> None:
     model = llama("cope", layers=1, npos=4)
-    drawn = panels(draw(model, "positions")["positions-decoder-cope-layer-0"])
+    drawn = only(model, "positions")
     scale, (_, q, k, _) = scheme_of(model).geometry.scale, operands(model, 0)
     gates = (scale * q @ k.repeat_interleave(2, dim=1).mT)[0].sigmoid()
     for head, axes in enumerate(drawn):
@@ -327,7 +341,7 @@ def test_positions_are_counted_as_cope_counts() -> None:
 
 def test_states_are_those_that_layers_are_handed() -> None:
     model = llama("tape", layers=3)
-    drawn = panels(draw(model, "states")["states-decoder-tape"])
+    drawn = only(model, "states")
     np.testing.assert_allclose(image(drawn[0]), np.ones((HEADS, TOKENS)), rtol=1e-6)
     for layer in (1, 2):
         carried = operands(model, layer)[3]
@@ -460,16 +474,12 @@ def test_the_command_draws_a_run_and_an_adapter(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
     folder = str(DIRECTORIES["gpt2"])
     for arguments, message in (
         ((folder, "--what", "gates"), "There is no picture 'gates' of learned."),
         ((folder, "--layers", "first"), "--layers 'first': expected indices"),
-        ((str(tmp_path),), "There is no config.json"),
     ):
-        done = run(*arguments, "--out", out)
-        assert done.exit_code == 1
-        assert done.output.startswith("hf-posenc: ")
+        done = run(*arguments, "--out", str(tmp_path / "out"))
+        assert (done.exit_code, done.output.count("\n")) == (1, 1)
         assert message in done.output
-        assert done.output.count("\n") == 1
     assert not any(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_posenc
+from hf_posenc.patches.architecture import architectures
 
 ROOT = Path(__file__).parent.parent
 
@@ -186,8 +187,8 @@ def test_the_core_works_without_transformers_and_imports_at_the_top() -> None:
             assert not found, f"{module} imports inside of a function: {found}"
 
 
-# Schemes whose names are no ordinary words, and architectures.
-NAMES = {*hf_posenc.schemes(), "gpt2", "llama", "vit"} - {"fire", "learned", "nope", "rope", "t5"}
+# Names of schemes that are ordinary words, or those of both.
+ORDINARY = {"fire", "learned", "nope", "rope", "t5"}
 # Names of a scheme or an architecture outside of its file, the data of recipes and documentation. The table may only
 # shrink: what another room needs to know of a scheme, the scheme declares.
 NAMED: dict[str, set[str]] = {
@@ -201,7 +202,7 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.recipes.loading": {"llama"},
     "hf_posenc.recipes.demo": {"fire_s", "llama"},
     # Hints.
-    "hf_posenc.patches.context": {"comrope_ap", "comrope_ld", "liere", "rope2d"},
+    "hf_posenc.patches.family": {"gpt2"},
     "hf_posenc.patches.export.restating": {"llama"},
     "hf_posenc.recipes.training.fit_bias": {"kerple"},
     # Choices for a user, and pictures.
@@ -227,8 +228,9 @@ def _words(path: Path) -> set[str]:
 
 
 def test_schemes_and_architectures_are_named_in_their_own_files_only() -> None:
+    names = {*hf_posenc.schemes(), *architectures()} - ORDINARY
     for module, path in _sources().items():
-        named = (NAMES & _words(path)) - {path.stem}
+        named = (names & _words(path)) - {path.stem}
         allowed = NAMED.get(module, set())
         assert named <= allowed, f"{module} names {', '.join(sorted(named - allowed))}"
     assert set(NAMED) <= set(_sources())
@@ -258,44 +260,34 @@ def test_canary_transformers() -> None:
     def names(function: object) -> list[str]:
         return [n for n in inspect.signature(function).parameters if n != "self"]
 
-    assert names(modeling_llama.LlamaAttention.forward) == [
-        "hidden_states",
-        "position_embeddings",
-        "attention_mask",
-        "past_key_values",
-        "kwargs",
-    ]
-    assert names(modeling_llama.LlamaModel.forward)[:6] == [
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "use_cache",
-    ]
-    assert names(modeling_llama.apply_rotary_pos_emb) == ["q", "k", "cos", "sin", "unsqueeze_dim"]
-    assert names(modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters) == ["config", "kwargs"]
-    assert names(modeling_gpt2.GPT2Attention.forward) == [
-        "hidden_states",
-        "past_key_values",
-        "attention_mask",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "output_attentions",
-        "kwargs",
-    ]
-    assert {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"} <= set(
-        names(modeling_gpt2.GPT2Model.forward)
-    )
-    assert names(modeling_t5.T5Attention.forward) == [
-        "hidden_states",
-        "mask",
-        "key_value_states",
-        "position_bias",
-        "past_key_values",
-        "kwargs",
-    ]
-    assert names(modeling_t5.T5Attention.compute_bias) == ["query_length", "key_length", "device", "past_seen_tokens"]
+    for function, first in (
+        (
+            modeling_llama.LlamaAttention.forward,
+            "hidden_states position_embeddings attention_mask past_key_values kwargs",
+        ),
+        (
+            modeling_llama.LlamaModel.forward,
+            "input_ids attention_mask position_ids past_key_values inputs_embeds use_cache",
+        ),
+        (modeling_llama.apply_rotary_pos_emb, "q k cos sin unsqueeze_dim"),
+        (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config kwargs"),
+        (
+            modeling_gpt2.GPT2Attention.forward,
+            "hidden_states past_key_values attention_mask encoder_hidden_states encoder_attention_mask "
+            "output_attentions kwargs",
+        ),
+        (
+            modeling_t5.T5Attention.forward,
+            "hidden_states mask key_value_states position_bias past_key_values kwargs",
+        ),
+        (modeling_t5.T5Attention.compute_bias, "query_length key_length device past_seen_tokens"),
+        (masking_utils.find_packed_sequence_indices, "position_ids"),
+        (modeling_utils.PreTrainedModel.get_correct_attn_implementation, "requested_attention is_init_check"),
+        (modeling_utils.PreTrainedModel._load_pretrained_model, "model state_dict checkpoint_files"),
+    ):
+        assert names(function)[: len(first.split())] == first.split()
+    gpt2 = {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"}
+    assert gpt2 <= set(names(modeling_gpt2.GPT2Model.forward))
     assert "kwargs" in names(modeling_t5.T5Stack.forward)
     assert {"keys", "values", "is_initialized"} <= set(vars(cache_utils.DynamicLayer()))
     assert "cumulative_length" in vars(cache_utils.StaticLayer(max_cache_len=4))
@@ -305,15 +297,8 @@ def test_canary_transformers() -> None:
         assert hasattr(cache_utils.DynamicLayer, method)
     assert hasattr(cache_utils.DynamicCache(), "layer_class_to_replicate")
     assert hasattr(cache_utils.EncoderDecoderCache, "__init__")
-    assert names(masking_utils.find_packed_sequence_indices) == ["position_ids"]
-    assert names(modeling_utils.PreTrainedModel.get_correct_attn_implementation) == [
-        "requested_attention",
-        "is_init_check",
-    ]
     assert hasattr(modeling_utils.PreTrainedModel, "_keep_in_fp32_modules_strict")
     assert hasattr(modeling_utils.PreTrainedModel, "_upload_modified_files")
-    loading = inspect.signature(modeling_utils.PreTrainedModel._load_pretrained_model)
-    assert list(loading.parameters)[:3] == ["model", "state_dict", "checkpoint_files"]
     assert isinstance(output_capturing._CAN_RECORD_REGISTRY, dict)
 
 
@@ -341,7 +326,8 @@ def test_an_encoder_without_encoding_is_warned_of() -> None:
         T5Config(vocab_size=40, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16), "nope"
     ).warnings
     assert [warning for warning in warned if "bag of words" in warning] == [
-        "encoder: Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
+        "encoder: Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens "
+        "apart."
     ]
 
 

@@ -21,7 +21,7 @@ from transformers import get_scheduler
 import hf_posenc
 from hf_posenc import RecipeError
 from hf_posenc.recipes import library
-from hf_posenc.recipes.schema import fields, plain_yaml
+from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.consistency import warmup_steps
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
 
@@ -43,30 +43,23 @@ def architecture_of(recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("name", library.names())
-def test_recipe_reads_and_says_what_it_is_in_one_sentence(name: str) -> None:
+def test_a_built_in_recipe_says_what_it_is_and_builds_on_its_architecture(name: str, tmp_path: Path) -> None:
     recipe = Recipe.read(name)
     assert re.fullmatch(r"[A-Z][^.!?\n]*\.", recipe.summary)
-    architecture, _, scheme = name.partition("-")
-    if architecture in models.ARCHITECTURES:
-        assert (architecture, scheme) == (architecture_of(recipe), recipe.conversion.scheme)
-
-
-@pytest.mark.parametrize("name", library.names())
-def test_recipe_builds_on_its_architecture(name: str) -> None:
-    recipe = Recipe.read(name)
+    made_for, _, scheme = name.partition("-")
     conversion, architecture = recipe.conversion, architecture_of(recipe)
     assert conversion.scheme is not None
+    assert made_for not in models.ARCHITECTURES or (made_for, scheme) == (architecture, conversion.scheme)
     native = "remove" if conversion.native == "remove" else "keep"
     selection: dict[str, Any] = {"layers": conversion.layers, "stacks": conversion.stacks}
-    model = hf_posenc.patch(
-        models.stock(architecture), conversion.scheme, native=native, **selection, **conversion.options
-    )
-    hf_posenc.verify(model)
+    model = models.stock(architecture)
+    hf_posenc.verify(hf_posenc.patch(model, conversion.scheme, native=native, **selection, **conversion.options))
+    assert read(tmp_path, recipe.text()) == recipe
 
 
 @pytest.mark.parametrize("name", library.names())
 def test_recipe_repeats_no_default(name: str) -> None:
-    content = plain_yaml.parse(library.find(name).read_text(encoding="utf-8"), name)
+    content = fields.parse(library.find(name).read_text(encoding="utf-8"), name)
     full = dataclasses.asdict(Recipe.read(name))
     for section, keys in content.items():
         if isinstance(keys, dict):
@@ -126,7 +119,7 @@ def test_overrides_win_over_the_file_and_reach_keys_that_it_lacks(tmp_path: Path
 )
 def test_numbers(text: str, value: float, tmp_path: Path) -> None:
     assert read(tmp_path, PLAIN, f"training.learning_rate={text}").training.learning_rate == value
-    found = plain_yaml.parse(f"x: {text}", "x")["x"]
+    found = fields.parse(f"x: {text}", "x")["x"]
     assert found == value
 
 
@@ -182,24 +175,18 @@ def test_text_reads_as_the_recipe(
     assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
 
 
-@pytest.mark.parametrize("name", library.names())
-def test_text_of_each_recipe_reads_as_the_recipe(name: str, tmp_path: Path) -> None:
-    (tmp_path / "again.yaml").write_text(Recipe.parse(name).text(), encoding="utf-8")
-    assert Recipe.parse(tmp_path / "again.yaml") == Recipe.parse(name)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        content = plain_yaml.parse(text, "mine.yaml")
+        content = fields.parse(text, "mine.yaml")
         recipe = fields.build(Recipe, content, where="mine.yaml")
     except RecipeError:
         return
     assert isinstance(recipe, Recipe)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text("modelcnvrsi.=xy {}[]:1", max_size=30) | st.text())
 def test_any_override_is_read_or_refused(pair: str) -> None:
     content: dict[str, Any] = {"model": "tiny-llama", "conversion": {"scheme": "fire"}}

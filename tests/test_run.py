@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
-from hf_posenc.patches.directories import publish, write_text
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files as saving
 from hf_posenc.recipes.runs import run
@@ -301,9 +299,11 @@ def test_another_teacher(read: Any, tmp_path: Path) -> None:
 
 VARIANTS = {
     "handover": ["conversion.native=handover", "conversion.handover=0.7"],
-    "other lengths": ["training.mixed_lengths=[8,32]", "training.new_parameters_first=0.5"],
+    "other lengths and a teacher": [
+        *("training.mixed_lengths=[8,32]", "training.new_parameters_first=0.5"),
+        *("distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"),
+    ],
     "skipping": ["training.skip_to=200", "conversion.scheme=kerple", "conversion.options={}", "conversion.fit=native"],
-    "teacher": ["distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"],
     "lora": [
         "adapter.kind=lora",
         "adapter.dropout=0.3",
@@ -311,8 +311,7 @@ VARIANTS = {
         "conversion.handover=1.0",
         "distillation.share=0.5",
     ],
-    "scheme alone": ["adapter.kind=scheme"],
-    "documents": ["data.packing=documents"],
+    "documents, scheme alone": ["data.packing=documents", "adapter.kind=scheme"],
     "t5": [
         f"model={DIRECTORIES['t5']}",
         "conversion.scheme=kerple",
@@ -358,9 +357,8 @@ def test_an_adapter_is_saved_as_one(read: Any, tmp_path: Path) -> None:
     assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
 
 
-@pytest.mark.parametrize("lengths", ["null", "[8,16,32]"])
-def test_micro_batches_change_nothing(lengths: str, read: Any, tmp_path: Path) -> None:
-    shared = ("training.steps=3", "distillation.share=0.5", f"training.mixed_lengths={lengths}")
+def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:
+    shared = ("training.steps=3", "distillation.share=0.5", "training.mixed_lengths=[8,16,32]")
     losses = [
         run.train(read(*shared, f"training.micro_batch_size={size}"), tmp_path / str(size)).loss for size in (1, 4)
     ]
@@ -401,93 +399,43 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_files_and_folders_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, folder = tmp_path / "file.json", tmp_path / ".unfinished-model"
-    write_text(path, "old")
-    folder.mkdir()
-    (folder / "weights").write_bytes(b"x")
-
-    def fail(*args: Any) -> None:
-        raise Stop
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(Stop):
-        write_text(path, "new")
-    with pytest.raises(Stop):
-        publish(folder, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-    assert path.read_text(encoding="utf-8") == "old"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            "training.skip_to=128",
-            r"training.skip_to is 128; expected more than training.length = 128.*training.skip_to=1024",
-        ),
-        ("training.mixed_lengths=[1,128]", r"mixed_lengths has 1; expected divisors of training.length = 128"),
-    ],
-)
-def test_lengths_of_the_model_itself_are_checked_before_anything_is_measured(
-    read: Any, change: str, message: str, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(RecipeError, match=message):
-        run.train(read("training.length=null", change), out)
-    assert not out.exists()
+LENGTHS: dict[str, tuple[str, list[str], str]] = {
+    "nothing to skip": ("llama-nope", ["training.skip_to=128"], "expected more than training.length = 128.*=1024"),
+    "no divisor": ("llama-nope", ["training.mixed_lengths=[1,128]"], "has 1; expected divisors of training.length"),
+    "skipping in T5": ("t5-kerple", ["training.length=64", "training.skip_to=99"], "skips positions in texts"),
+    "pieces in T5": ("t5-fire", ["training.length=64", "distillation.length=16"], "cuts windows into pieces.*Leave it"),
+    "table, handover": (
+        *("gpt2-fire", ["training.length=64", "training.skip_to=512"]),
+        "skip_to is 512, and the model's own table, which conversion.native=handover.* Give conversion.native=remove",
+    ),
+    "table of the control": (
+        *("gpt2-fire", ["training.length=256", "conversion={scheme: null}", "distillation={}"]),
+        "length is 256, and the model's own table has 128 positions. Give at most as many",
+    ),
+    "table of the scheme": (
+        *("llama-learned", ["training.length=256"]),
+        "length is 256, and the scheme knows 128 positions.*conversion.options",
+    ),
+    "table of the scheme, skipping": (
+        *("llama-learned", ["training.length=64", "training.skip_to=512"]),
+        "skip_to is 512, and the scheme knows 128 positions",
+    ),
+}
 
 
-def test_an_encoder_decoder_skips_no_positions(tmp_path: Path) -> None:
-    recipe = Recipe.read("t5-kerple", ["training.skip_to=4096", f"model={DIRECTORIES['t5']}", "training.length=64"])
-    with pytest.raises(RecipeError, match="skips positions in texts that go on"):
-        run.train(recipe, tmp_path / "out")
+@pytest.mark.parametrize("case", LENGTHS)
+def test_lengths_are_checked_before_anything_is_measured(case: str, tmp_path: Path) -> None:
+    name, changes, said = LENGTHS[case]
+    model = DIRECTORIES[name.partition("-")[0]]
+    with pytest.raises(RecipeError, match=said):
+        run.train(Recipe.read(name, [f"model={model}", "training.steps=1", *changes]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
     rates = ("training.learning_rate=1e12", "training.scheme_learning_rate=1e12", "training.max_grad_norm=1e12")
     with pytest.raises(RecipeError, match="the training diverged"):
         run.train(read(*rates, "training.steps=12", "saving.every=1"), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            ["training.length=64", "training.skip_to=512"],
-            r"skip_to is 512, and the model's own table, which conversion.native=handover",
-        ),
-        (
-            ["training.length=256"],
-            r"length is 256, and the model's own table, which .* Give conversion.native=remove, or",
-        ),
-        (
-            ["training.length=256", "conversion={scheme: null}", "distillation={}"],
-            r"length is 256, and the model's own table has 128 positions. Give at most as many",
-        ),
-    ],
-)
-def test_a_table_in_force_is_not_read_beyond_its_end(changes: list[str], said: str, tmp_path: Path) -> None:
-    common = [f"model={DIRECTORIES['gpt2']}", "training.steps=1"]
-    with pytest.raises(RecipeError, match=said):
-        run.train(Recipe.read("gpt2-fire", [*common, *changes]), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            ["training.length=256"],
-            r"length is 256, and the scheme knows 128 positions.*conversion.options",
-        ),
-        (["training.length=64", "training.skip_to=512"], r"skip_to is 512, and the scheme knows 128 positions"),
-    ],
-)
-def test_the_table_of_a_scheme_is_not_read_beyond_its_end(changes: list[str], said: str, tmp_path: Path) -> None:
-    recipe = Recipe.read("llama-nope", ["conversion={scheme: learned}", "training.steps=1", *changes])
-    with pytest.raises(RecipeError, match=said):
-        run.train(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_teacher_of_a_recipe_reads_as_much_at_once_as_it_says(
@@ -512,12 +460,6 @@ def test_the_teacher_of_a_recipe_reads_as_much_at_once_as_it_says(
         with pytest.raises(Stop):
             run.train(read(*changes), tmp_path / str(number))
     assert found == [24, 25, 26, 27, 128]
-
-
-def test_pieces_of_what_is_not_cut_are_refused(tmp_path: Path) -> None:
-    changes = [f"model={DIRECTORIES['t5']}", "training.length=64", "distillation={share: 0.5, length: 16}"]
-    with pytest.raises(RecipeError, match=r"distillation\.length cuts windows into pieces.*Leave it out"):
-        run.train(Recipe.read("t5-fire", changes), tmp_path / "out")
 
 
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
@@ -613,15 +555,3 @@ def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.
         assert threads(1) == 3
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_tiny_model_is_trained_with_one_thread(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    torch.set_num_threads(2)
-    try:
-        run.train(read("training.steps=1"), tmp_path / "out")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-    assert json.loads((tmp_path / "out" / run.RUN).read_text(encoding="utf-8"))["device"] == "CPU with 1 thread"

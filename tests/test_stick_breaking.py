@@ -1,4 +1,4 @@
-"""Stick-breaking against the official code, against loops over keys straight from the paper, and what its walk implies."""
+"""Stick-breaking against the official code, against loops over keys from the paper, and what its walk implies."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def test_start_is_a_break() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("options", [{}, {"remainder": "head_bias"}, {"native": "keep"}], ids=str)
 def test_first_layer_of_a_model(options: dict[str, Any], architecture: str) -> None:
-    """Its weights are those of the loops, on the logits that the stock model's weights have, where its encoding is kept."""
+    """Its weights are those of the loops, on the logits of the stock model's weights, where its encoding is kept."""
     stacks = stacks_for(architecture, "stick_breaking")
     model = hf_posenc.patch(stock(architecture, attn_implementation="eager"), "stick_breaking", **stacks, **options)
     ids = tokens(architecture, 2, 13)

@@ -1,4 +1,4 @@
-"""TaPE against the official code, and the symmetries it is built for: whole stacks of layers, since states pass along them."""
+"""TaPE against the official code, and its symmetries: whole stacks of layers, since states pass along them."""
 
 from __future__ import annotations
 

@@ -395,8 +395,8 @@ def test_schemes_get_raster_positions_and_grid_coordinates(seen: list[Tokens]) -
     states(model, images(*WIDE), attention_mask=mask)
     for tokens in seen:
         assert torch.equal(tokens.positions.query, torch.arange(41)[None])
-        assert torch.equal(tokens.positions.of_queries(2, torch.float32), grid_coords(5, 8, torch.device("cpu")))
-        assert torch.equal(tokens.positions.of_keys(2, torch.float32), grid_coords(5, 8, torch.device("cpu")))
+        assert torch.equal(tokens.positions.query_coords, grid_coords(5, 8, torch.device("cpu")))
+        assert torch.equal(tokens.positions.key_coords, grid_coords(5, 8, torch.device("cpu")))
     assert [tokens.real is None for tokens in seen] == [True, True, False, False]
     assert torch.equal(seen[-1].real, mask == 1)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, Index
 from hf_posenc.attention.dense import all_rows
 from hf_posenc.attention.executor import Executor
-from hf_posenc.attention.parameters import with_parameters
 from hf_posenc.scheme import Scheme
+
+Result = TypeVar("Result")
 
 # Number of logits up to which most schemes are faster in the dense form, and what it keeps for the backward pass is
 # small. At four times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit,
@@ -124,9 +126,7 @@ class BlockPlan:
             output = all_rows(part)[0]
         return torch.autograd.grad(output, targets, grad[:, :, rows.start : rows.stop], allow_unused=True)
 
-    def beyond(
-        self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]
-    ) -> Sequence[tuple[tuple[slice, ...], Tensor]]:
+    def beyond(self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]) -> Sequence[tuple[Index, Tensor]]:
         """Return further gradients of queries, keys and values, with their places, for keys before `rows.first`."""
         return ()
 
@@ -177,33 +177,88 @@ class _ByBlocks(torch.autograd.Function):
         plan: BlockPlan = ctx.plan
         tensors = ctx.saved_tensors  # gradient checkpointing gives them once
         kept, tensors = tensors[: ctx.count], tensors[ctx.count :]
-        operands, needed = tensors[: len(tensors) - len(plan.leaves)], ctx.needs_input_grad[1:]
-        call = plan.call.with_operands(operands)
-        everything = (*operands, *plan.leaves)
-        totals = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
-            for x, wanted in zip(everything, needed, strict=True)
-        ]
-        leaves = [x for x, wanted in zip(plan.leaves, needed[len(operands) :], strict=True) if wanted]
+        call = plan.call.with_operands(tensors[: len(tensors) - len(plan.leaves)])
+        sums = PartSums((*call.operands(), *plan.leaves), ctx.needs_input_grad[1:])
         enabled, dtype = ctx.autocast
         with _generator_set(ctx.generator, grad.device), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
             for rows in plan.found:
-                # Parts of their own, so that no gradient is padded to the size of the whole.
-                places = call.places(*rows)
-                parts = [
-                    x[place].detach().requires_grad_(wanted)
-                    for x, place, wanted in zip(operands, places, needed, strict=False)
-                ]
-                targets = [x for x in parts if x.requires_grad] + leaves
-                found = iter(plan.gradients(call.part(*rows, operands=parts), rows, targets, grad, kept))
-                for index, total in enumerate(totals):
-                    part = None if total is None else next(found)
-                    if total is not None and part is not None:
-                        total[places[index] if index < len(places) else ...] += part
-                for total, (place, part) in zip(totals, plan.beyond(call, rows, grad, kept), strict=False):
-                    if total is not None:
-                        total[place] += part
-        return (None, *(None if y is None else y.to(x.dtype) for x, y in zip(everything, totals, strict=True)))
+                part = call.part(*rows, operands=sums.take(call.places(*rows)))
+                sums.add(plan.gradients(part, rows, sums.targets, grad, kept))
+                sums.add_at(plan.beyond(call, rows, grad, kept))
+        return (None, *sums.result())
+
+
+class PartSums:
+    """Sums of the gradients of tensors, of which each block reads a part.
+
+    Args:
+        tensors: Operands, and behind them leaves that every block reads as a whole.
+        wanted: Whether each of them wants a gradient.
+
+    Attributes:
+        targets: Tensors that a block's gradients are taken for, in order: parts of operands, and leaves.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+        self.tensors, self.wanted = tensors, wanted
+        self.totals = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if learns else None
+            for x, learns in zip(tensors, wanted, strict=True)
+        ]
+
+    def take(self, places: Sequence[Index]) -> list[Tensor]:
+        """Return the parts of the operands, as tensors of their own: no gradient is padded to the size of the whole."""
+        self.places = (*places, *[()] * (len(self.tensors) - len(places)))
+        parts = [x[at].detach().requires_grad_(y) for x, at, y in zip(self.tensors, places, self.wanted, strict=False)]
+        everything = (*parts, *self.tensors[len(parts) :])
+        self.targets = [x for x, learns in zip(everything, self.wanted, strict=True) if learns]
+        return parts
+
+    def add(self, found: Iterable[Tensor | None]) -> None:
+        """Take the gradients of the targets."""
+        given = iter(found)
+        for total, place in zip(self.totals, self.places, strict=True):
+            part = None if total is None else next(given)
+            if total is not None and part is not None:
+                total[place] += part
+
+    def add_at(self, found: Sequence[tuple[Index, Tensor]]) -> None:
+        """Take gradients of the first operands at other places."""
+        for total, (place, part) in zip(self.totals, found, strict=False):
+            if total is not None:
+                total[place] += part
+
+    def result(self) -> list[Tensor | None]:
+        """Return the gradients of all tensors, in their dtypes."""
+        return [None if y is None else y.to(x.dtype) for x, y in zip(self.tensors, self.totals, strict=True)]
+
+
+# -- what the forward pass has read ----------------------------------------------------------------------------------
+
+
+class _Holder(nn.Module):
+    """Holds a scheme and calls another function: wrappers act on the scheme's own forward."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+
+    def forward(self, function: Callable[[], Result]) -> Result:
+        return function()
+
+
+def with_parameters(scheme: Scheme, parameters: Sequence[Tensor], function: Callable[[], Result]) -> Result:
+    """Call a function while a scheme has these parameters, in its own order: those of its forward pass.
+
+    They are the scheme's own, except after a forward pass within `torch.func.functional_call`, which gives them back
+    before any backward pass begins.
+    """
+    own = dict(scheme.named_parameters())
+    if all(now is then for now, then in zip(own.values(), parameters, strict=True)):
+        return function()
+    given = {f"scheme.{name}": tensor for name, tensor in zip(own, parameters, strict=True)}
+    result: Result = functional_call(_Holder(scheme), given, (function,))
+    return result
 
 
 def _generator_state(device: torch.device) -> Tensor:

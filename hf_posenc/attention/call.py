@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.layout import slots_tell_distances
-from hf_posenc.attention.mask import Mask
+from hf_posenc.attention.mask import Mask, slots_tell_distances
 from hf_posenc.operands import Block, Positions
 from hf_posenc.scheme import Scheme
 
 # Part of a tensor.
 Index: TypeAlias = tuple[slice, ...]
+# Operands of a call: the axis along which they have a part for each query or key.
+_SIDES = {
+    "q": (2, "queries"),
+    "k": (2, "keys"),
+    "v": (2, "keys"),
+    "content_q": (2, "queries"),
+    "content_k": (2, "keys"),
+    "state": (1, "keys"),
+    "own": (1, "queries"),
+    "tables": (0, "all"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,28 +139,24 @@ class Call:
         q, k = self.content_q, self.content_k
         return self.q if q is None else q, self.k if k is None else k
 
+    def _named(self) -> Iterator[tuple[str, str | None, Tensor]]:
+        """Return all tensors that gradients may flow into, with their field and, in a mapping, their name."""
+        for field_name in _SIDES:
+            found = getattr(self, field_name)
+            if isinstance(found, Tensor):
+                yield field_name, None, found
+            elif found is not None:
+                yield from ((field_name, name, tensor) for name, tensor in found.items())
+
     def operands(self) -> tuple[Tensor, ...]:
         """Return all tensors that gradients may flow into."""
-        loose = (tensor for tensor in (self.content_q, self.content_k) if tensor is not None)
-        return (self.q, self.k, self.v, *loose, *self.state.values(), *self.own.values(), *self.tables.values())
+        return tuple(tensor for _, _, tensor in self._named())
 
     def places(self, start: int, stop: int, keys: int, first: int = 0) -> tuple[Index, ...]:
         """Return the parts of `operands` that belong to the queries `start:stop` and the keys `first:keys`."""
-        rows, columns = slice(start, stop), slice(first, keys)
-        everywhere = slice(None)
-        loose = [
-            (everywhere, everywhere, part)
-            for tensor, part in ((self.content_q, rows), (self.content_k, columns))
-            if tensor is not None
-        ]
-        return (
-            (everywhere, everywhere, rows),
-            *[(everywhere, everywhere, columns)] * 2,
-            *loose,
-            *[(everywhere, columns)] * len(self.state),
-            *[(everywhere, rows)] * len(self.own),
-            *[(everywhere,)] * len(self.tables),
-        )
+        sides = {"queries": slice(start, stop), "keys": slice(first, keys), "all": slice(None)}
+        axes = (_SIDES[field_name] for field_name, _, _ in self._named())
+        return tuple((slice(None),) * axis + (sides[side],) for axis, side in axes)
 
     def part(
         self, start: int, stop: int, keys: int, first: int = 0, *, operands: Sequence[Tensor] | None = None
@@ -171,22 +177,13 @@ class Call:
 
     def with_operands(self, operands: Sequence[Tensor]) -> Call:
         """Return the same call on other tensors, in the order of `operands`."""
-        given = iter(operands)
-
-        def loose(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else next(given)
-
-        return replace(
-            self,
-            q=next(given),
-            k=next(given),
-            v=next(given),
-            content_q=loose(self.content_q),
-            content_k=loose(self.content_k),
-            state={name: next(given) for name in self.state},
-            own={name: next(given) for name in self.own},
-            tables={name: next(given) for name in self.tables},
-        )
+        changed: dict[str, Any] = {}
+        for (field_name, name, _), tensor in zip(self._named(), operands, strict=True):
+            if name is None:
+                changed[field_name] = tensor
+            else:
+                changed.setdefault(field_name, {})[name] = tensor
+        return replace(self, **changed)
 
 
 def outlines(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.attention.layout import shows_ahead
+from hf_posenc.attention.mask import shows_ahead
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Folded
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.engine import executors, run
-from hf_posenc.attention.layout import is_plain
-from hf_posenc.attention.mask import Mask, from_tensor
+from hf_posenc.attention.mask import Mask, from_tensor, is_plain
 from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.scheme import Scheme

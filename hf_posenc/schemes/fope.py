@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.ops.rotations import turn_pairs
+from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent, Numbers, Picture
@@ -79,7 +78,6 @@ class FoPE(Annealed, RotaryScheme):
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
         self.set_annealing(anneal)
-        self._layout = geometry.layout if self._native else "half"
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
         self.max_length = max_length or geometry.max_positions or _CONTEXT
         self.fourier_dim, self.official_layout, self.official_sin_pad = fourier_dim, official_layout, official_sin_pad
@@ -126,26 +124,11 @@ class FoPE(Annealed, RotaryScheme):
             else:
                 nn.init.zeros_(coefficients)
 
-    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        places = tokens.positions
-        precise = torch.promote_types(k.dtype, torch.float32)
-        of_keys = self.series(places.key.to(k.device), precise)
-        of_queries = of_keys if places.query is places.key else self.series(places.query.to(q.device), precise)
-        return Projection(turn_pairs(q, *of_queries, self._layout), turn_pairs(k, *of_keys, self._layout), v)
-
-    def series(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the real and imaginary part of each pair's factor, each `[B|1, G, S, rotary_dim / 2]`.
-
-        Args:
-            positions: Positions of the tokens, int64 `[B|1, S]`.
-            dtype: Dtype of the result, float32 or float64.
-        """
-        with torch.autocast(positions.device.type, enabled=False):
-            place = positions.to(dtype)[:, None, :, None]
-            parts = self._official_series(place) if self.official_layout else self._own_series(place)
-            scaling = self.geometry.rotary_scaling if self._native and self.init == "native" else 1.0
-            cos, sin = (part * scaling for part in parts)
-            return cos, sin
+    def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        place = positions.to(dtype)[:, None, :, None]
+        cos, sin = self._official_series(place) if self.official_layout else self._own_series(place)
+        scaling = self.geometry.rotary_scaling if self._native and self.init == "native" else 1.0
+        return cos * scaling, sin * scaling
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         quiet = self.anneal or not (self.sigma or self._loses)
@@ -158,7 +141,7 @@ class FoPE(Annealed, RotaryScheme):
         others = any(bool(c.any()) for c in coefficients)
         if self.official_layout or self.init == "zero" or self._loses or others:
             return super().stock_equivalent()
-        return self.rotation(self._layout)
+        return self.rotation()
 
     def _own_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = self._table(place)

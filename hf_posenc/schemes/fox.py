@@ -122,21 +122,15 @@ class FoX(Scheme):
         if self.init == "official":
             nn.init.zeros_(bias)
         else:
-            rate = self._decay_times(bias).reciprocal()
+            rate = self._decay_times().repeat(bias.numel() // self.geometry.heads).reciprocal()
             # `-log(expm1(rate))`, whose sigmoid is `exp(-rate)`, without overflow at high rates.
             set_start(bias, -rate - (-torch.expm1(-rate)).log())
 
-    def _decay_times(self, like: Tensor) -> Tensor:
-        """Return the time T of every gate at the start, float64."""
-        heads = self.geometry.heads
-        if self.init == "horizon":
-            assert self.horizon is not None
-            return torch.full(like.shape, self.horizon, dtype=torch.float64, device=like.device)
-        assert self.decay_time_min is not None
-        assert self.decay_time_max is not None
-        first, last = math.log(self.decay_time_min), math.log(self.decay_time_max)
-        times = torch.linspace(first, last, heads, dtype=torch.float64, device=like.device).exp()
-        return times.repeat(like.numel() // heads)
+    def _decay_times(self) -> Tensor:
+        """Return the time T of every head at the start, float64 `[H]`."""
+        ends = (self.horizon, self.horizon) if self.init == "horizon" else (self.decay_time_min, self.decay_time_max)
+        first, last = (math.log(end) for end in ends if end is not None)
+        return torch.linspace(first, last, self.geometry.heads, dtype=torch.float64, device="cpu").exp()
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         return Projection(q, k, v, {_SUMS: self.sums(tokens, k)})

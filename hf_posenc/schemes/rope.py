@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
-from hf_posenc.operands import Geometry, Projection, Tokens
+from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
@@ -50,11 +48,8 @@ class RoPE(RotaryScheme):
         super().__init__(geometry, theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
         self.layout: Layout = layout or geometry.layout
 
-    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        return Projection(*self.rotated(tokens.positions, q, k, self.layout), v)
-
     def stock_equivalent(self) -> Rotation:
-        return self.rotation(self.layout)
+        return self.rotation()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:

@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.operands import Geometry, Positions, Projection, Tokens
-from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.operands import Geometry, coordinates_of
+from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.schemes.families.rotary import frozen_cautions, geometric_frequencies
+from hf_posenc.scheme import set_start
+from hf_posenc.schemes.families.rotary import PairRotation, frozen_cautions, geometric_frequencies
 from hf_posenc.structures import Rotation
 
 # Ratio of the wavelengths in the official code.
@@ -18,7 +18,7 @@ _THETA = {"axial": 100.0, "mixed": 10.0}
 
 
 @register_scheme("rope2d", paper="2403.13298", family="rotary")
-class RoPE2D(Scheme):
+class RoPE2D(PairRotation):
     """Rotate channel pairs by angles that depend on n coordinates of a token (Heo et al. 2024).
 
     `"mixed"`: the angle of a pair is `sum over axes of coordinate * frequency`, with a learned frequency per axis, head
@@ -52,7 +52,6 @@ class RoPE2D(Scheme):
             by no more than the parameter; `None` is the trained length for texts, else 1.
     """
 
-    reproduces = "rotary"
     neutral_options = {"init": "zero"}
     freqs: nn.Parameter | None
 
@@ -105,23 +104,10 @@ class RoPE2D(Scheme):
         else:
             set_start(self.freqs, self._random_directions(self.freqs) * self.unit)
 
-    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        places: Positions = tokens.positions
-        precise = torch.promote_types(k.dtype, torch.float32)
-        of_keys = self.cos_sin(places.of_keys(self.axes, precise).to(k.device))
-        same = places.query is places.key and places.query_coords is places.key_coords
-        of_queries = of_keys if same else self.cos_sin(places.of_queries(self.axes, precise).to(q.device))
-        return Projection(turn_pairs(q, *of_queries, self.layout), turn_pairs(k, *of_keys, self.layout), v)
-
-    def cos_sin(self, coords: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of the angles at coordinates `[B|1, S, axes]`, each `[B|1, G|1, S, M]`.
-
-        They include the model's own factor on rotated queries and keys (YaRN, longrope).
-        """
-        with torch.autocast(coords.device.type, enabled=False):
-            angles = self._angles(coords)
-            scaling = self.geometry.rotary_scaling if self._native else 1.0
-            return angles.cos() * scaling, angles.sin() * scaling
+    def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = self._angles(coordinates_of(positions, coords, self.axes, dtype).to(positions.device))
+        scaling = self.geometry.rotary_scaling if self._native else 1.0
+        return angles.cos() * scaling, angles.sin() * scaling
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.init == "zero" if native_kept else self._native and self.layout == self.geometry.layout

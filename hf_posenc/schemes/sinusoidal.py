@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
-from hf_posenc.operands import Geometry, Positions
+from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Nothing, PositionTable
@@ -66,7 +66,7 @@ class Sinusoidal(Scheme):
     def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
         width = self.geometry.hidden_size
         if self.axes:
-            row, column = Positions(positions, positions, coords).of_queries(2, torch.float64).unbind(-1)
+            row, column = coordinates_of(positions, coords, 2, torch.float64).unbind(-1)
             table = torch.cat((self._waves(column, width // 2), self._waves(row, width - width // 2)), dim=-1)
             table = table.masked_fill((positions == 0)[..., None], 0)
         else:

@@ -25,7 +25,7 @@ class T5Bias(DistanceBias):
         init: Start: `"native"` copies the model's own table, `"normal"` draws N(0, 1 / sqrt(E)), `"zero"` is a no-op;
             `"auto"` is `"native"` if the model has such a table, else `"normal"`.
         gate: Multiply the bias by a learned factor per head that starts at 0.
-        shared: Use one table for the whole stack, as in T5, not one per layer.
+        shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
     """
 
     reproduces = "t5"
@@ -41,10 +41,10 @@ class T5Bias(DistanceBias):
         max_distance: int | None = None,
         init: Literal["auto", "native", "normal", "zero"] = "auto",
         gate: bool = False,
-        shared: bool = True,
+        shared: bool | None = None,
     ) -> None:
-        super().__init__(geometry, gate=gate, shared=shared)
         native = geometry.native_table("t5")
+        super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
         if num_buckets is None:
             num_buckets = 32 if native is None else native.weight.shape[0]
         if max_distance is None:

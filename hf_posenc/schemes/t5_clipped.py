@@ -28,7 +28,7 @@ class T5Clipped(GridBias):
         init: Start: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02),
             `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
         gate: Multiply the bias by a learned factor per head that starts at 0.
-        shared: Use one table for the whole stack, not one per layer.
+        shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
     """
 
     reproduces = "t5"
@@ -43,10 +43,10 @@ class T5Clipped(GridBias):
         max_distance: int | None = None,
         init: Literal["auto", "native", "normal", "zero"] = "auto",
         gate: bool = False,
-        shared: bool = True,
+        shared: bool | None = None,
     ) -> None:
-        super().__init__(geometry, gate=gate, shared=shared)
         native = geometry.native_table("t5")
+        super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
         needed = None if native is None else _reach(native, causal=geometry.causal)
         if max_distance is None and self.axes and geometry.max_positions is not None:
             max_distance = max(1, math.isqrt(geometry.max_positions) - 1)

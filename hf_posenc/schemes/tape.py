@@ -65,7 +65,6 @@ class TaPE(RotaryScheme):
         gate: bool = False,
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=gate)
-        self._layout = geometry.layout if self._native else "half"
         if not geometry.first:
             self.gate_weight = None  # The angles are made in the first layer only.
         heads = geometry.heads
@@ -150,7 +149,7 @@ class TaPE(RotaryScheme):
             return super().stock_equivalent()
         if self.pe is not None and all(bool(weight.any()) for weight in self.pe.parameters()):
             return super().stock_equivalent()
-        return self.rotation(self._layout)
+        return self.rotation()
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         # All layers go on from the angles of the first.
@@ -170,7 +169,7 @@ class TaPE(RotaryScheme):
     def _turn(self, x: Tensor, states: Tensor) -> Tensor:
         """Multiply the channel pairs of `[B, H, S, D]` by position states `[B, H, S, R]`."""
         precise = torch.promote_types(x.dtype, torch.float32)
-        rotate = rotate_halves if self._layout == "half" else rotate_neighbours
+        rotate = rotate_halves if self.layout == "half" else rotate_neighbours
         turned = rotate(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
@@ -76,9 +76,6 @@ class XPos(Annealed, RotaryScheme):
         self.scale_base = scale_base
         self.block_length = block_length
 
-    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        return Projection(*self.rotated(tokens.positions, q, k, self.layout), v)
-
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         assert self.geometry.scale is not None
         q, k = q.to(logits), k.to(logits)
@@ -110,7 +107,7 @@ class XPos(Annealed, RotaryScheme):
     def stock_equivalent(self) -> Equivalent:
         like = torch.zeros((), dtype=torch.float64)
         other = self.block_length is not None or bool(self._exponents(like).any())
-        return super().stock_equivalent() if other else self.rotation(self.layout)
+        return super().stock_equivalent() if other else self.rotation()
 
     def _exponents(self, like: Tensor) -> Tensor:
         """Return the logarithm of each channel's factor per token of distance, never positive, `[rotary_dim]`."""

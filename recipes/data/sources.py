@@ -37,11 +37,6 @@ def read(data: Data) -> tuple[Documents, Documents]:
     Raises:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
-    if data.streaming and data.held_out is None:
-        raise RecipeError(
-            "data.streaming is on and data.held_out is null; a stream has no end to set text aside from. Name a split "
-            "or a local file in data.held_out."
-        )
     held_out = _held_out(data)
     documents = _source(data)
     if data.column != TEXT and not any(map(_has_columns, (data.source, data.held_out))):

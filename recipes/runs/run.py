@@ -43,7 +43,7 @@ from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress, counting
-from hf_posenc.recipes.schema import consistency, fields, suitability
+from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
 from hf_posenc.recipes.training.callbacks import Handover
@@ -99,9 +99,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         StorageError: The disk is full. Complete checkpoints are kept, and `resume` continues from the last one.
         PosencError: The conversion failed, as in `patch`.
     """
-    # A recipe that was not read from a file is not validated yet.
-    consistency.check(recipe, "the recipe")
-    consistency.check_scheme(recipe, "the recipe")
+    recipe.check()
     together = processes()
     if not together.is_main_process:
         console = None

@@ -4,85 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from hf_posenc.errors import PosencError, RecipeError
-from hf_posenc.recipes.schema import fields
+from hf_posenc.errors import PosencError, RecipeError, suggest
 
 if TYPE_CHECKING:
     from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
     from hf_posenc.scheme import Scheme
-
 
 # Final learning rate of transformers' polynomial schedule; the peak must be larger.
 POLYNOMIAL_END = 1e-7
 
 
 def check(recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` if keys contradict each other, or a given key has no effect.
-
-    Args:
-        recipe: Recipe to check.
-        where: Recipe file or name, for errors.
-    """
-    for find in (_without_effect, _contradictions):
-        for problem in find(recipe):
-            raise RecipeError(f"{where}: {problem}")
+    """Raise `RecipeError` if keys contradict each other, or a given key has no effect; `where` names the recipe."""
+    for problem in (*_without_effect(recipe), *_contradictions(recipe)):
+        raise RecipeError(f"{where}: {problem}")
 
 
 def check_scheme(recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` if scheme or options do not exist, or the scheme lacks weights that are to be trained.
-
-    Args:
-        recipe: Recipe to check.
-        where: Recipe file or name, for errors.
-    """
+    """Raise `RecipeError` if scheme or options do not exist, or the scheme lacks weights that are to be trained."""
     if recipe.conversion.scheme is not None:
         for problem in _of_scheme(recipe, recipe.conversion.scheme):
             raise RecipeError(f"{where}: {problem}")
-
-
-# -- keys without effect -----------------------------------------------------------------------------------------------
-
-
-class _Need(NamedTuple):
-    """Keys of a section that have no effect without another setting."""
-
-    section: str
-    keys: tuple[str, ...]
-    is_met: bool
-    words: str
-
-
-def _needs(recipe: Recipe) -> list[_Need]:
-    conversion, data, distillation = recipe.conversion, recipe.data, recipe.distillation
-    has_scheme = conversion.scheme is not None
-    return [
-        _Need("conversion", ("options", "native", "layers", "stacks", "fit"), has_scheme, "a scheme"),
-        _Need("conversion", ("handover",), conversion.native == "handover", "conversion.native: handover"),
-        _Need("conversion", ("anneal",), anneals(conversion), "anneal: true among conversion.options"),
-        _Need("training", ("new_parameters_first",), has_scheme, "a scheme"),
-        _Need(
-            "data",
-            ("config", "split", "column", "held_out_share"),
-            data.source != "builtin",
-            "another data.source than builtin",
-        ),
-        _Need("data", ("held_out_share",), data.held_out is None, "data.held_out: null"),
-        _Need(
-            "distillation",
-            ("until", "teacher", "length"),
-            distillation.share > 0 or distillation.hidden > 0,
-            "distillation.share or distillation.hidden above 0",
-        ),
-        _Need(
-            "adapter",
-            ("rank", "alpha", "dropout", "targets"),
-            recipe.adapter.kind == "lora",
-            "adapter.kind: lora",
-        ),
-        _Need("adapter", ("four_bit",), recipe.adapter.kind != "none", "adapter.kind: lora or scheme"),
-    ]
 
 
 def anneals(conversion: Conversion) -> bool:
@@ -90,17 +34,35 @@ def anneals(conversion: Conversion) -> bool:
     return conversion.scheme is not None and conversion.options.get("anneal") is True
 
 
+def warmup_steps(training: Training) -> int:
+    """Return the number of warmup steps."""
+    return round(training.warmup * training.steps)
+
+
 def _without_effect(recipe: Recipe) -> Iterator[str]:
-    for need in _needs(recipe):
-        section = getattr(recipe, need.section)
+    conversion, data, distillation, kind = recipe.conversion, recipe.data, recipe.distillation, recipe.adapter.kind
+    has_scheme, distils = conversion.scheme is not None, distillation.share > 0 or distillation.hidden > 0
+    # Section, its keys, whether they have an effect, and what they need for it.
+    needs = (
+        ("conversion", "options native layers stacks fit", has_scheme, "a scheme"),
+        ("conversion", "handover", conversion.native == "handover", "conversion.native: handover"),
+        ("conversion", "anneal", anneals(conversion), "anneal: true among conversion.options"),
+        ("training", "new_parameters_first", has_scheme, "a scheme"),
+        ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
+        ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
+        ("distillation", "until teacher length", distils, "distillation.share or distillation.hidden above 0"),
+        ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
+        ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),
+    )
+    for name, keys, is_met, words in needs:
+        section = getattr(recipe, name)
         for entry in dataclasses.fields(section):
+            made = entry.default_factory
+            default = entry.default if made is dataclasses.MISSING else made()
             value = getattr(section, entry.name)
-            if entry.name in need.keys and not need.is_met and value != fields.default(entry):
-                key = f"{need.section}.{entry.name}"
-                yield f"{key} is {value!r}, which does nothing without {need.words}. Give that, or leave {key} out."
-
-
-# -- keys that contradict each other -----------------------------------------------------------------------------------
+            if entry.name in keys.split() and not is_met and value != default:
+                key = f"{name}.{entry.name}"
+                yield f"{key} is {value!r}, which does nothing without {words}. Give that, or leave {key} out."
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
@@ -126,37 +88,21 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
             f"training.batch_size = {training.batch_size}."
         )
-    yield from _contradictions_of_schedule(training)
-    yield from _contradictions_of_lengths(recipe)
-
-
-def _contradictions_of_schedule(training: Training) -> Iterator[str]:
-    if training.schedule != "polynomial":
-        return
-    if training.learning_rate <= POLYNOMIAL_END:
+    if training.schedule == "polynomial" and training.learning_rate <= POLYNOMIAL_END:
         yield (
             f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at "
             f"{POLYNOMIAL_END}; expected more than that. Give a larger rate, or another schedule."
         )
-    if warmup_steps(training) == training.steps:
+    if training.schedule == "polynomial" and warmup_steps(training) == training.steps:
         yield (
             f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and "
             "training.schedule: polynomial has none left to lower them. Give less warmup, or another schedule."
         )
-
-
-def warmup_steps(training: Training) -> int:
-    """Return the number of warmup steps."""
-    return round(training.warmup * training.steps)
-
-
-def _contradictions_of_lengths(recipe: Recipe) -> Iterator[str]:
-    training = recipe.training
     if training.length is not None:
         yield from contradictions_of_length(training, training.length)
     if training.skip_to is not None and training.mixed_lengths is not None:
         yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
-    if training.skip_to is not None and recipe.data.packing == "documents":
+    if training.skip_to is not None and data.packing == "documents":
         yield (
             "training.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
             "Set data.packing to windows, or leave skip_to out."
@@ -179,9 +125,6 @@ def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
         )
 
 
-# -- the scheme --------------------------------------------------------------------------------------------------------
-
-
 def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
     from hf_posenc import registry
 
@@ -198,7 +141,7 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
         return
     scheme = _example(name, conversion)
     if conversion.fit is not None:
-        yield from _of_fit(conversion, conversion.fit, scheme)
+        yield from _of_fit(name, conversion.fit, scheme)
     if scheme is not None and not any(parameter.requires_grad for parameter in scheme.parameters()):
         without = f"{name} has no weights with these options"
         if conversion.fit is not None:
@@ -211,24 +154,22 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
             yield f"training.new_parameters_first is given, but {without}. Leave it out."
 
 
-def _of_fit(conversion: Conversion, like: str, scheme: Scheme | None) -> Iterator[str]:
-    from hf_posenc.errors import suggest
+def _of_fit(name: str, like: str, scheme: Scheme | None) -> Iterator[str]:
     from hf_posenc.recipes.training.fit_bias import additive
 
+    known = ["native", "attention", *additive()]
     if like == "attention":
         if scheme is not None and scheme.overrides("embed"):
             yield (
-                f"conversion.fit is 'attention', but {conversion.scheme} is added to the inputs of the model, not in "
-                "attention. Leave fit out."
+                f"conversion.fit is 'attention', but {name} is added to the inputs of the model, not in attention. "
+                "Leave fit out."
             )
-        return
-    if conversion.scheme not in additive():
+    elif name not in additive():
         yield (
-            f"conversion.fit is {like!r}, but {conversion.scheme} adds no bias of the distance. "
-            f"Set it to attention, leave it out, or choose one of {', '.join(additive())}."
+            f"conversion.fit is {like!r}, but {name} adds no bias of the distance. Set it to attention, leave it out, "
+            f"or choose one of {', '.join(additive())}."
         )
-    known = ["native", "attention", *additive()]
-    if like not in known:
+    elif like not in known:
         yield f"conversion.fit is {like!r}; expected native, attention or an additive scheme. {suggest(like, known)}"
 
 

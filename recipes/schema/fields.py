@@ -1,17 +1,22 @@
-"""Validation of nested mappings against dataclasses (pydantic), with `section.key=value` overrides."""
+"""YAML of recipes, validated against dataclasses by pydantic, with `section.key=value` overrides.
+
+The YAML is the core schema of version 1.2: `1e-3` is a number, `no`, `0:8` and `2024-01-01` are text. A key may not be
+there twice.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from hf_posenc.errors import RecipeError, suggest
-from hf_posenc.recipes.schema import plain_yaml
 
 T = TypeVar("T")
 Path = tuple[str, ...]
@@ -86,11 +91,6 @@ def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] =
         raise RecipeError(f"{source}: {_message(kind, path, same)}") from error
 
 
-def default(entry: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field that has one."""
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
-
-
 def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
     """Apply overrides to nested mappings in place, and return them by key path."""
     given: dict[Path, str] = {}
@@ -109,7 +109,7 @@ def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
                 key = ".".join(path[:depth])
                 raise RecipeError(f"{pair!r}: the recipe has {key}: {inner!r}, which has no keys. Give {key}=VALUE.")
             place = inner
-        place[path[-1]] = plain_yaml.parse(text, repr(pair))
+        place[path[-1]] = parse(text, repr(pair))
     return given
 
 
@@ -157,3 +157,59 @@ def _expected(error: ErrorDetails) -> str:
 def _suggestion(name: str, known: Sequence[str]) -> str:
     renamed = _ELSEWHERE.get(name)
     return f"It is called {renamed!r} here." if renamed in known else suggest(name, known)
+
+
+# -- YAML ---------------------------------------------------------------------------------------------------------------
+
+_TAG = "tag:yaml.org,2002:"
+_WHOLE = r"[-+]?(?:0|[1-9][0-9_]*)"
+_FLOAT = re.compile(
+    rf"{_WHOLE}(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?$|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+_FIRST_OF_NUMBER = list("-+.0123456789")
+
+
+def parse(text: str, what: str) -> Any:
+    """Read one YAML document; raise `RecipeError`, which names it, if it is not YAML or has a key twice."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise RecipeError(f"{what} is not a recipe's YAML: {error.problem}{place}.") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RecipeError(f"{what} is not a recipe's YAML: {' '.join(str(error).split())}.") from error
+
+
+def write(content: Any) -> str:
+    """Return a YAML document that `parse` and YAML 1.1 readers read alike."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader with the core schema of YAML 1.2."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a dict; raise for duplicate keys, of which PyYAML would take the last."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {key.value!r} is there twice"
+                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper that quotes text which YAML 1.1 or 1.2 would read as something else."""
+
+
+_Loader.add_implicit_resolver(f"{_TAG}null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"{_WHOLE}$"), _FIRST_OF_NUMBER)
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, _FIRST_OF_NUMBER)
+_Dumper.add_implicit_resolver(f"{_TAG}float", _FLOAT, _FIRST_OF_NUMBER)

@@ -12,7 +12,7 @@ from pydantic import AllowInfNan, ConfigDict, Strict, StringConstraints
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import library
-from hf_posenc.recipes.schema import consistency, fields, plain_yaml
+from hf_posenc.recipes.schema import consistency, fields
 
 Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
@@ -260,17 +260,20 @@ class Recipe(Section):
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}.") from error
-        content = plain_yaml.parse(text, str(source))
+        content = fields.parse(text, str(source))
         if not isinstance(content, dict):
-            raise RecipeError(f"{source} is {_kind(content)}; expected keys, such as model and conversion.")
+            kind = "empty" if content is None else f"a {type(content).__name__}"
+            raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
         recipe = fields.build(cls, content, where=str(source), overrides=overrides)
         consistency.check(recipe, str(source))
         return recipe
 
+    def check(self) -> None:
+        """Raise `RecipeError` as `read` does, for a recipe that was made in Python."""
+        fields.build(type(self), asdict(self), where="the recipe")
+        consistency.check(self, "the recipe")
+        consistency.check_scheme(self, "the recipe")
+
     def text(self) -> str:
         """Return the recipe as YAML with all keys."""
-        return plain_yaml.write(asdict(self))
-
-
-def _kind(content: Any) -> str:
-    return "empty" if content is None else f"a {type(content).__name__}"
+        return fields.write(asdict(self))

@@ -96,12 +96,12 @@ class Teacher:
             return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
 
     def _read(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
-        given = dict(inputs)
+        given = {**inputs, **options, "use_cache": False}
         for name in [name for name in inputs if name.endswith("position_ids")]:
             restarting = without_jumps(given.pop(name))
             if restarting is not None:
                 given[name] = restarting
-        return self.model(**given, use_cache=False, **options)
+        return self.model(**given)
 
 
 def _length_of(model: Any, length: int | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import tempfile
@@ -64,11 +63,7 @@ def adapt(
             callbacks=callbacks,
             use_cpu=use_cpu,
         )
-        with contextlib.ExitStack() as stack:
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, NewParametersFirst):
-                    stack.enter_context(callback)
-            trainer.train()
+        trainer.train()
     model.eval()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -169,7 +164,7 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
         dataloader_pin_memory=together.device.type == "cuda",
         # Collators need all columns.
         remove_unused_columns=False,
-        # With False the trainer would change the model's config; `_Uncached` turns the cache off instead.
+        # With False the trainer would change the model's config; `compute_loss` turns the cache off instead.
         use_cache=True,
         **_checkpointing(training.gradient_checkpointing),
     )
@@ -222,14 +217,7 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
-class _Uncached(Trainer):
-    """Trainer without a key/value cache, which does not change the model's config."""
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
-
-
-class AdaptationTrainer(Distilling, _Uncached):
+class AdaptationTrainer(Distilling, Trainer):
     """Trainer with a learning rate for the scheme, mixed window lengths, and distillation.
 
     Args:
@@ -255,11 +243,12 @@ class AdaptationTrainer(Distilling, _Uncached):
             epoch_iterator = (cut(batch, length) for batch in epoch_iterator)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss of `Distilling`; free a teacher that has faded, which is as large as the model."""
         if self._teacher is not None and not self._weight():
             self._teacher = None
-        return super().compute_loss(*args, **kwargs)
+        # In the trainer's arguments, this would change the model's config.
+        return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Distilling` does.

@@ -10,16 +10,18 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import Rows
-from hf_posenc.attention.call import Call, Index, outlines
-from hf_posenc.attention.cpu import cutoff
-from hf_posenc.attention.parameters import with_parameters
+from hf_posenc.attention.blocks import PartSums, Rows, with_parameters
+from hf_posenc.attention.call import Call, outlines
 from hf_posenc.structures import Bias, ContentBias
+
+# A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
+LEAST = -64.0
+NATS = -LEAST * math.log(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,15 @@ class Piece:
         return Piece(slice(self.keys.start + cut, self.keys.stop), bias[..., cut:], self.causal)
 
 
-class BlockBias:
-    """A bias by blocks of rows.
+SomeBias = TypeVar("SomeBias", bound="BlockBias")
 
-    It is made of tensors, its inputs, into which gradients may flow. Between the passes autograd keeps those, and the
-    bias only their shapes: each pass works on a copy that has them, see `with_inputs`.
+
+class BlockBias:
+    """A bias by blocks of rows, and the gradients of its inputs: the tensors that it is made of.
+
+    Between the passes autograd keeps the inputs, and the bias only their shapes: each pass works on a copy of its own,
+    see `for_pass`. A backward pass that sums up weights itself calls `learn` first; then, for each block, `pieces`,
+    `add` for all of its heads and rows of the batch, and `end`; and at last `gradients`.
 
     Args:
         call: Call that the bias belongs to.
@@ -62,6 +68,7 @@ class BlockBias:
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass of a bias that learns.
         inputs: Tensors that the bias is made of.
+        learning: Whether `learn` was called.
     """
 
     name: ClassVar[str]
@@ -70,6 +77,7 @@ class BlockBias:
     rows: ClassVar[int] = 256
     learning_rows: ClassVar[int] = 64
     inputs: Sequence[Tensor]
+    learning = False
 
     def __init__(self, call: Call) -> None:
         self.mask, self.positions = call.mask, call.positions
@@ -83,10 +91,10 @@ class BlockBias:
         inputs, self.inputs = self.inputs, outlines(self.inputs)
         return inputs
 
-    def with_inputs(self, inputs: Sequence[Tensor]) -> BlockBias:
+    def for_pass(self: SomeBias, inputs: Sequence[Tensor]) -> SomeBias:
         """Return a copy that has its inputs."""
         found = copy.copy(self)
-        found.inputs = inputs
+        found.inputs, found.memory = inputs, {}
         return found
 
     def moved(self, q: Tensor) -> Tensor:
@@ -101,20 +109,16 @@ class BlockBias:
         """Bring the inputs into the form that `pieces` takes, once per pass.
 
         Args:
-            slack: Slack of each head, see `cutoff.slack`; `None` if all keys count.
+            slack: Slack of each head `[H]`: a bias that is so far below that of the query's own key gets no weight;
+                `None` if all keys count.
         """
 
     def spread(self) -> float:
         """Return the largest difference within the bias of a head, over the keys it needs; 0 if unknown."""
         return 0.0
 
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
-        """Return the bias of a block, in pieces that cover all its keys in order.
-
-        Args:
-            block: Place of the block.
-            by_kernel: Leave the causal rule to the kernel where that is cheaper.
-        """
+    def pieces(self, block: Rows) -> list[Piece]:
+        """Return the bias of a block, in pieces that cover all its keys in order."""
         raise NotImplementedError
 
     def first_keys(self, block: Rows) -> Tensor | None:
@@ -126,23 +130,40 @@ class BlockBias:
         first = self.mask.first_needed(block.start) if self.windowed else 0
         return torch.full((heads,), first) if first else None
 
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        """Return an object that gathers the gradients of the inputs."""
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def learn(self, wanted: Sequence[bool]) -> None:
+        """Get ready to gather the gradients of the inputs that want one."""
+        self.learning = True
+        self.totals = [torch.zeros_like(x) for x in self.inputs]
+
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
+
+        All heads of a row come before the next rows. Only forms with `first_keys` get another `first` than 0.
+        """
         raise NotImplementedError
 
-    # -- the mask ----------------------------------------------------------------------------------------------------
+    def end(self, block: Rows) -> None:
+        """Finish a block that was added as a whole."""
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Return the gradient of each input."""
+        return self.totals
+
+    # -- parts of a block --------------------------------------------------------------------------------------------
 
     def masked(self, bias: Tensor, block: Rows) -> list[Piece]:
         """Return the bias of a block with the mask in it."""
         return [self.piece(bias, block, slice(0, block.keys), ruled=not (self.hides_ahead and self.slots))]
 
-    def split(self, bias: Tensor, block: Rows, *, by_kernel: bool) -> list[Piece]:
+    def split(self, bias: Tensor, block: Rows) -> list[Piece]:
         """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.
 
-        Only next to the diagonal does the causal rule of slots hide anything: there it is in the bias, or left to the
-        kernel.
+        Only next to the diagonal does the causal rule of slots hide anything: there it is left to the kernel, or in
+        the bias where that learns.
         """
-        by_kernel = by_kernel and self.slots
+        by_kernel = self.slots and not self.learning
         first = block.start + self.mask.ahead if self.slots else 0
         before, diagonal = slice(0, first), slice(first, block.keys)
         piece = self.piece(bias[..., diagonal], block, diagonal, ruled=not by_kernel)
@@ -168,39 +189,17 @@ class BlockBias:
     def _in_order(self, rows: Tensor) -> Tensor:
         return rows.flip(2) if self.backwards else rows
 
+    def buffer(self, use: str, like: Tensor, shape: tuple[int, ...], widest: int) -> Tensor:
+        """Return memory that every block uses again: new memory costs more than to fill it.
 
-AnyBlockBias = TypeVar("AnyBlockBias", bound=BlockBias)
-
-
-class Gradient(Generic[AnyBlockBias]):
-    """Gathers the gradient of a bias over the blocks of a backward pass.
-
-    Args:
-        bias: Bias with its inputs.
-        wanted: Whether each of the inputs needs a gradient.
-    """
-
-    def __init__(self, bias: AnyBlockBias, wanted: Sequence[bool]) -> None:
-        self.bias, self.wanted = bias, wanted
-        self.totals = [torch.zeros_like(x) for x in bias.inputs]
-
-    def pieces(self, block: Rows) -> list[Piece]:
-        """Return the bias of a block, and get ready for its gradient."""
-        return self.bias.pieces(block, by_kernel=False)
-
-    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
-
-        All heads of a row come before the next rows. Only forms with `first_keys` get another `first` than 0.
+        The first block has as many rows as any; `widest` is the most columns that another may have.
         """
-        raise NotImplementedError
+        size = math.prod(shape)
+        if use not in self.memory or len(self.memory[use]) < size:
+            self.memory[use] = like.new_empty(max(size, size // shape[-1] * widest))
+        return self.memory[use][:size].view(shape)
 
-    def end(self, block: Rows) -> None:
-        """Finish a block that was added as a whole."""
-
-    def result(self) -> Sequence[Tensor | None]:
-        """Return the gradient of each input."""
-        return self.totals
+    memory: dict[str, Tensor]
 
 
 def over_batch(x: Tensor) -> Tensor:
@@ -224,9 +223,6 @@ def first_true(found: Tensor) -> Tensor:
     return found.to(torch.uint8).argmax(-1)
 
 
-# -- biases of keys -------------------------------------------------------------------------------------------------
-
-
 class KeysBias(BlockBias):
     """A bias of each key, less that of the query, which softmax does not see: it is left out, except in its gradient.
 
@@ -238,14 +234,14 @@ class KeysBias(BlockBias):
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.
     name = "key bias"
+    slack: Tensor | None = None
 
     def __init__(self, keys: Tensor, queries: Tensor, call: Call) -> None:
         super().__init__(call)
         self.inputs = (keys.contiguous(), queries)
-        self.slack: Tensor | None = None
 
     def may_cut(self) -> bool:
-        return self.mask.only_ahead and spread_of(self.inputs[0]) > cutoff.NATS
+        return self.mask.only_ahead and self.spread() > NATS
 
     def prepare(self, slack: Tensor | None) -> None:
         self.slack = slack
@@ -253,13 +249,12 @@ class KeysBias(BlockBias):
     def spread(self) -> float:
         return spread_of(self.inputs[0])
 
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
+    def pieces(self, block: Rows) -> list[Piece]:
         keys = self.inputs[0]
         # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By
         # steps that smaller blocks of the backward pass share.
         near = max(0, block.start - block.start % self.rows + self.ahead)
-        bias = (keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None]
-        return self.split(bias, block, by_kernel=by_kernel)
+        return self.split((keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None], block)
 
     def first_keys(self, block: Rows) -> Tensor | None:
         keys = self.inputs[0]
@@ -269,11 +264,6 @@ class KeysBias(BlockBias):
         few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - self.slack[:, None]
         return first_true(~few).amin(0)  # with a window there is no slack
 
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        return _KeysGradient(self, wanted)
-
-
-class _KeysGradient(Gradient[KeysBias]):
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         keys, queries = self.totals
         if len(keys) == 1:
@@ -281,9 +271,6 @@ class _KeysGradient(Gradient[KeysBias]):
         keys[batch, heads, first : block.keys] += d_logits.sum(2)
         # Zero but for rounding; the share of it in the keys' gradients cancels where gates are summed up.
         queries[batch, heads, block.start : block.stop] -= d_logits.sum(3)
-
-
-# -- any bias ----------------------------------------------------------------------------------------------------------
 
 
 class AnyBias(BlockBias):
@@ -298,62 +285,29 @@ class AnyBias(BlockBias):
         self.added, self.call = added, call.outline()
         self.parameters = tuple(call.scheme.parameters())
         content = call.content() if isinstance(added, ContentBias) else ()
-        self.content = len(content)
-        self.names = [tuple(tensors) for tensors in (call.state, call.own, call.tables)]
-        self.inputs = (*content, *call.state.values(), *call.own.values(), *call.tables.values(), *self.parameters)
+        read = {id(x) for x in (*content, *call.state.values(), *call.own.values(), *call.tables.values())}
+        operands = (x if id(x) in read else x.detach() for x in call.operands())
+        self.inputs = (*operands, *self.parameters)
         self.like = torch.empty(0, dtype=call.precise, device=call.device)
 
-    def places(self, block: Rows) -> tuple[Index, ...]:
-        """Return the part of each operand that belongs to a block."""
-        rows, keys, everywhere = slice(block.start, block.stop), slice(block.keys), slice(None)
-        state, own, tables = map(len, self.names)
-        content = ((everywhere, everywhere, rows), (everywhere, everywhere, keys)) if self.content else ()
-        return (*content, *[(everywhere, keys)] * state, *[(everywhere, rows)] * own, *[(everywhere,)] * tables)
-
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
-        parts = [x[place] for x, place in zip(self.inputs, self.places(block), strict=False)]
-        return self.split(finite(self.plain(parts, block)), block, by_kernel=by_kernel)
-
-    def plain(self, parts: Sequence[Tensor], block: Rows) -> Tensor:
-        """Return the bias without the mask `[B|1, H, q, K]`, given the block's part of each operand."""
-        given = iter(parts)
-        content = [next(given) for _ in range(self.content)]
-        state, own, tables = ({name: next(given) for name in names} for names in self.names)
-        positions = self.positions.rows(block.start, block.stop, block.keys)
-        place = replace(self.call, positions=positions, state=state, own=own, tables=tables).block(None)
-        return self.added.of(place, self.like, *content)
-
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        return _AnyGradient(self, wanted)
-
-
-class _AnyGradient(Gradient[AnyBias]):
-    """Differentiates the computation of each block."""
-
-    def __init__(self, bias: AnyBias, wanted: Sequence[bool]) -> None:
-        self.bias, self.inputs, self.wanted = bias, bias.inputs, wanted
-        self.found: list[Tensor | None] = [None] * len(self.inputs)
-        self.targets: dict[int, Tensor] = {}
-        self.made: Tensor | None = None
-        self.grad: Tensor | None = None
-
     def pieces(self, block: Rows) -> list[Piece]:
-        # Parts of their own, so that no gradient is padded to the size of the whole.
-        parts = [
-            x[place].detach().requires_grad_(wanted)
-            for x, place, wanted in zip(self.inputs, self.bias.places(block), self.wanted, strict=False)
-        ]
-        leaves = (*parts, *self.inputs[len(parts) :])
-        self.targets = {index: x for index, x in enumerate(leaves) if self.wanted[index]}
-        scheme = self.bias.call.scheme
-        with torch.enable_grad():
-            self.made = with_parameters(scheme, self.bias.parameters, lambda: self.bias.plain(parts, block))
-        self.grad = torch.empty_like(self.made, memory_format=torch.contiguous_format)
-        return self.bias.split(self.made.detach(), block, by_kernel=False)
+        call = self.call.with_operands(self.inputs[: len(self.inputs) - len(self.parameters)])
+        part = call.part(*block, operands=self.sums.take(call.places(*block)) if self.learning else None)
+        content = part.content() if isinstance(self.added, ContentBias) else ()
+        with torch.set_grad_enabled(self.learning):
+            found = with_parameters(
+                call.scheme, self.parameters, lambda: self.added.of(part.block(None), self.like, *content)
+            )
+        if self.learning:
+            self.made, self.grad = found, torch.empty_like(found, memory_format=torch.contiguous_format)
+            return self.split(found.detach(), block)
+        return self.split(finite(found), block)
+
+    def learn(self, wanted: Sequence[bool]) -> None:
+        self.learning = True
+        self.sums = PartSums(self.inputs, wanted)
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        assert self.grad is not None
-        assert not first
         if len(self.grad) > 1:
             self.grad[batch, heads] = d_logits
         elif batch.start == 0:
@@ -362,18 +316,8 @@ class _AnyGradient(Gradient[AnyBias]):
             self.grad[0, heads] += over_batch(d_logits)
 
     def end(self, block: Rows) -> None:
-        assert self.made is not None
-        parts = torch.autograd.grad(self.made, list(self.targets.values()), self.grad, allow_unused=True)
-        places = self.bias.places(block)
-        for index, part in zip(self.targets, parts, strict=True):
-            if part is None:
-                continue
-            total = self.found[index]
-            if total is None:
-                dtype = torch.promote_types(part.dtype, torch.float32)
-                total = self.found[index] = torch.zeros_like(self.inputs[index], dtype=dtype)
-            total[places[index] if index < len(places) else ...] += part
-        self.made = self.grad = None
+        self.sums.add(torch.autograd.grad(self.made, self.sums.targets, self.grad, allow_unused=True))
+        del self.made, self.grad
 
-    def result(self) -> Sequence[Tensor | None]:
-        return [None if total is None else total.to(x.dtype) for total, x in zip(self.found, self.inputs, strict=True)]
+    def gradients(self) -> Sequence[Tensor | None]:
+        return self.sums.result()

@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.cpu import cutoff, kernel
-from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, Piece
-from hf_posenc.attention.cpu.lookups import PiecewiseLookup, TableLookup
-from hf_posenc.attention.cpu.pieces import PiecewiseBias
+from hf_posenc.attention.cpu import kernel
+from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, Piece
+from hf_posenc.attention.cpu.kernel import Done
+from hf_posenc.attention.cpu.pieces import PiecewiseBias, PiecewiseLookup
 from hf_posenc.attention.cpu.products import ProductsBias
-from hf_posenc.attention.cpu.tables import TableBias
+from hf_posenc.attention.cpu.tables import TableBias, TableLookup
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.scheme import Scheme
@@ -31,12 +31,14 @@ from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, Relati
 
 # Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
-
 _LOG2_E = math.log2(math.e)
 # Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes
-# and gates would spend nearly all of the backward pass on weights that count for nothing (see `cutoff.LEAST`). The
-# kernel does not drop them, so biases that differ by so much (natural logarithms) do without it there.
+# and gates would spend nearly all of the backward pass on weights that count for nothing (see `LEAST`). The kernel
+# does not drop them, so biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
+# With fewer keys a cutoff gains nothing. First keys are rounded down to multiples of the step, so that neighbouring
+# heads go together.
+_CUTOFF_KEYS, _CUTOFF_STEP = 256, 64
 
 
 class Fused(Executor):
@@ -89,11 +91,36 @@ class _Part:
         """Return rows `[B, H, q, ...]` in the order of the bias, or bring them back from it."""
         return rows.flip(2) if self.bias.backwards else rows
 
-    def heads(self, block: Rows, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, int]]:
-        """Return groups of heads in a block, their kv heads, and the first key that they need."""
-        heads, shared = q.shape[1], q.shape[1] // k.shape[1]
-        for mine, first in cutoff.runs(self.bias.first_keys(block), heads, shared):
-            yield mine, slice(mine.start // shared, mine.stop // shared), first
+    def heads(self, block: Rows, heads: int, groups: int) -> Iterator[tuple[slice, slice, int]]:
+        """Return groups of neighbouring heads in a block, their kv heads, and the first key that they need."""
+        first, shared = self.bias.first_keys(block), heads // groups
+        if first is None:
+            yield slice(0, heads), slice(0, groups), 0
+            return
+        starts = (first.view(-1, shared).amin(1) // _CUTOFF_STEP * _CUTOFF_STEP).tolist()
+        begin = 0
+        for group in range(1, groups + 1):
+            if group == groups or starts[group] != starts[begin]:
+                yield slice(begin * shared, group * shared), slice(begin, group), starts[begin]
+                begin = group
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Some heads of a block of rows: their places in queries, in keys and values, and their bias."""
+
+    part: _Part
+    here: tuple[slice, slice, slice]
+    groups: slice
+    pieces: list[Piece]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the rows of a tensor `[B, H, Q, ...]`, in the order of the bias."""
+        return self.part.in_order(x[self.here])
+
+    def keys(self, x: Tensor, piece: Piece) -> Tensor:
+        """Return the keys of a piece, from a tensor `[B, G, K, D]`."""
+        return x[:, self.groups, piece.keys]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +143,21 @@ class _Plan:
         """Return the parts with the inputs of their biases."""
         given = iter(inputs)
         for part in self.parts:
-            yield replace(part, bias=part.bias.with_inputs([next(given) for _ in part.bias.inputs]))
+            yield replace(part, bias=part.bias.for_pass([next(given) for _ in part.bias.inputs]))
 
-    def blocks(self, part: _Part, rows: int, keys: int) -> list[Rows]:
+    def blocks(self, part: _Part, rows: int, keys: int) -> Iterator[Rows]:
         """Return the blocks of a part, of so many rows each."""
-        found = []
         for start in range(part.start, part.stop, rows):
             stop = min(start + rows, part.stop)
-            found.append(Rows(start, stop, min(stop + self.ahead, keys) if self.causal else keys))
-        return found
+            yield Rows(start, stop, min(stop + self.ahead, keys) if self.causal else keys)
+
+    def steps(self, part: _Part, q: Tensor, k: Tensor) -> Iterator[_Step]:
+        """Return the calls of the kernel that a part takes."""
+        for block in self.blocks(part, part.bias.rows, k.shape[2]):
+            pieces = part.bias.pieces(block)
+            for heads, groups, first in part.heads(block, q.shape[1], k.shape[1]):
+                here = (slice(None), heads, slice(block.start, block.stop))
+                yield _Step(part, here, groups, _from(pieces, heads, first))
 
 
 def _parts(call: Call) -> Iterator[_Part]:
@@ -171,23 +204,16 @@ class _Fused(torch.autograd.Function):
         slacks = []
         with torch.autocast("cpu", enabled=False):
             for part in plan.with_inputs(inputs):
-                slacks.append(cutoff.slack(q, k, plan.scale) if part.bias.may_cut() else None)
+                slacks.append(_slack(q, k, plan.scale) if part.bias.may_cut() else None)
                 part.bias.prepare(slacks[-1])
-                for block in plan.blocks(part, part.bias.rows, k.shape[2]):
-                    rows = slice(block.start, block.stop)
-                    q_rows = part.in_order(q[:, :, rows])
-                    pieces = part.bias.pieces(block)
-                    for heads, theirs, first in part.heads(block, q, k):
-                        parts = []
-                        for piece in _from(pieces, heads, first):
-                            k_part, v_part = k[:, theirs, piece.keys], v[:, theirs, piece.keys]
-                            parts.append(
-                                kernel.forward(
-                                    q_rows[:, heads], k_part, v_part, piece.bias, plan.scale, causal=piece.causal
-                                )
-                            )
-                        found, sums = functools.reduce(_merged, parts)
-                        output[:, heads, rows], lse[:, heads, rows] = part.in_order(found), part.in_order(sums)
+                for step in plan.steps(part, q, k):
+                    rows = step.rows(q)
+                    found = [
+                        kernel.forward(rows, step.keys(k, x), step.keys(v, x), x.bias, plan.scale, causal=x.causal)
+                        for x in step.pieces
+                    ]
+                    merged = functools.reduce(_merged, found)
+                    output[step.here], lse[step.here] = part.in_order(merged[0]), part.in_order(merged[1])
         ctx.plan, ctx.slacks = plan, slacks
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
@@ -198,18 +224,35 @@ class _Fused(torch.autograd.Function):
         q, k, v, output, lse, *inputs = ctx.saved_tensors
         plan: _Plan = ctx.plan
         needed = ctx.needs_input_grad[4:]
-        sums = _Sums(q, k, v)
+        done, sums = Done(q, k, v, output, lse), _Sums(q, k, v)
         found: list[Tensor | None] = []
         with torch.autocast("cpu", enabled=False):
             for part, slack in zip(plan.with_inputs(inputs), ctx.slacks, strict=True):
                 wanted = needed[len(found) : len(found) + len(part.bias.inputs)]
                 part.bias.prepare(slack)
                 if any(wanted) or part.bias.spread() > _SPREAD:
-                    found += _own_backward(plan, part, wanted, (q, k, v, output, lse, grad), sums)
+                    found += _own_backward(plan, part, wanted, grad, done, sums)
                 else:
-                    _kernel_backward(plan, part, (q, k, v, output, lse, grad), sums)
+                    _kernel_backward(plan, part, grad, done, sums)
                     found += [None] * len(wanted)
         return (None, sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype), *found)
+
+
+def _slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    """Return how far below the bias of a query's own key that of another key must be for it to get no weight, `[H]`.
+
+    A steep penalty on distance leaves most heads with a part of the keys. The lengths of queries and keys bound how
+    much they may do against it. The slack is NaN or infinite where queries or keys are; there is none where a cutoff
+    does not pay.
+    """
+    if k.shape[2] < _CUTOFF_KEYS or q.shape[2] == 1:
+        return None
+    precise = torch.promote_types(q.dtype, torch.float32)
+    of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=precise).amax(dim=(0, 2)) for x in (q, k))
+    # The own key's product is not less than the negative of this bound, any other not more than the bound.
+    bound = abs(scale) * of_q * of_k.repeat_interleave(len(of_q) // len(of_k))
+    enough: Tensor = 2 * bound + NATS
+    return enough
 
 
 def _from(pieces: list[Piece], heads: slice, first: int) -> list[Piece]:
@@ -234,72 +277,53 @@ class _Sums:
         self.k, self.v = (torch.zeros(x.shape, dtype=precise, device=x.device) for x in (k, v))
 
 
-def _kernel_backward(plan: _Plan, part: _Part, saved: tuple[Tensor, ...], sums: _Sums) -> None:
-    q, k, v, output, lse, grad = saved
-    for block in plan.blocks(part, part.bias.rows, k.shape[2]):
-        rows = slice(block.start, block.stop)
-        in_rows = [part.in_order(x[:, :, rows]) for x in (grad, q, output, lse)]
-        pieces = part.bias.pieces(block)
-        for heads, theirs, first in part.heads(block, q, k):
-            g_rows, q_rows, o_rows, l_rows = (x[:, heads] for x in in_rows)
-            for index, piece in enumerate(_from(pieces, heads, first)):
-                k_part, v_part = (x[:, theirs, piece.keys] for x in (k, v))
-                dq, dk, dv = kernel.backward(
-                    g_rows, q_rows, k_part, v_part, o_rows, l_rows, piece.bias, plan.scale, causal=piece.causal
-                )
-                dq = part.in_order(dq)
-                sums.q[:, heads, rows] = dq if not index else sums.q[:, heads, rows] + dq
-                sums.k[:, theirs, piece.keys] += dk
-                sums.v[:, theirs, piece.keys] += dv
+def _kernel_backward(plan: _Plan, part: _Part, grad: Tensor, done: Done, sums: _Sums) -> None:
+    for step in plan.steps(part, done.q, done.k):
+        q, output, lse, d_output = (step.rows(x) for x in (done.q, done.output, done.lse, grad))
+        sums.q[step.here] = 0
+        for piece in step.pieces:
+            mine = Done(q, step.keys(done.k, piece), step.keys(done.v, piece), output, lse)
+            dq, dk, dv = kernel.backward(d_output, mine, piece.bias, plan.scale, causal=piece.causal)
+            sums.q[step.here] += part.in_order(dq)
+            step.keys(sums.k, piece).add_(dk)
+            step.keys(sums.v, piece).add_(dv)
 
 
 def _own_backward(
-    plan: _Plan, part: _Part, wanted: Sequence[bool], saved: tuple[Tensor, ...], sums: _Sums
+    plan: _Plan, part: _Part, wanted: Sequence[bool], grad: Tensor, done: Done, sums: _Sums
 ) -> Sequence[Tensor | None]:
     """Add the gradients of the operands to `sums`, and return those of the bias's inputs, where they are wanted."""
-    precise = sums.q.dtype
-    q, k, v, _, lse, grad = (x.to(precise) for x in saved)
-    gradient, learns = part.bias.gradient(wanted), any(wanted)
-    for block in plan.blocks(part, part.bias.learning_rows, k.shape[2]):
-        pieces = gradient.pieces(block)
-        runs = list(part.heads(block, q, k))
+    q, k, v, grad, lse = (x.to(sums.q.dtype) for x in (done.q, done.k, done.v, grad, done.lse))
+    bias, learns = part.bias, any(wanted)
+    bias.learn(wanted)
+    for block in plan.blocks(part, bias.learning_rows, k.shape[2]):
+        pieces = bias.pieces(block)
+        runs = list(part.heads(block, q.shape[1], k.shape[1]))
         # Several rows of the batch with all heads only, see `_add_products`.
-        rows_at_once = max(1, _IN_CACHE // (part.bias.learning_rows * block.keys * q.shape[1])) if len(runs) == 1 else 1
-        for row in range(0, q.shape[0], rows_at_once):
-            batch = slice(row, min(row + rows_at_once, q.shape[0]))
-            for heads, theirs, first in _in_cache(runs, part.bias.learning_rows, block.keys, q.shape[1] // k.shape[1]):
-                here, keys = (batch, heads, slice(block.start, block.stop)), slice(first, block.keys)
+        at_once = max(1, _IN_CACHE // (bias.learning_rows * block.keys * q.shape[1])) if len(runs) == 1 else 1
+        for row in range(0, q.shape[0], at_once):
+            batch = slice(row, min(row + at_once, q.shape[0]))
+            for heads, theirs, first in runs:
+                here, keys = (batch, heads, slice(block.start, block.stop)), (batch, theirs, slice(first, block.keys))
                 q_rows, g_rows = part.in_order(q[here]), part.in_order(grad[here])
-                k_part, v_part = k[batch, theirs, keys], v[batch, theirs, keys]
                 # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
-                weights = grouped_matmul(q_rows * (plan.scale * _LOG2_E), k_part.mT)
+                weights = grouped_matmul(q_rows * (plan.scale * _LOG2_E), k[keys].mT)
                 for piece in _from(pieces, heads, first):
-                    bias = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
-                    weights[..., piece.keys.start - first : piece.keys.stop - first].add_(bias, alpha=_LOG2_E)
+                    added = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
+                    weights[..., piece.keys.start - first : piece.keys.stop - first].add_(added, alpha=_LOG2_E)
                 weights.sub_(part.in_order(lse[here])[..., None] * _LOG2_E)
-                torch.threshold_(weights, cutoff.LEAST, -math.inf).exp2_()
+                torch.threshold_(weights, LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
-                d_logits = grouped_matmul(g_rows, v_part.mT).mul_(weights)
+                d_logits = grouped_matmul(g_rows, v[keys].mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
                 if learns:
-                    gradient.add(block, batch, heads, first, d_logits)
-                sums.q[here] = part.in_order(grouped_matmul(d_logits, k_part).mul_(plan.scale))
-                _add_products(sums.k[batch, theirs, keys], d_logits, q_rows, plan.scale)
-                _add_products(sums.v[batch, theirs, keys], weights, g_rows, 1.0)
+                    bias.add(block, batch, heads, first, d_logits)
+                sums.q[here] = part.in_order(grouped_matmul(d_logits, k[keys]).mul_(plan.scale))
+                _add_products(sums.k[keys], d_logits, q_rows, plan.scale)
+                _add_products(sums.v[keys], weights, g_rows, 1.0)
         if learns:
-            gradient.end(block)
-    return gradient.result() if learns else [None] * len(wanted)
-
-
-def _in_cache(
-    runs: list[tuple[slice, slice, int]], rows: int, keys: int, shared: int
-) -> Iterator[tuple[slice, slice, int]]:
-    """Return groups of heads, their kv heads and first key, as few heads at a time as a cache has room for."""
-    for heads, _, first in runs:
-        at_once = max(1, _IN_CACHE // (rows * (keys - first)) // shared) * shared
-        for start in range(heads.start, heads.stop, at_once):
-            mine = slice(start, min(start + at_once, heads.stop))
-            yield mine, slice(mine.start // shared, mine.stop // shared), first
+            bias.end(block)
+    return bias.gradients() if learns else [None] * len(wanted)
 
 
 def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:

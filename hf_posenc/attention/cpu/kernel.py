@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ from torch import Tensor
 from hf_posenc.ops.linear import grouped_matmul
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Done(NamedTuple):
+    """Operands of a softmax `[B, H, Q, D]`, its output, and the logarithm of its sums of exponentials `[B, H, Q]`.
+
+    Both may be those of a larger softmax, of which these keys are a part.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    lse: Tensor
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -47,24 +61,12 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    *,
-    causal: bool = False,
+    grad: Tensor, done: Done, bias: Tensor | None, scale: float, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, of a bias that has none.
-
-    `output` and `lse` may be those of a larger softmax, of which these keys are a part.
-    """
+    """Return the gradients of queries, keys and values, of a bias that has none."""
     run = _fused_backward if _kernel_works() else _plain_backward
-    grad, q, k, v, output = (_rowwise(x) for x in (grad, q, k, v, output))
-    return run(grad, q, k, v, output, lse, bias, scale, causal)
+    q, k, v, output = (_rowwise(x) for x in done[:4])
+    return run(_rowwise(grad), Done(q, k, v, output, done.lse), bias, scale, causal)
 
 
 def mark_empty_rows(lse: Tensor) -> Tensor:
@@ -82,26 +84,16 @@ def _rowwise(x: Tensor) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return output, lse
 
 
 def _fused_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
+    grad: Tensor, done: Done, bias: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, output, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = kernel(grad, *done, 0.0, causal, attn_mask=bias, scale=scale)
     return dq, dk, dv
 
 
@@ -112,24 +104,23 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, c
 
 
 def _plain_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
+    grad: Tensor, done: Done, bias: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_logits(q, k, bias, scale, causal) - lse[..., None]).exp()
-    grad, output, wide_v = grad.to(weights), output.to(weights), v.to(weights)
-    d_logits = weights * (grouped_matmul(grad, wide_v.mT) - (grad * output).sum(-1, keepdim=True)) * scale
-    return (
-        grouped_matmul(d_logits, k.to(weights)).to(q.dtype),
-        _summed_over_group(d_logits.mT @ q.to(weights), k.shape[1]).to(k.dtype),
-        _summed_over_group(weights.mT @ grad, k.shape[1]).to(v.dtype),
+    q, k, v, output, lse = (x.to(done.lse) for x in done)
+    weights, grad = (_logits(q, k, bias, scale, causal) - lse[..., None]).exp(), grad.to(lse)
+    d_logits = weights * (grouped_matmul(grad, v.mT) - (grad * output).sum(-1, keepdim=True)) * scale
+
+    def by_group(x: Tensor) -> Tensor:
+        """Return `[B, H, Q, N]` as `[B, G, H / G * Q, N]`: heads that share keys give them a sum."""
+        return x.reshape(*k.shape[:2], -1, x.shape[-1])
+
+    found = (
+        grouped_matmul(d_logits, k),
+        by_group(d_logits).mT @ by_group(q),
+        by_group(weights).mT @ by_group(grad),
     )
+    dq, dk, dv = (d.to(x.dtype) for d, x in zip(found, done, strict=False))
+    return dq, dk, dv
 
 
 def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -138,14 +129,8 @@ def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, causal: boo
     if bias is not None:
         logits = logits + bias
     if causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits.masked_fill(hidden, -math.inf)
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
     return logits
-
-
-def _summed_over_group(x: Tensor, groups: int) -> Tensor:
-    """Sum what query heads `[B, H, ...]` give to the kv head that they share, `[B, G, ...]`."""
-    return x if x.shape[1] == groups else x.reshape(len(x), groups, -1, *x.shape[2:]).sum(2)
 
 
 @functools.cache
@@ -162,17 +147,12 @@ def _kernel_works() -> bool:
         # Autocast would round the plain products.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for given, causal in ((bias, False), (bias[:, :, :1], True)):
-                got, want = (_run(forward, q, k, v, given, causal) for forward in (_fused, _plain))
-                back = [run(grad, q, k, v, *want, given, 0.7, causal) for run in (_fused_backward, _plain_backward)]
+                got, want = (run(q, k, v, given, 0.7, causal) for run in (_fused, _plain))
+                done = Done(q, k, v, *want)
+                back = [run(grad, done, given, 0.7, causal) for run in (_fused_backward, _plain_backward)]
                 pairs = [*zip(got, want, strict=True), *zip(*back, strict=True)]
                 if not all(torch.allclose(a, b, atol=1e-4) for a, b in pairs):
                     return False
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return True
-
-
-def _run(forward: object, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    assert callable(forward)
-    output, lse = forward(q, k, v, bias, 0.7, causal)
-    return output, lse

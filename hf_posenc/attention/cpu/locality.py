@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,16 +63,8 @@ class Local(Executor):
         return by_blocks((_NearPlan if locality.beyond is None else _MergingPlan)(call, locality), call), None
 
 
-@dataclass(frozen=True, eq=False)
-class _Near:
-    """A block of rows against the keys that matter to it.
-
-    Attributes:
-        rows: Place of the block; its first key is the first that matters.
-        part: Part of the call.
-        block: Block as the seams get it.
-        product: Arguments of `Scheme.score`: scaled logits, queries and keys.
-    """
+class _Near(NamedTuple):
+    """A block of rows against the keys that matter to it, and the arguments of `Scheme.score`."""
 
     rows: Rows
     part: Call
@@ -180,27 +172,15 @@ class _MergingPlan(_NearPlan):
     def beyond(self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]) -> Sequence[tuple[Index, Tensor]]:
         if not rows.first:
             return ()
-        everywhere = slice(None)
-        mine, before = (
-            (everywhere, everywhere, slice(rows.start, rows.stop)),
-            (everywhere, everywhere, slice(rows.first)),
-        )
+        mine, before = ((slice(None), slice(None), keys) for keys in (slice(rows.start, rows.stop), slice(rows.first)))
         grad, output, lse = (x[mine] for x in (grad, *kept))
         assert self.locality.beyond is not None
         value = self.locality.beyond(call.content()[0][:, :, :1], lse)[1]
         # What is added to all values is no part of any key's own.
         output = output if value is None else output - value.to(output)
         # Under autocast the output is narrower than operands in float32.
-        found = kernel.backward(
-            grad.to(call.q),
-            call.q[mine],
-            call.k[before],
-            call.v[before],
-            output.to(call.q),
-            lse,
-            self.hidden_before(call, rows.first),
-            call.scale,
-        )
+        done = kernel.Done(call.q[mine], call.k[before], call.v[before], output.to(call.q), lse)
+        found = kernel.backward(grad.to(call.q), done, self.hidden_before(call, rows.first), call.scale)
         return tuple(zip((mine, before, before), found, strict=True))
 
 

@@ -1,18 +1,17 @@
-"""A piecewise linear bias, block by block of rows: FIRE beyond its threshold."""
+"""Piecewise linear biases, as of FIRE beyond its threshold: by block, or by index where slots do not tell distances."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.cpu.biases import BlockBias, Gradient, Piece, over_batch
+from hf_posenc.attention.cpu.biases import BlockBias, Piece, over_batch
+from hf_posenc.attention.cpu.tables import Lookup, looked_up
 from hf_posenc.structures import PiecewiseLinear
 
 
@@ -62,21 +61,22 @@ class PiecewiseBias(BlockBias):
         self.feature, self.weight, self.slope, self.offset = self.inputs
         # Changes of the slope at the end of each piece, [M, H].
         self.bend = self.slope.diff(dim=0)
-        self.memory = self.slope.new_empty(0)
 
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
-        return self.masked(self.bias(self.tables(block), block), block)
+    def pieces(self, block: Rows) -> list[Piece]:
+        self.tables = self._tables(block)
+        if self.learning:
+            shape = (len(self.tables.slope), block.length, block.keys + block.length)
+            self.strip = self.buffer("strip", self.slope, shape, self.keys + block.length)
+            # As many zeros as there are rows, since lines of one place that leave a row go on in the next.
+            self.strip[..., block.keys :] = 0
+        return self.masked(self._bias(self.tables, block), block)
 
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        return _PiecewiseGradient(self, wanted)
-
-    def weights(self, block: Rows) -> Tensor:
+    def _weights(self, block: Rows) -> Tensor:
         """Return the weights of the rows, `[B|1, q, 1]`."""
         return self.weight[:, block.start : block.stop].flip(1)[..., None]
 
-    def tables(self, block: Rows) -> _Tables:
-        """Return the tables of a block."""
-        feature, weights = self.feature[: self.behind(block)], self.weights(block)
+    def _tables(self, block: Rows) -> _Tables:
+        feature, weights = self.feature[: block.stop + self.ahead], self._weights(block)
         lowest, highest = (torch.searchsorted(self.ends, feature * w) for w in (weights.amin(), weights.amax()))
         ends = torch.arange(len(self.ends), device=feature.device)
         first, last = (torch.searchsorted(piece, ends, right=True).tolist() for piece in (highest, lowest))
@@ -93,19 +93,16 @@ class PiecewiseBias(BlockBias):
             offset[:, -ahead:] = -math.inf
         return _Tables(feature, piece, slope, offset, bends)
 
-    def behind(self, block: Rows) -> int:
-        """Return the number of keys up to the last query of a block, its own included."""
-        return block.stop + self.keys - self.queries
-
-    def bias(self, tables: _Tables, block: Rows) -> Tensor:
+    def _bias(self, tables: _Tables, block: Rows) -> Tensor:
         """Return the bias `[B|1, H, q, K]`; overwritten by the next call."""
-        weights = self.weights(block)
+        weights = self._weights(block)
         batch, heads, width = len(weights), len(tables.slope), tables.slope.shape[1]
         shape = (batch, heads, block.length, block.keys)
         offset, slope = (
             table.as_strided(shape, (0, width, 1, 1)) for table in (tables.offset, tables.slope.contiguous())
         )
-        bias = torch.addcmul(offset, slope, weights[:, None], out=self.buffer(shape))
+        memory = self.buffer("bias", self.slope, shape, self.keys)
+        bias = torch.addcmul(offset, slope, weights[:, None], out=memory)
         strides = (bias.stride(0), bias.stride(1), block.keys - 1, 1)
         for end, places in tables.bends:
             size = places.stop - places.start
@@ -116,64 +113,39 @@ class PiecewiseBias(BlockBias):
             lines.addcmul_(beyond[:, None], self.bend[end][:, None, None])
         return bias
 
-    def buffer(self, shape: tuple[int, ...]) -> Tensor:
-        """Return memory that every block uses again: new memory costs more than to fill it."""
-        size = math.prod(shape)
-        if len(self.memory) < size:
-            # The first block has as many rows as any, and most keys come later.
-            self.memory = self.slope.new_empty(size // shape[-1] * self.keys)
-        return self.memory[:size].view(shape)
-
-
-class _PiecewiseGradient(Gradient[PiecewiseBias]):
-    def __init__(self, bias: PiecewiseBias, wanted: Sequence[bool]) -> None:
-        super().__init__(bias, wanted)
-        self.memory = bias.feature.new_empty(0)
-
-    def pieces(self, block: Rows) -> list[Piece]:
-        self.tables = self.bias.tables(block)
-        heads, width = len(self.tables.slope), block.keys + block.length
-        if self.memory.numel() < heads * block.length * width:
-            self.memory = self.bias.slope.new_empty(heads * block.length * (self.bias.keys + block.length))
-        self.strip = self.memory[: heads * block.length * width].view(heads, block.length, width)
-        # As many zeros as there are rows, since lines of one place that leave a row go on in the next.
-        self.strip[..., block.keys :] = 0
-        return self.bias.masked(self.bias.bias(self.tables, block), block)
-
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         mine = self.strip[heads, :, : block.keys]
-        if len(self.bias.weight) > 1:
+        if len(self.weight) > 1:
             for row, part in enumerate(d_logits, batch.start):
                 mine.copy_(part)
-                if heads.stop == len(self.strip):
-                    self._gather(block, row)
+                self._gather(block, row)
         elif batch.start == 0:
             mine.copy_(over_batch(d_logits))
         else:
             mine += over_batch(d_logits)
 
     def end(self, block: Rows) -> None:
-        if len(self.bias.weight) == 1:
+        if len(self.weight) == 1:
             self._gather(block, 0)
 
     def _gather(self, block: Rows, row: int) -> None:
         """Take the gradient of the logits of all heads in one row of the batch, or in all if weights are the same."""
-        tables, weights = self.tables, self.bias.weights(block)[row]  # [q, 1]
+        tables, weights = self.tables, self._weights(block)[row]  # [q, 1]
         d_feature, d_weight, d_slope, d_offset = self.totals
         heads, rows, width = self.strip.shape
         lines = self.strip.as_strided((heads, rows, width - 1), (rows * width, width - 1, 1))
         both = torch.stack((torch.ones_like(weights), weights)).mT.expand(heads, 2, 1, rows).flatten(1, 2)
         by_offset, by_slope = (both @ lines).unbind(1)  # [H, N]
         of_weights = (lines @ tables.slope[..., None]).sum(0)  # [q, 1]
-        of_feature = (by_slope * self.bias.slope[tables.piece].T).sum(0)  # [N]
+        of_feature = (by_slope * self.slope[tables.piece].T).sum(0)  # [N]
         of_slope, of_offset = (
             d_slope.new_zeros(heads, len(d_slope)).scatter_add_(1, tables.piece.expand(heads, -1), x)
             for x in (by_slope * tables.feature, by_offset)
         )
         for end, places in tables.bends:
-            feature, bend = tables.feature[places], self.bias.bend[end]
+            feature, bend = tables.feature[places], self.bend[end]
             x = feature * weights  # [q, places]
-            beyond = (x > self.bias.ends[end]).to(x).triu_(-places.start)
+            beyond = (x > self.ends[end]).to(x).triu_(-places.start)
             mine = lines[..., places].flatten(1)  # [H, q * places]
             bent = mine @ torch.stack((beyond * x, beyond)).flatten(1).T  # [H, 2]
             for total, change in zip((of_slope, of_offset), bent.T, strict=True):
@@ -184,6 +156,54 @@ class _PiecewiseGradient(Gradient[PiecewiseBias]):
             of_weights += (d_x * feature).sum(1, keepdim=True)
         d_slope += of_slope.T
         d_offset += of_offset.T
-        behind = self.bias.behind(block)
+        behind = block.stop + self.ahead
         d_feature[:behind] += of_feature[:behind].flip(0)
         d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
+
+
+class PiecewiseLookup(Lookup):
+    """The same function where slots do not tell distances, in causal calls: each pair of tokens finds its piece."""
+
+    name = "straight pieces by index"
+
+    def __init__(self, added: PiecewiseLinear, call: Call) -> None:
+        super().__init__(call)
+        dtype = call.precise
+        feature, weight = added.feature(self.distances, dtype), added.weight(call.positions.query, dtype)
+        ends, slope, offset = added.pieces(dtype)
+        self.ends = ends.detach()
+        self.inputs = (feature, weight, slope, offset)
+
+    def pieces(self, block: Rows) -> list[Piece]:
+        feature, weight, slope, offset = self.inputs
+        index = self.find(block)
+        # Of each pair `[B|1, q, K]`: its feature, the argument of the function, and the piece that it is in.
+        self.feature = feature.index_select(0, index.flatten()).view(index.shape)
+        self.weight = weight[:, block.start : block.stop, None]
+        self.x = self.feature * self.weight
+        self.which = torch.searchsorted(self.ends, self.x, out_int32=True)
+        self.d_x = torch.zeros_like(self.x) if self.learning else None
+        self.slope = looked_up(slope.T.contiguous(), self.which)
+        bias = torch.addcmul(looked_up(offset.T.contiguous(), self.which), self.slope, self.x[:, None])
+        return self.split(bias, block)
+
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        _, _, d_slope, d_offset = self.totals
+        count = len(d_slope)
+        # Row by row first: one sum of that many small numbers would round.
+        rows = torch.arange(0, block.length * count, count, device=d_slope.device)[:, None]
+        assert self.d_x is not None
+        for row, mine in self.by_row(batch, d_logits):
+            place = (self.which[row] + rows).flatten().expand(len(mine), -1)
+            for total, change in ((d_slope, mine * self.x[row]), (d_offset, mine)):
+                sums = change.new_zeros(len(mine), block.length * count).scatter_add_(1, place, change.flatten(1))
+                total[:, heads] += sums.view(len(mine), block.length, count).sum(1).T
+            self.d_x[row] += (self.slope[row, heads] * mine).sum(0)
+
+    def end(self, block: Rows) -> None:
+        d_feature, d_weight, _, _ = self.totals
+        assert self.d_x is not None
+        # Queries may have the same positions in all rows of the batch, and keys not.
+        of_weight = (self.d_x * self.feature).sum(-1).sum_to_size(len(d_weight), block.length)
+        d_weight[:, block.start : block.stop] += of_weight
+        d_feature.scatter_add_(0, self.index.flatten(), (self.d_x * self.weight).flatten())

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.cpu.biases import BlockBias, Gradient, Piece
+from hf_posenc.attention.cpu.biases import BlockBias, Piece
 from hf_posenc.ops.skew import skewed_view
 from hf_posenc.structures import Vectors
 
@@ -43,7 +42,7 @@ class ProductsBias(BlockBias):
 
     Attributes:
         distances: Number of distances that have vectors.
-        end: Smallest distance from which on there is nothing to add.
+        far: Smallest distance from which on there is nothing to add.
         beyond: Number of vectors of such distances in the tables.
         room: Number of vectors in the tables for distances below 0.
         shift: Vectors that are added to the queries, `[H, D]`.
@@ -63,10 +62,10 @@ class ProductsBias(BlockBias):
             None if x is None else x.to(precise) for x in (vectors.of_queries, vectors.of_keys, vectors.always)
         )
         self.distances = next(x.shape[1] for x in (of_queries, of_keys) if x is not None) - vectors.ahead
-        self.end, self.beyond = self.keys, 0
+        self.far, self.beyond = self.keys, 0
         if self.distances < self.keys:
             # Distance 0 is always near: no row's keys may all be hidden in a piece, see `Piece`.
-            self.end, self.beyond = max(1, self.distances - 1), _ROWS + _TILE
+            self.far, self.beyond = max(1, self.distances - 1), _ROWS + _TILE
             if of_keys is not None:
                 always = of_keys[:, 0] if always is None else always + of_keys[:, 0]
                 of_keys = of_keys - of_keys[:, :1]
@@ -105,31 +104,25 @@ class ProductsBias(BlockBias):
         given = dict(zip(self.names, self.inputs, strict=True))
         self.q, self.falling, self.k, self.rising, self.key_bias = map(given.get, _INPUTS)
         self.like = next(x for x in (self.falling, self.rising) if x is not None)
-        # Every block uses this memory again: new memory costs more than to fill it.
-        self.memory = self.like.new_empty(0)
 
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
+    def pieces(self, block: Rows) -> list[Piece]:
         """Return the bias of a block; overwritten by the next call."""
         near = self.near = _Near(self, block)
         before = slice(0, near.keys.start)
         pieces = [self.piece(self.near_bias(block, near), block, near.keys, ruled=not self.slots)]
         if before.stop:
-            bias = (
-                self.like.new_zeros(1, 1, 1, before.stop)
-                if self.key_bias is None
-                else self.key_bias[:, :, None, before]
-            )
+            bias = self.like.new_zeros(1, 1, 1, before.stop)
+            if self.key_bias is not None:
+                bias = self.key_bias[:, :, None, before]
             pieces.insert(0, self.piece(bias, block, before, ruled=False))
         return pieces
-
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        return _ProductsGradient(self, wanted)
 
     def near_bias(self, block: Rows, near: _Near) -> Tensor:
         """Return the bias of the near keys, `[B, H, q, near]`, a view."""
         heads, rows = len(self.like), slice(block.start, block.stop)
         batch = next(len(x) for x in (self.q, self.k) if x is not None)
-        products = self.buffer(heads, batch * near.rows, near.width)
+        shape = (heads, batch * near.rows, near.width)
+        products = self.buffer("products", self.like, shape, min(self.keys, self.far + _TILE + _ROWS) + _ROWS)
         if self.q is not None and self.falling is not None:
             torch.bmm(_by_head(self.q[:, :, rows], heads), self.falling[:, near.falling].mT, out=products)
         else:
@@ -146,14 +139,55 @@ class ProductsBias(BlockBias):
             bias += self.key_bias[:, :, None, near.keys]
         return bias
 
-    def buffer(self, *shape: int) -> Tensor:
-        """Return memory of a shape."""
-        size = math.prod(shape)
-        if len(self.memory) < size:
-            # No block has more rows than the first, and most have more keys.
-            width = min(self.keys, self.end + _TILE + _ROWS) + _ROWS
-            self.memory = self.like.new_empty(max(size, size // shape[-1] * width))
-        return self.memory[:size].view(shape)
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def learn(self, wanted: Sequence[bool]) -> None:
+        self.learning = True
+        self.found = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if learns else None
+            for x, learns in zip(self.inputs, wanted, strict=True)
+        ]
+        by_name = dict(zip(self.names, self.found, strict=True))
+        self.d_q, self.d_falling, self.d_k, self.d_rising, self.d_key_bias = map(by_name.get, _INPUTS)
+
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        if self.d_key_bias is not None:
+            self.d_key_bias[batch, heads, : block.keys] += d_logits.sum(2)
+        d_bias = d_logits[..., self.near.keys]
+        if self.d_q is not None or self.d_falling is not None:
+            self._add_queries((batch, heads, slice(block.start, block.stop)), d_bias)
+        if self.d_k is not None or self.d_rising is not None:
+            for keys, place in self.near.tiles:
+                here = slice(keys.start - self.near.keys.start, keys.stop - self.near.keys.start)
+                self._add_keys(place, batch, heads, keys, d_bias[..., here])
+
+    def _add_queries(self, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
+        assert self.q is not None
+        assert self.falling is not None
+        heads, place, shape = here[1], self.near.falling, (*d_bias.shape[:3], self.q.shape[-1])
+        lines = _unshifted(d_bias, self.near.width)
+        if self.d_q is not None:
+            d_q = (lines @ self.falling[heads, place]).view(shape[1], shape[0], *shape[2:])
+            self.d_q[here] = d_q.transpose(0, 1)
+        if self.d_falling is not None:
+            self.d_falling[heads, place].baddbmm_(lines.mT, _by_head(self.q[here], shape[1]))
+
+    def _add_keys(self, place: slice, batch: slice, heads: slice, keys: slice, d_bias: Tensor) -> None:
+        k, rising = self.k, self.rising
+        assert k is not None
+        assert rising is not None
+        shared = len(rising) // k.shape[1]
+        groups = slice(heads.start // shared, heads.stop // shared)
+        lines = _unshifted(d_bias.mT, place.stop - place.start)
+        if self.d_k is not None:
+            shape = (-1, shared, len(d_bias), keys.stop - keys.start, k.shape[-1])
+            self.d_k[batch, groups, keys] += (lines @ rising[heads, place]).view(shape).sum(1).transpose(0, 1)
+        if self.d_rising is not None:
+            met = _by_head(k[batch, groups, keys].to(rising), d_bias.shape[1])
+            self.d_rising[heads, place].baddbmm_(lines.mT, met)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        return [None if x is None else x.to(y.dtype) for x, y in zip(self.found, self.inputs, strict=True)]
 
 
 class _Near:
@@ -173,7 +207,7 @@ class _Near:
     def __init__(self, bias: ProductsBias, block: Rows) -> None:
         own = block.start + bias.ahead
         self.rows = block.length
-        self.keys = slice(max(0, own - bias.end + 1) // _TILE * _TILE, block.keys)
+        self.keys = slice(max(0, own - bias.far + 1) // _TILE * _TILE, block.keys)
         self.width = self.keys.stop - self.keys.start + self.rows - 1
         farthest = own + self.rows - 1 - self.keys.start
         self.behind = farthest + 1
@@ -184,61 +218,6 @@ class _Near:
             stop = min(start + _TILE, self.keys.stop)
             nearest = bias.room + own - (stop - 1)
             self.tiles.append((slice(start, stop), slice(nearest, nearest + stop - start + self.rows - 1)))
-
-
-class _ProductsGradient(Gradient[ProductsBias]):
-    def __init__(self, bias: ProductsBias, wanted: Sequence[bool]) -> None:
-        self.bias = bias
-        self.found = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if learns else None
-            for x, learns in zip(bias.inputs, wanted, strict=True)
-        ]
-        by_name = dict(zip(bias.names, self.found, strict=True))
-        self.q, self.falling, self.k, self.rising, self.key_bias = map(by_name.get, _INPUTS)
-
-    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        near = self.bias.near
-        if self.key_bias is not None:
-            self.key_bias[batch, heads, : block.keys] += d_logits.sum(2)
-        d_bias = d_logits[..., near.keys]
-        if self.q is not None or self.falling is not None:
-            self._add_queries(near, (batch, heads, slice(block.start, block.stop)), d_bias)
-        if self.k is not None or self.rising is not None:
-            for keys, place in near.tiles:
-                here = slice(keys.start - near.keys.start, keys.stop - near.keys.start)
-                self._add_keys(place, batch, heads, keys, d_bias[..., here])
-
-    def _add_queries(self, near: _Near, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
-        q, falling = self.bias.q, self.bias.falling
-        assert q is not None
-        assert falling is not None
-        heads, shape = here[1], (*d_bias.shape[:3], q.shape[-1])
-        lines = _unshifted(d_bias, near.width)
-        if self.q is not None:
-            self.q[here] = (lines @ falling[heads, near.falling]).view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-        if self.falling is not None:
-            self.falling[heads, near.falling].baddbmm_(lines.mT, _by_head(q[here], shape[1]))
-
-    def _add_keys(self, place: slice, batch: slice, heads: slice, keys: slice, d_bias: Tensor) -> None:
-        k, rising = self.bias.k, self.bias.rising
-        assert k is not None
-        assert rising is not None
-        shared = len(rising) // k.shape[1]
-        groups = slice(heads.start // shared, heads.stop // shared)
-        lines = _unshifted(d_bias.mT, place.stop - place.start)
-        if self.k is not None:
-            d_keys = (
-                (lines @ rising[heads, place]).view(-1, shared, len(d_bias), keys.stop - keys.start, k.shape[-1]).sum(1)
-            )
-            self.k[batch, groups, keys] += d_keys.transpose(0, 1)
-        if self.rising is not None:
-            met = _by_head(k[batch, groups, keys].to(rising), d_bias.shape[1])
-            self.rising[heads, place].baddbmm_(lines.mT, met)
-
-    def result(self) -> Sequence[Tensor | None]:
-        return [
-            None if total is None else total.to(x.dtype) for total, x in zip(self.found, self.bias.inputs, strict=True)
-        ]
 
 
 def _with_room(vectors: Tensor, before: int, behind: int) -> Tensor:

@@ -1,18 +1,17 @@
-"""Tables of distances, where these are differences of slots: blocks that are views of one table."""
+"""Tables of distances: blocks are views of one table, or look their distances up where slots do not tell them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.cpu import cutoff
-from hf_posenc.attention.cpu.biases import BlockBias, Gradient, Piece, first_true, over_batch, spread_of
+from hf_posenc.attention.cpu.biases import NATS, BlockBias, Piece, finite, first_true, over_batch, spread_of
+from hf_posenc.structures import DistanceTable
 
 
 class TableBias(BlockBias):
@@ -32,6 +31,8 @@ class TableBias(BlockBias):
     backwards = hides_ahead = True
     falling: Tensor
     first: Tensor | None
+    # Sum of all blocks, in which a distance lies on a line of its own.
+    strip: Tensor | None = None
 
     def __init__(self, table: Tensor, call: Call) -> None:
         super().__init__(call)
@@ -44,7 +45,7 @@ class TableBias(BlockBias):
         return torch.arange(0 if call.causal else 1 - call.keys, call.keys, device=call.device)
 
     def may_cut(self) -> bool:
-        return self.causal and self.mask.only_ahead and spread_of(self.inputs[0]) > cutoff.NATS
+        return self.causal and self.mask.only_ahead and spread_of(self.inputs[0]) > NATS
 
     def prepare(self, slack: Tensor | None) -> None:
         (table,) = self.inputs
@@ -63,7 +64,7 @@ class TableBias(BlockBias):
     def spread(self) -> float:
         return spread_of(self.falling)
 
-    def pieces(self, block: Rows, *, by_kernel: bool = True) -> list[Piece]:
+    def pieces(self, block: Rows) -> list[Piece]:
         shape = (1, len(self.falling), block.length, block.keys)
         view = self.falling.as_strided(shape, (0, self.falling.stride(0), 1, 1), self.queries - block.stop)
         return self.masked(view, block)
@@ -74,31 +75,74 @@ class TableBias(BlockBias):
             return self.first_in_window(block, len(self.falling))
         return (self.first + block.start - self.queries + 1).clamp_min_(0)
 
-    def gradient(self, wanted: Sequence[bool]) -> Gradient[Any]:
-        return _TableGradient(self, wanted)
-
-
-class _TableGradient(Gradient[TableBias]):
-    """Sums blocks into one strip in which a distance lies on a line of its own, and at the end along these lines."""
-
-    strip: Tensor | None = None
-
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         if self.strip is None:
             # Behind the last column as many zeros as there are rows, since lines that leave a row go on in the next.
-            width = max(self.bias.inputs[0].shape[1], self.bias.queries + self.bias.keys) + block.length
-            self.strip = d_logits.new_zeros(len(self.bias.falling), block.length, width)
-        start = self.bias.queries - block.stop
+            width = max(self.inputs[0].shape[1], self.queries + self.keys) + block.length
+            self.strip = d_logits.new_zeros(len(self.falling), block.length, width)
+        start = self.queries - block.stop
         self.strip[heads, : block.length, start + first : start + block.keys] += over_batch(d_logits)
 
-    def result(self) -> Sequence[Tensor | None]:
+    def gradients(self) -> Sequence[Tensor | None]:
         assert self.strip is not None
         heads, rows, width = self.strip.shape
-        size = self.bias.inputs[0].shape[1]
+        size = self.inputs[0].shape[1]
         # Behind distance 0 lie those of keys ahead of the query, where a mask shows some.
-        count = max(size, self.bias.queries + self.bias.keys - 1)
+        count = max(size, self.queries + self.keys - 1)
         sums = self.strip.as_strided((heads, rows, count), (rows * width, width - 1, 1)).sum(1)
         falling = sums[:, :size]
-        if self.bias.causal:
+        if self.causal:
             falling[:, -1] += sums[:, size:].sum(1)
-        return [falling.flip(1).to(self.bias.inputs[0].dtype)]
+        return [falling.flip(1).to(self.inputs[0].dtype)]
+
+
+class Lookup(BlockBias):
+    """A bias that looks distances up where slots do not tell them, as in training with skipped positions."""
+
+    rows = 64
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.first = 0 if call.causal else -call.reach
+        self.distances = torch.arange(self.first, call.reach + 1, device=call.device)
+
+    @staticmethod
+    def pays(call: Call) -> bool:
+        """Whether there are fewer distances than pairs of tokens, in one row of the batch."""
+        return call.reach < call.queries * call.keys
+
+    def find(self, block: Rows) -> Tensor:
+        """Return the places of a block's distances in the table, int64 `[B|1, q, K]`."""
+        place = self.positions.rows(block.start, block.stop, block.keys)
+        distance = place.query[:, :, None] - place.key[:, None, :]
+        self.index = distance.sub_(self.first).clamp_min_(0)
+        return self.index
+
+    def by_row(self, batch: slice, d_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Return the gradients `[h, ...]` for each row of the index, which may have one row for all of the batch."""
+        return enumerate(d_logits, batch.start) if len(self.index) > 1 else enumerate([over_batch(d_logits)])
+
+
+class TableLookup(Lookup):
+    """A table of distances, see `DistanceTable`."""
+
+    name = "distance table by index"
+
+    def __init__(self, added: DistanceTable, call: Call) -> None:
+        super().__init__(call)
+        self.inputs = (finite(added.at(self.distances, call.precise)),)
+
+    def spread(self) -> float:
+        return spread_of(self.inputs[0])
+
+    def pieces(self, block: Rows) -> list[Piece]:
+        return self.split(looked_up(self.inputs[0], self.find(block)), block)
+
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        for row, mine in self.by_row(batch, d_logits.flatten(2)):
+            self.totals[0][heads].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
+
+
+def looked_up(table: Tensor, index: Tensor) -> Tensor:
+    """Return the entries of a table `[H, N]` at an index `[B|1, q, K]`, `[B|1, H, q, K]`."""
+    return table.index_select(1, index.flatten()).view(len(table), *index.shape).transpose(0, 1)

@@ -19,12 +19,13 @@ from hf_posenc.attention.gpu.tiles import (
     Shape,
     add_rows,
     dot,
+    keys_of,
     last_block,
     load_rows,
     merge,
+    start,
     store_rows,
     two_sum,
-    visible,
 )
 
 
@@ -40,155 +41,113 @@ def _between(bias, rows, position, seen, N: tl.constexpr):
     return first + (position - below) * step, step, index, position - below
 
 
-@triton.jit(do_not_specialize=tiles.SIZES)
+@triton.jit(do_not_specialize=("sizes",))
 def _forward(
-    q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near, query_positions, key_positions, keep,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, gate_q_batch, gate_q_head, gate_q_row,
-    gate_k_batch, gate_k_head, gate_k_row, out_batch, out_head, out_row, query_batch, key_batch, keep_batch,
-    keep_head, keep_row, keep_column,
-    scale, gate_scale, heads, group, queries, keys, ahead,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
+    q, k, v, gate_q, gate_k, out, bias, lse, counted, first_near, hidden, sizes, scale, gate_scale,
+    T: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
 ):  # fmt: skip
-    # The last queries have most to do, and start first.
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    k += b * k_batch + h // group * k_head
-    v += b * v_batch + h // group * v_head
-    gate_k += b * gate_k_batch + h // group * gate_k_head
-    keep += b * keep_batch + h * keep_head
-    i = m * BM + tl.arange(0, BM)
-    rows = tl.program_id(1).to(tl.int64) * queries + i
-    query = tl.load(query_positions + b * query_batch + i, mask=i < queries, other=0)
-    q_tile = load_rows(q + b * q_batch + h * q_head, i, queries, q_row, D, BD)
+    m, b, h, i, rows, query = start(hidden, sizes, T)
+    g = h // sizes.group
+    q_tile = load_rows(q, b, h, i, sizes.queries, T)
     gate_tile = q_tile
     if OWN_GATES:
-        gate_tile = load_rows(gate_q + b * gate_q_batch + h * gate_q_head, i, queries, gate_q_row, D, BD)
-    total = tl.zeros([BM, BD], dtype=tl.float32)
-    highest = tl.full([BM], float("-inf"), dtype=tl.float32)
-    sums = tl.zeros([BM], dtype=tl.float32)
+        gate_tile = load_rows(gate_q, b, h, i, sizes.queries, T)
+    total = tl.zeros([T.BM, T.BD], dtype=tl.float32)
+    highest = tl.full([T.BM], float("-inf"), dtype=tl.float32)
+    sums = tl.zeros([T.BM], dtype=tl.float32)
     # What was counted, in two parts: the backward pass takes it apart again, exactly.
-    high = tl.where(i < queries, 0.0, 1.0 * N)
-    low = tl.zeros([BM], dtype=tl.float32)
-    n = last_block(m, keys, ahead, BM, BN, RULE)
+    high = tl.where(i < sizes.queries, 0.0, 1.0 * N)
+    low = tl.zeros([T.BM], dtype=tl.float32)
+    n = last_block(m, sizes, T)
     while (n >= 0) & (tl.min(high, 0) < N - 1):
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        z = dot(q_tile, tl.trans(load_rows(k, j, keys, k_row, D, BD)), PRECISION) * scale
+        j, _key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        z = dot(q_tile, tl.trans(load_rows(k, b, g, j, sizes.keys, T)), T) * scale
         opening = z
         if OWN_GATES:
-            gate_keys = load_rows(gate_k, j, keys, gate_k_row, D, BD)
-            opening = dot(gate_tile, tl.trans(gate_keys), PRECISION) * gate_scale
+            opening = dot(gate_tile, tl.trans(load_rows(gate_k, b, g, j, sizes.keys, T)), T) * gate_scale
         gates = tl.where(seen, tl.sigmoid(opening), 0.0)
         position = tl.minimum(tl.cumsum(gates, axis=1, reverse=True) + high[:, None], N - 1.0)
         added, _step, _index, _above = _between(bias, rows, position, seen, N)
         logits = tl.where(seen, z + added, float("-inf"))
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        total, highest, sums = merge(total, highest, sums, logits, v_tile, PRECISION)
+        total, highest, sums = merge(total, highest, sums, logits, load_rows(v, b, g, j, sizes.keys, T), T)
         high, lacking = two_sum(high, tl.sum(gates, axis=1))
         low += lacking
         n -= 1
     tl.store(first_near + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + m, n + 1)
-    last = tl.load(bias + rows * N + N - 1, mask=i < queries, other=0.0)
+    last = tl.load(bias + rows * N + N - 1, mask=i < sizes.queries, other=0.0)
     while n >= 0:
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        z = dot(q_tile, tl.trans(load_rows(k, j, keys, k_row, D, BD)), PRECISION) * scale
+        j, _key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        z = dot(q_tile, tl.trans(load_rows(k, b, g, j, sizes.keys, T)), T) * scale
         logits = tl.where(seen, z + last[:, None], float("-inf"))
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        total, highest, sums = merge(total, highest, sums, logits, v_tile, PRECISION)
+        total, highest, sums = merge(total, highest, sums, logits, load_rows(v, b, g, j, sizes.keys, T), T)
         n -= 1
     # A query that sees nothing gets zeros, and weights of zero in the backward pass.
     empty = sums == 0.0
     sums = tl.where(empty, 1.0, sums)
-    store_rows(out + b * out_batch + h * out_head, i, queries, out_row, total / sums[:, None], D, BD)
-    tl.store(lse + rows, tl.where(empty, float("inf"), highest + tl.log(sums)), mask=i < queries)
-    tl.store(counted + 2 * rows, high, mask=i < queries)
-    tl.store(counted + 2 * rows + 1, low, mask=i < queries)
+    store_rows(out, b, h, i, sizes.queries, total / sums[:, None], T)
+    tl.store(lse + rows, tl.where(empty, float("inf"), highest + tl.log(sums)), mask=i < sizes.queries)
+    tl.store(counted + 2 * rows, high, mask=i < sizes.queries)
+    tl.store(counted + 2 * rows + 1, low, mask=i < sizes.queries)
 
 
-@triton.jit(do_not_specialize=tiles.SIZES)
+@triton.jit(do_not_specialize=("sizes",))
 def _backward(
-    q, k, v, gate_q, gate_k, bias, grad, inner, lse, counted, first_near, dq, dk, dv, dgate_q, dgate_k, dbias,
-    query_positions, key_positions, keep,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, gate_q_batch, gate_q_head, gate_q_row,
-    gate_k_batch, gate_k_head, gate_k_row, grad_batch, grad_head, grad_row, dq_batch, dq_head, dq_row, dk_batch,
-    dk_head, dk_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
-    scale, gate_scale, heads, group, queries, keys, ahead,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
+    q, k, v, gate_q, gate_k, grad, dq, dk, dv, dgate_q, dgate_k, bias, dbias, inner, lse, counted, first_near, hidden,
+    sizes, scale, gate_scale, T: tl.constexpr, N: tl.constexpr, OWN_GATES: tl.constexpr,
 ):  # fmt: skip
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    k += b * k_batch + h // group * k_head
-    v += b * v_batch + h // group * v_head
-    gate_k += b * gate_k_batch + h // group * gate_k_head
-    dk += b * dk_batch + h // group * dk_head
-    dv += b * dk_batch + h // group * dk_head
-    dgate_k += b * dk_batch + h // group * dk_head
-    keep += b * keep_batch + h * keep_head
-    i = m * BM + tl.arange(0, BM)
-    inside = i < queries
-    rows = tl.program_id(1).to(tl.int64) * queries + i
-    query = tl.load(query_positions + b * query_batch + i, mask=inside, other=0)
-    q_tile = load_rows(q + b * q_batch + h * q_head, i, queries, q_row, D, BD)
+    m, b, h, i, rows, query = start(hidden, sizes, T)
+    g = h // sizes.group
+    inside = i < sizes.queries
+    q_tile = load_rows(q, b, h, i, sizes.queries, T)
     gate_tile = q_tile
     if OWN_GATES:
-        gate_tile = load_rows(gate_q + b * gate_q_batch + h * gate_q_head, i, queries, gate_q_row, D, BD)
-    grad_tile = load_rows(grad + b * grad_batch + h * grad_head, i, queries, grad_row, D, BD)
+        gate_tile = load_rows(gate_q, b, h, i, sizes.queries, T)
+    grad_tile = load_rows(grad, b, h, i, sizes.queries, T)
     level = tl.load(lse + rows, mask=inside, other=float("inf"))
     mean = tl.load(inner + rows, mask=inside, other=0.0)
     last = tl.load(bias + rows * N + N - 1, mask=inside, other=0.0)
-    total = tl.zeros([BM, BD], dtype=tl.float32)
+    total = tl.zeros([T.BM, T.BD], dtype=tl.float32)
     near = tl.load(first_near + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + m)
 
     # The keys that share the bias at the last number.
-    of_last = tl.zeros([BM], dtype=tl.float32)
+    of_last = tl.zeros([T.BM], dtype=tl.float32)
     for n in range(0, near):
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        k_tile = load_rows(k, j, keys, k_row, D, BD)
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        logits = dot(q_tile, tl.trans(k_tile), PRECISION) * scale + last[:, None]
+        j, _key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        k_tile = load_rows(k, b, g, j, sizes.keys, T)
+        v_tile = load_rows(v, b, g, j, sizes.keys, T)
+        logits = dot(q_tile, tl.trans(k_tile), T) * scale + last[:, None]
         weights = tl.where(seen, tl.exp(logits - level[:, None]), 0.0)
-        of_logits = weights * (dot(grad_tile, tl.trans(v_tile), PRECISION) - mean[:, None])
-        add_rows(dv, j, keys, dk_row, dot(tl.trans(weights.to(v_tile.dtype)), grad_tile, PRECISION), D, BD)
+        of_logits = weights * (dot(grad_tile, tl.trans(v_tile), T) - mean[:, None])
+        add_rows(dv, b, g, j, sizes.keys, dot(tl.trans(weights.to(v_tile.dtype)), grad_tile, T), T)
         of_last += tl.sum(of_logits, axis=1)
         of_product = (of_logits * scale).to(k_tile.dtype)
-        total += dot(of_product, k_tile, PRECISION)
-        add_rows(dk, j, keys, dk_row, dot(tl.trans(of_product), q_tile, PRECISION), D, BD)
+        total += dot(of_product, k_tile, T)
+        add_rows(dk, b, g, j, sizes.keys, dot(tl.trans(of_product), q_tile, T), T)
     tl.atomic_add(dbias + rows * N + N - 1, of_last, mask=inside, sem="relaxed")
 
     # Those that count, the farthest first: a gate is part of the positions of its own key and of all farther ones.
     high = tl.load(counted + 2 * rows, mask=inside, other=0.0)
     low = tl.load(counted + 2 * rows + 1, mask=inside, other=0.0)
-    farther = tl.zeros([BM], dtype=tl.float32)
-    of_gate_q = tl.zeros([BM, BD], dtype=tl.float32)
-    for n in range(near, last_block(m, keys, ahead, BM, BN, RULE) + 1):
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        k_tile = load_rows(k, j, keys, k_row, D, BD)
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        z = dot(q_tile, tl.trans(k_tile), PRECISION) * scale
+    farther = tl.zeros([T.BM], dtype=tl.float32)
+    of_gate_q = tl.zeros([T.BM, T.BD], dtype=tl.float32)
+    for n in range(near, last_block(m, sizes, T) + 1):
+        j, _key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        k_tile = load_rows(k, b, g, j, sizes.keys, T)
+        v_tile = load_rows(v, b, g, j, sizes.keys, T)
+        z = dot(q_tile, tl.trans(k_tile), T) * scale
         opening = z
         gate_keys = k_tile
         if OWN_GATES:
-            gate_keys = load_rows(gate_k, j, keys, gate_k_row, D, BD)
-            opening = dot(gate_tile, tl.trans(gate_keys), PRECISION) * gate_scale
+            gate_keys = load_rows(gate_k, b, g, j, sizes.keys, T)
+            opening = dot(gate_tile, tl.trans(gate_keys), T) * gate_scale
         gates = tl.where(seen, tl.sigmoid(opening), 0.0)
         high, lacking = two_sum(high, -tl.sum(gates, axis=1))
         low += lacking
         position = tl.cumsum(gates, axis=1, reverse=True) + tl.maximum(high + low, 0.0)[:, None]
         added, step, index, above = _between(bias, rows, tl.minimum(position, N - 1.0), seen, N)
         weights = tl.where(seen, tl.exp(z + added - level[:, None]), 0.0)
-        of_logits = weights * (dot(grad_tile, tl.trans(v_tile), PRECISION) - mean[:, None])
-        add_rows(dv, j, keys, dk_row, dot(tl.trans(weights.to(v_tile.dtype)), grad_tile, PRECISION), D, BD)
+        of_logits = weights * (dot(grad_tile, tl.trans(v_tile), T) - mean[:, None])
+        add_rows(dv, b, g, j, sizes.keys, dot(tl.trans(weights.to(v_tile.dtype)), grad_tile, T), T)
         place = dbias + rows[:, None] * N + index
         tl.atomic_add(place, of_logits * (1.0 - above), mask=seen, sem="relaxed")
         tl.atomic_add(place + 1, of_logits * above, mask=seen & (index < N - 1), sem="relaxed")
@@ -198,17 +157,16 @@ def _backward(
         of_opening = of_gates * gates * (1.0 - gates)
         if OWN_GATES:
             of_gate_product = (of_opening * gate_scale).to(k_tile.dtype)
-            of_gate_q += dot(of_gate_product, gate_keys, PRECISION)
-            add_rows(dgate_k, j, keys, dk_row, dot(tl.trans(of_gate_product), gate_tile, PRECISION), D, BD)
+            of_gate_q += dot(of_gate_product, gate_keys, T)
+            add_rows(dgate_k, b, g, j, sizes.keys, dot(tl.trans(of_gate_product), gate_tile, T), T)
         else:
             of_logits += of_opening
         of_product = (of_logits * scale).to(k_tile.dtype)
-        total += dot(of_product, k_tile, PRECISION)
-        add_rows(dk, j, keys, dk_row, dot(tl.trans(of_product), q_tile, PRECISION), D, BD)
-    store_rows(dq + b * dq_batch + h * dq_head, i, queries, dq_row, total.to(q_tile.dtype), D, BD)
+        total += dot(of_product, k_tile, T)
+        add_rows(dk, b, g, j, sizes.keys, dot(tl.trans(of_product), q_tile, T), T)
+    store_rows(dq, b, h, i, sizes.queries, total.to(q_tile.dtype), T)
     if OWN_GATES:
-        of_gate_q = of_gate_q.to(gate_tile.dtype)
-        store_rows(dgate_q + b * dq_batch + h * dq_head, i, queries, dq_row, of_gate_q, D, BD)
+        store_rows(dgate_q, b, h, i, sizes.queries, of_gate_q.to(gate_tile.dtype), T)
 
 
 def count_gates(
@@ -225,42 +183,29 @@ def count_gates(
         bias: At whole numbers from 0 on, float32 `[B, H, Q, N]`.
         gate_scale: Factor on the products of `gates`.
     """
-    gate_q, gate_k = gates or (None, None)
-    output: Tensor = _CountGates.apply(shape, gate_scale, q, k, v, gate_q, gate_k, bias)
+    output: Tensor = _CountGates.apply(shape, gate_scale, q, k, v, *(gates or (None, None)), bias)
     return output
 
 
 class _CountGates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        shape: Shape,
-        gate_scale: float,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate_q: Tensor | None,
-        gate_k: Tensor | None,
-        bias: Tensor,
-    ) -> Tensor:
-        own = gate_q is not None
+        ctx: Any, shape: Shape, gate_scale: float, q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor | None,
+        gate_k: Tensor | None, bias: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.shape, ctx.constants = shape, {"N": bias.shape[-1], "OWN_GATES": gate_q is not None}
+        ctx.constants["gate_scale"] = gate_scale
         q, k, v = (tiles.rowwise(x) for x in (q, k, v))
-        gate_q, gate_k = (
-            other if x is None else tiles.rowwise(x.to(q.dtype)) for x, other in ((gate_q, q), (gate_k, k))
-        )
+        gate_q = q if gate_q is None else tiles.rowwise(gate_q.to(q.dtype))
+        gate_k = k if gate_k is None else tiles.rowwise(gate_k.to(q.dtype))
         bias = bias.contiguous()
         # Not rounded: the backward pass takes sums of differences from it.
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         counted = q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
-        blocks, programs = shape.grid
-        first_near = q.new_empty((programs, blocks), dtype=torch.int32)
-        _forward[shape.grid](
-            q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near,
-            **tiles.strides(q=q, k=k, v=v, gate_q=gate_q, gate_k=gate_k, out=out), **shape.arguments,
-            gate_scale=gate_scale, N=bias.shape[-1], OWN_GATES=own,
-        )  # fmt: skip
-        ctx.shape, ctx.gate_scale, ctx.own = shape, gate_scale, own
+        first_near = q.new_empty(shape.grid[::-1], dtype=torch.int32)
+        operands = tiles.matrices(q, k, v, gate_q, gate_k, out)
+        _forward[shape.grid](*operands, bias, lse, counted, first_near, **shape.arguments, **ctx.constants)
         ctx.save_for_backward(q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near)
         return out.to(q.dtype)
 
@@ -268,36 +213,16 @@ class _CountGates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near = ctx.saved_tensors
-        grad = tiles.rowwise(grad)
         dq, dgate_q = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(2))
         dk, dv, dgate_k = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v, gate_k))
         dbias = torch.zeros_like(bias)
+        operands = tiles.matrices(q, k, v, gate_q, gate_k, tiles.rowwise(grad), dq, dk, dv, dgate_q, dgate_k)
+        inner = (grad.float() * out).sum(-1)
+        # Without pipelining: tiles of the next keys would not fit next to these, and Triton 3.9 fails to place their
+        # masks.
         _backward[ctx.shape.grid](
-            q,
-            k,
-            v,
-            gate_q,
-            gate_k,
-            bias,
-            grad,
-            (grad.float() * out).sum(-1),
-            lse,
-            counted,
-            first_near,
-            dq,
-            dk,
-            dv,
-            dgate_q,
-            dgate_k,
-            dbias,
-            **tiles.strides(q=q, k=k, v=v, gate_q=gate_q, gate_k=gate_k, grad=grad, dq=dq, dk=dk),
-            **ctx.shape.arguments,
-            gate_scale=ctx.gate_scale,
-            N=bias.shape[-1],
-            OWN_GATES=ctx.own,
-            num_warps=8,
-            # Tiles of the next keys would not fit next to these, and Triton 3.9 fails to place their masks.
-            num_stages=1,
-        )
-        of_gates = (dgate_q, dgate_k.to(k.dtype)) if ctx.own else (None, None)
+            *operands, bias, dbias, inner, lse, counted, first_near, **ctx.shape.arguments, **ctx.constants,
+            num_warps=8, num_stages=1,
+        )  # fmt: skip
+        of_gates = (dgate_q, dgate_k.to(k.dtype)) if ctx.constants["OWN_GATES"] else (None, None)
         return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), *of_gates, dbias

@@ -8,40 +8,32 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Bias, GateCount, KeyBias, KeyScan, Stick
+from hf_posenc.structures import GateCount, KeyScan, Stick
 
 # Tiles of wider heads do not fit.
 _WIDEST = 128
-_NAMES: dict[type[Bias] | type[KeyScan], str] = {GateCount: "gate count", Stick: "stick", KeyBias: "key bias"}
 
 
 class Triton(CompiledExecutor):
-    """One kernel for each structure. No tensor of size Q x K exists, except a mask that is given as one.
+    """One kernel for each scan of the keys. No tensor of size Q x K exists, except a mask that is given as one.
 
     Queries that see no key get zeros. Gradients of keys and values may be added up in no fixed order.
     """
 
     name = "triton"
 
-    def structure(self, scheme: Scheme) -> KeyScan | KeyBias | None:
-        found = scheme.key_scan() or scheme.added()
-        return found if isinstance(found, (GateCount, Stick, KeyBias)) else None
-
-    def in_fixed_order(self, call: Call) -> bool:
-        return isinstance(self.structure(call.scheme), KeyBias)
+    def structure(self, scheme: Scheme) -> KeyScan | None:
+        found = scheme.key_scan()
+        return found if isinstance(found, (GateCount, Stick)) else None
 
     def computes(self, call: Call) -> bool:
         found = self.structure(call.scheme)
-        return (
-            super().computes(call)
-            and call.q.shape[-1] == call.v.shape[-1] <= _WIDEST
-            and not (isinstance(found, Stick) and found.rest_to_own and not _own_keys_are_last(call))
-        )
+        to_own = isinstance(found, Stick) and found.rest_to_own
+        narrow = call.q.shape[-1] == call.v.shape[-1] <= _WIDEST
+        return super().computes(call) and narrow and not (to_own and not _own_keys_are_last(call))
 
     def form(self, call: Call) -> str:
-        found = self.structure(call.scheme)
-        assert found is not None
-        return _NAMES[type(found)]
+        return "stick" if isinstance(self.structure(call.scheme), Stick) else "gate count"
 
     def run(self, call: Call) -> tuple[Tensor, None]:
         found = self.structure(call.scheme)
@@ -49,10 +41,8 @@ class Triton(CompiledExecutor):
         with torch.autocast(call.device.type, enabled=False), torch.cuda.device_of(call.q):
             if isinstance(found, Stick):
                 return _stick(found, call), None
-            if isinstance(found, GateCount):
-                return _gate_count(found, call), None
-            assert isinstance(found, KeyBias)
-            return _key_bias(found, call), None
+            assert isinstance(found, GateCount)
+            return _gate_count(found, call), None
 
 
 def _own_keys_are_last(call: Call) -> bool:
@@ -89,11 +79,3 @@ def _gate_count(scan: GateCount, call: Call) -> Tensor:
     bias = scan.at(q, torch.empty(0, dtype=torch.float32, device=q.device))
     opening = None if gates is None else (q, gates)
     return count.count_gates(tiles.shape_of(call), call.q, call.k, call.v, opening, bias, scan.scale)
-
-
-def _key_bias(added: KeyBias, call: Call) -> Tensor:
-    from hf_posenc.attention.gpu import keys, tiles
-
-    batch = len(call.q)
-    own, others = (added.at(state).float().expand(batch, -1, -1) for state in (call.own, call.state))
-    return keys.attend(tiles.shape_of(call), call.q, call.k, call.v, own, others)

@@ -15,18 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.gpu import tiles
-from hf_posenc.attention.gpu.tiles import Shape, add_rows, dot, last_block, load_rows, store_rows, two_sum, visible
+from hf_posenc.attention.gpu.tiles import (
+    Shape,
+    add_rows,
+    dot,
+    keys_of,
+    last_block,
+    load_rows,
+    start,
+    store_rows,
+    two_sum,
+)
 
 # The logarithm of what is next to nothing: float32 does not see it among weights that sum to one.
 _NOTHING = tl.constexpr(-40.0)
-
-
-@triton.jit
-def _logits(q, k, bias, h, scale, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):
-    z = dot(q, tl.trans(k), PRECISION) * scale
-    if HAS_BIAS:
-        z += tl.load(bias + h)
-    return z
 
 
 @triton.jit
@@ -40,110 +42,83 @@ def _softplus(z):
 
 
 @triton.jit
-def _taking(seen, query, key, CURRENT: tl.constexpr):
-    """Return which keys break a piece off: those before the query, or up to it."""
-    distance = query[:, None] - key[None, :]
-    return seen & (distance >= (0 if CURRENT else 1))
-
-
-@triton.jit(do_not_specialize=tiles.SIZES)
-def _forward(
-    q, k, v, bias, out, left_out, first_taking, query_positions, key_positions, keep,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row, query_batch,
-    key_batch, keep_batch, keep_head, keep_row, keep_column,
-    scale, heads, group, queries, keys, ahead,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _taken(
+    q, k, bias, h, query, key, seen, scale, T: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
-    # The last queries have most to do, and start first.
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    k += b * k_batch + h // group * k_head
-    v += b * v_batch + h // group * v_head
-    keep += b * keep_batch + h * keep_head
-    i = m * BM + tl.arange(0, BM)
-    query = tl.load(query_positions + b * query_batch + i, mask=i < queries, other=0)
-    q_tile = load_rows(q + b * q_batch + h * q_head, i, queries, q_row, D, BD)
-    total = tl.zeros([BM, BD], dtype=tl.float32)
-    left = tl.where(i < queries, 0.0, 2 * _NOTHING)
+    """Return the logits of a tile, which keys break a piece off, and the logarithm of what each passes on."""
+    z = dot(q, tl.trans(k), T) * scale
+    if HAS_BIAS:
+        z += tl.load(bias + h)
+    taking = seen & (query[:, None] - key[None, :] >= (0 if CURRENT else 1))
+    return z, taking, tl.where(taking, -_softplus(z), 0.0)
+
+
+@triton.jit(do_not_specialize=("sizes",))
+def _forward(
+    q, k, v, out, bias, left_out, first_taking, hidden, sizes, scale,
+    T: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    m, b, h, i, rows, query = start(hidden, sizes, T)
+    g = h // sizes.group
+    q_tile = load_rows(q, b, h, i, sizes.queries, T)
+    total = tl.zeros([T.BM, T.BD], dtype=tl.float32)
+    left = tl.where(i < sizes.queries, 0.0, 2 * _NOTHING)
     # What rounding takes from it: the backward pass takes the sum apart again.
-    lacking = tl.zeros([BM], dtype=tl.float32)
-    n = last_block(m, keys, ahead, BM, BN, RULE)
+    lacking = tl.zeros([T.BM], dtype=tl.float32)
+    n = last_block(m, sizes, T)
     while (n >= 0) & (tl.max(left, 0) > _NOTHING):
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        z = _logits(q_tile, load_rows(k, j, keys, k_row, D, BD), bias, h, scale, HAS_BIAS, PRECISION)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        taking = _taking(seen, query, key, CURRENT)
-        passed = tl.where(taking, -_softplus(z), 0.0)
+        j, key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        k_tile = load_rows(k, b, g, j, sizes.keys, T)
+        z, taking, passed = _taken(q_tile, k_tile, bias, h, query, key, seen, scale, T, CURRENT, HAS_BIAS)
         log_weight = z + tl.cumsum(passed, axis=1, reverse=True) + left[:, None]
         weight = tl.where(taking, tl.exp(log_weight), 0.0)
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        total += dot(weight.to(v_tile.dtype), v_tile, PRECISION)
+        v_tile = load_rows(v, b, g, j, sizes.keys, T)
+        total += dot(weight.to(v_tile.dtype), v_tile, T)
         left, by_rounding = two_sum(left, tl.sum(passed, axis=1))
         lacking += by_rounding
         n -= 1
-    store_rows(out + b * out_batch + h * out_head, i, queries, out_row, total.to(q_tile.dtype), D, BD)
-    place = tl.program_id(1).to(tl.int64) * queries + i
-    tl.store(left_out + 2 * place, left, mask=i < queries)
-    tl.store(left_out + 2 * place + 1, lacking, mask=i < queries)
+    store_rows(out, b, h, i, sizes.queries, total.to(q_tile.dtype), T)
+    tl.store(left_out + 2 * rows, left, mask=i < sizes.queries)
+    tl.store(left_out + 2 * rows + 1, lacking, mask=i < sizes.queries)
     tl.store(first_taking + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + m, n + 1)
 
 
-@triton.jit(do_not_specialize=tiles.SIZES)
+@triton.jit(do_not_specialize=("sizes",))
 def _backward(
-    q, k, v, bias, grad, left_in, of_left, first_taking, dq, dk, dv, dbias, query_positions, key_positions, keep,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row, dq_batch,
-    dq_head, dq_row, dk_batch, dk_head, dk_row, query_batch, key_batch, keep_batch, keep_head, keep_row, keep_column,
-    scale, heads, group, queries, keys, ahead,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    q, k, v, grad, dq, dk, dv, bias, dbias, left_in, of_left, first_taking, hidden, sizes, scale,
+    T: tl.constexpr, CURRENT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    k += b * k_batch + h // group * k_head
-    v += b * v_batch + h // group * v_head
-    dk += b * dk_batch + h // group * dk_head
-    dv += b * dk_batch + h // group * dk_head
-    keep += b * keep_batch + h * keep_head
-    i = m * BM + tl.arange(0, BM)
-    query = tl.load(query_positions + b * query_batch + i, mask=i < queries, other=0)
-    q_tile = load_rows(q + b * q_batch + h * q_head, i, queries, q_row, D, BD)
-    grad_tile = load_rows(grad + b * grad_batch + h * grad_head, i, queries, grad_row, D, BD)
-    place = tl.program_id(1).to(tl.int64) * queries + i
-    left = tl.load(left_in + 2 * place, mask=i < queries, other=0.0)
-    lacking = tl.load(left_in + 2 * place + 1, mask=i < queries, other=0.0)
+    m, b, h, i, rows, query = start(hidden, sizes, T)
+    g = h // sizes.group
+    q_tile = load_rows(q, b, h, i, sizes.queries, T)
+    grad_tile = load_rows(grad, b, h, i, sizes.queries, T)
+    left = tl.load(left_in + 2 * rows, mask=i < sizes.queries, other=0.0)
+    lacking = tl.load(left_in + 2 * rows + 1, mask=i < sizes.queries, other=0.0)
     # What the sum over all passed keys gets from the rest and from the weights of farther keys.
-    farther = tl.load(of_left + place, mask=i < queries, other=0.0)
-    total = tl.zeros([BM, BD], dtype=tl.float32)
-    total_bias = tl.zeros([BM], dtype=tl.float32)
+    farther = tl.load(of_left + rows, mask=i < sizes.queries, other=0.0)
+    total = tl.zeros([T.BM, T.BD], dtype=tl.float32)
+    total_bias = tl.zeros([T.BM], dtype=tl.float32)
     first = tl.load(first_taking + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + m)
-    for n in range(first, last_block(m, keys, ahead, BM, BN, RULE) + 1):
-        j = n * BN + tl.arange(0, BN)
-        key = tl.load(key_positions + b * key_batch + j, mask=j < keys, other=0)
-        k_tile = load_rows(k, j, keys, k_row, D, BD)
-        z = _logits(q_tile, k_tile, bias, h, scale, HAS_BIAS, PRECISION)
-        seen = visible(i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE, KEEP)
-        taking = _taking(seen, query, key, CURRENT)
-        passed = tl.where(taking, -_softplus(z), 0.0)
+    for n in range(first, last_block(m, sizes, T) + 1):
+        j, key, seen = keys_of(n, b, h, i, query, hidden, sizes, T)
+        k_tile = load_rows(k, b, g, j, sizes.keys, T)
+        z, taking, passed = _taken(q_tile, k_tile, bias, h, query, key, seen, scale, T, CURRENT, HAS_BIAS)
         left, by_rounding = two_sum(left, -tl.sum(passed, axis=1))
         lacking += by_rounding
         log_weight = z + tl.cumsum(passed, axis=1, reverse=True) + (left + lacking)[:, None]
         weight = tl.where(taking, tl.exp(log_weight), 0.0)
-        v_tile = load_rows(v, j, keys, v_row, D, BD)
-        add_rows(dv, j, keys, dk_row, dot(tl.trans(weight.to(v_tile.dtype)), grad_tile, PRECISION), D, BD)
-        of_log = weight * dot(grad_tile, tl.trans(v_tile), PRECISION)
+        v_tile = load_rows(v, b, g, j, sizes.keys, T)
+        add_rows(dv, b, g, j, sizes.keys, dot(tl.trans(weight.to(v_tile.dtype)), grad_tile, T), T)
+        of_log = weight * dot(grad_tile, tl.trans(v_tile), T)
         # A key passes on what is left to itself, too, and to all farther ones.
         of_passed = tl.cumsum(of_log, axis=1) + farther[:, None]
         farther += tl.sum(of_log, axis=1)
         of_z = tl.where(taking, of_log - tl.sigmoid(z) * of_passed, 0.0)
         total_bias += tl.sum(of_z, axis=1)
         of_product = (of_z * scale).to(k_tile.dtype)
-        total += dot(of_product, k_tile, PRECISION)
-        add_rows(dk, j, keys, dk_row, dot(tl.trans(of_product), q_tile, PRECISION), D, BD)
-    store_rows(dq + b * dq_batch + h * dq_head, i, queries, dq_row, total.to(q_tile.dtype), D, BD)
+        total += dot(of_product, k_tile, T)
+        add_rows(dk, b, g, j, sizes.keys, dot(tl.trans(of_product), q_tile, T), T)
+    store_rows(dq, b, h, i, sizes.queries, total.to(q_tile.dtype), T)
     if HAS_BIAS:
         tl.atomic_add(dbias + h, tl.sum(total_bias, axis=0), sem="relaxed")
 
@@ -173,11 +148,11 @@ class _BreakStick(torch.autograd.Function):
         q, k, v = (tiles.rowwise(x) for x in (q, k, v))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         left = q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
-        blocks, programs = shape.grid
-        first_taking = q.new_empty((programs, blocks), dtype=torch.int32)
+        first_taking = q.new_empty(shape.grid[::-1], dtype=torch.int32)
+        has_bias = bias is not None
         _forward[shape.grid](
-            q, k, v, left if bias is None else bias, out, left, first_taking, **tiles.strides(q=q, k=k, v=v, out=out),
-            **shape.arguments, CURRENT=current, HAS_BIAS=bias is not None,
+            *tiles.matrices(q, k, v, out), bias if has_bias else left, left, first_taking,
+            **shape.arguments, CURRENT=current, HAS_BIAS=has_bias,
         )  # fmt: skip
         rest = left[..., 0].exp()
         ctx.shape, ctx.current = shape, current
@@ -188,29 +163,14 @@ class _BreakStick(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_rest: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, left, rest, first_taking = ctx.saved_tensors
-        grad = tiles.rowwise(grad)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-        dbias = rest if bias is None else torch.zeros_like(bias)
+        dbias = None if bias is None else torch.zeros_like(bias)
+        biases = (left, left) if bias is None else (bias, dbias)
+        # Without pipelining: tiles of the next keys would not fit next to these.
         _backward[ctx.shape.grid](
-            q,
-            k,
-            v,
-            rest if bias is None else bias,
-            grad,
-            left,
-            (of_rest * rest).contiguous(),
-            first_taking,
-            dq,
-            dk,
-            dv,
-            dbias,
-            **tiles.strides(q=q, k=k, v=v, grad=grad, dq=dq, dk=dk),
-            **ctx.shape.arguments,
-            CURRENT=ctx.current,
-            HAS_BIAS=bias is not None,
-            num_warps=8,
-            # Tiles of the next keys would not fit next to these.
+            *tiles.matrices(q, k, v, tiles.rowwise(grad), dq, dk, dv), *biases, left, (of_rest * rest).contiguous(),
+            first_taking, **ctx.shape.arguments, CURRENT=ctx.current, HAS_BIAS=bias is not None, num_warps=8,
             num_stages=1,
-        )
-        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), None if bias is None else dbias
+        )  # fmt: skip
+        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), dbias

@@ -1,4 +1,4 @@
-"""What kernels share: parts of operands and masks as tiles, and how operands are handed over. Imports Triton.
+"""What kernels share: records of operands, tiles of them, and the mask. Imports Triton.
 
 A program computes a tile of queries of one head. It goes through the keys from the last that it can see to the first,
 so that what lies between a key and a query has been seen before the key is.
@@ -7,7 +7,7 @@ so that what lies between a key and a query has been seen before the key is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,98 +16,57 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 
-# Arguments that a kernel is not compiled again for.
-SIZES = ("heads", "group", "queries", "keys", "ahead")
 _RULES = {"all": 0, "slots": 1, "positions": 2}
-
-
-# -- on the device ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_rows(base, index, count, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Return rows of a matrix `[count, D]` as a tile, with zeros beyond its ends."""
-    d = tl.arange(0, BD)
-    inside = (index < count)[:, None] & (d < D)[None, :]
-    return tl.load(base + index.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def store_rows(base, index, count, stride, rows, D: tl.constexpr, BD: tl.constexpr):
-    """Write a tile to rows of a matrix `[count, D]`."""
-    d = tl.arange(0, BD)
-    inside = (index < count)[:, None] & (d < D)[None, :]
-    tl.store(base + index.to(tl.int64)[:, None] * stride + d[None, :], rows, mask=inside)
-
-
-@triton.jit
-def add_rows(base, index, count, stride, rows, D: tl.constexpr, BD: tl.constexpr):
-    """Add a tile to rows of a matrix `[count, D]` that other programs add to as well."""
-    d = tl.arange(0, BD)
-    inside = (index < count)[:, None] & (d < D)[None, :]
-    tl.atomic_add(base + index.to(tl.int64)[:, None] * stride + d[None, :], rows, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """Return a product in float32."""
-    if PRECISION == "widened":
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        product = tl.dot(a, b, input_precision=PRECISION)
-    return product
-
-
-@triton.jit
-def visible(
-    i, j, query, key, keep, keep_row, keep_column, queries, keys, ahead, RULE: tl.constexpr, KEEP: tl.constexpr
-):
-    """Return which keys j each query i may see, given their positions `query` and `key`."""
-    seen = (i < queries)[:, None] & (j < keys)[None, :]
-    if RULE == 1:
-        seen = seen & (j[None, :] <= i[:, None] + ahead)
-    if RULE == 2:
-        seen = seen & (key[None, :] <= query[:, None])
-    if KEEP:
-        place = i.to(tl.int64)[:, None] * keep_row + j.to(tl.int64)[None, :] * keep_column
-        seen = seen & (tl.load(keep + place, mask=seen, other=0) != 0)
-    return seen
-
-
-@triton.jit
-def last_block(m, keys, ahead, BM: tl.constexpr, BN: tl.constexpr, RULE: tl.constexpr):
-    """Return the last tile of keys that any query of tile m may see."""
-    end = keys
-    if RULE == 1:
-        end = tl.minimum(keys, m * BM + BM + ahead)
-    return tl.cdiv(end, BN) - 1
-
-
-@triton.jit
-def merge(total, highest, sums, logits, v, PRECISION: tl.constexpr):
-    """Take more keys into a softmax: return the sum of values, the highest logit and the sum of exponentials."""
-    higher = tl.maximum(highest, tl.max(logits, axis=1))
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp(highest - level)
-    weights = tl.exp(logits - level[:, None])
-    sums = sums * shrink + tl.sum(weights, axis=1)
-    total = total * shrink[:, None] + dot(weights.to(v.dtype), v, PRECISION)
-    return total, higher, sums
-
-
-@triton.jit
-def two_sum(a, b):
-    """Return a sum and what it lacks by rounding."""
-    total = a + b
-    of_b = total - a
-    return total, (a - (total - of_b)) + (b - of_b)
-
-
-# -- on the host -----------------------------------------------------------------------------------------------------
-
-
 # Queries and keys of a tile: heads that are wide, and products in float32, leave room for fewer.
 ROWS_AND_COLUMNS = {"usual": (64, 64), "wide": (64, 32), "float32": (32, 32)}
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """A tensor `[B, H, S, D]` whose rows are contiguous, and its strides."""
+
+    at: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Hidden(NamedTuple):
+    """What hides keys: positions `[B, Q]` and `[B, K]`, and a mask `[B, H, Q, K]`, with strides."""
+
+    query: Any
+    query_batch: Any
+    key: Any
+    key_batch: Any
+    keep: Any
+    keep_batch: Any
+    keep_head: Any
+    keep_row: Any
+    keep_column: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that a kernel is not compiled again for; `group` heads share keys."""
+
+    heads: Any
+    group: Any
+    queries: Any
+    keys: Any
+    ahead: Any
+
+
+class Tile(NamedTuple):
+    """Constants: channels, those of a tile, its queries and keys, the mask's rule, and how to multiply."""
+
+    D: int
+    BD: int
+    BM: int
+    BN: int
+    RULE: int
+    KEEP: bool
+    PRECISION: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,50 +82,133 @@ class Shape:
     arguments: dict[str, Any]
 
 
+# -- on the device ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def start(hidden, sizes, T: tl.constexpr):
+    """Return a program's tile, its sequence and head, its queries, their places in `[B, H, Q]`, and their positions."""
+    # The last queries have most to do, and start first.
+    m = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // sizes.heads).to(tl.int64)
+    h = (tl.program_id(1) % sizes.heads).to(tl.int64)
+    i = m * T.BM + tl.arange(0, T.BM)
+    query = tl.load(hidden.query + b * hidden.query_batch + i, mask=i < sizes.queries, other=0)
+    return m, b, h, i, tl.program_id(1).to(tl.int64) * sizes.queries + i, query
+
+
+@triton.jit
+def keys_of(n, b, h, i, query, hidden, sizes, T: tl.constexpr):
+    """Return the keys of tile n, their positions, and which of them each query may see."""
+    j = n * T.BN + tl.arange(0, T.BN)
+    key = tl.load(hidden.key + b * hidden.key_batch + j, mask=j < sizes.keys, other=0)
+    seen = (i < sizes.queries)[:, None] & (j < sizes.keys)[None, :]
+    if T.RULE == 1:
+        seen = seen & (j[None, :] <= i[:, None] + sizes.ahead)
+    if T.RULE == 2:
+        seen = seen & (key[None, :] <= query[:, None])
+    if T.KEEP:
+        place = i.to(tl.int64)[:, None] * hidden.keep_row + j.to(tl.int64)[None, :] * hidden.keep_column
+        place += b * hidden.keep_batch + h * hidden.keep_head
+        seen = seen & (tl.load(hidden.keep + place, mask=seen, other=0) != 0)
+    return j, key, seen
+
+
+@triton.jit
+def last_block(m, sizes, T: tl.constexpr):
+    """Return the last tile of keys that any query of tile m may see."""
+    end = sizes.keys
+    if T.RULE == 1:
+        end = tl.minimum(end, m * T.BM + T.BM + sizes.ahead)
+    return tl.cdiv(end, T.BN) - 1
+
+
+@triton.jit
+def _places(x, b, h, index, count, T: tl.constexpr):
+    d = tl.arange(0, T.BD)
+    place = b * x.batch + h * x.head + index.to(tl.int64)[:, None] * x.row + d[None, :]
+    return x.at + place, (index < count)[:, None] & (d < T.D)[None, :]
+
+
+@triton.jit
+def load_rows(x, b, h, index, count, T: tl.constexpr):
+    """Return rows of a matrix as a tile, with zeros beyond its ends."""
+    place, inside = _places(x, b, h, index, count, T)
+    return tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, b, h, index, count, rows, T: tl.constexpr):
+    """Write a tile to rows of a matrix."""
+    place, inside = _places(x, b, h, index, count, T)
+    tl.store(place, rows, mask=inside)
+
+
+@triton.jit
+def add_rows(x, b, h, index, count, rows, T: tl.constexpr):
+    """Add a tile to rows of a matrix that other programs add to as well."""
+    place, inside = _places(x, b, h, index, count, T)
+    tl.atomic_add(place, rows, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def dot(a, b, T: tl.constexpr):
+    """Return a product in float32."""
+    if T.PRECISION == "widened":
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b, input_precision=T.PRECISION)
+    return product
+
+
+@triton.jit
+def merge(total, highest, sums, logits, v, T: tl.constexpr):
+    """Take more keys into a softmax: return the sum of values, the highest logit and the sum of exponentials."""
+    higher = tl.maximum(highest, tl.max(logits, axis=1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp(highest - level)
+    weights = tl.exp(logits - level[:, None])
+    sums = sums * shrink + tl.sum(weights, axis=1)
+    total = total * shrink[:, None] + dot(weights.to(v.dtype), v, T)
+    return total, higher, sums
+
+
+@triton.jit
+def two_sum(a, b):
+    """Return a sum and what it lacks by rounding."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+# -- on the host -----------------------------------------------------------------------------------------------------
+
+
 def shape_of(call: Call) -> Shape:
     """Return the shape of a call, whose mask has no bias."""
-    q, k, mask = call.q, call.k, call.mask
+    q, mask = call.q, call.mask
     batch, heads, length, width = q.shape
-    keys = k.shape[2]
     channels = max(16, triton.next_power_of_2(width))
     kind = "float32" if q.dtype == torch.float32 else "wide" if channels > 64 else "usual"
     rows, columns = ROWS_AND_COLUMNS[kind]
     query, key = (rowwise(x.to(q.device).expand(batch, -1)) for x in (call.positions.query, call.positions.key))
-    keep = query  # read by nobody, where nothing else is hidden
     steps: tuple[int, ...] = (0, 0, 0, 0)
+    keep = query  # read by nobody, where nothing else is hidden
     if mask.keep is not None:
-        keep = mask.keep.to(q.device).expand(batch, heads, length, keys).view(torch.uint8)
+        keep = mask.keep.to(q.device).expand(batch, heads, length, call.keys).view(torch.uint8)
         steps = keep.stride()
+    # Products in float32 not in tensor cores, which would round to 10 bits; Triton's interpreter multiplies the bits of
+    # bfloat16 as integers.
+    precision = "ieee" if kind == "float32" else "tf32"
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        precision = "widened"
     arguments = {
-        "query_positions": query,
-        "key_positions": key,
-        "query_batch": query.stride(0),
-        "key_batch": key.stride(0),
-        "keep": keep,
-        **dict(zip(("keep_batch", "keep_head", "keep_row", "keep_column"), steps, strict=True)),
+        "hidden": Hidden(query, query.stride(0), key, key.stride(0), keep, *steps),
+        "sizes": Sizes(heads, heads // call.k.shape[1], length, call.keys, mask.ahead),
         "scale": call.scale,
-        "heads": heads,
-        "group": heads // k.shape[1],
-        "queries": length,
-        "keys": keys,
-        "ahead": mask.ahead,
-        "D": width,
-        "BD": channels,
-        "BM": rows,
-        "BN": columns,
-        "RULE": _RULES[mask.rule],
-        "KEEP": mask.keep is not None,
-        "PRECISION": _precision(q),
+        "T": Tile(width, channels, rows, columns, _RULES[mask.rule], mask.keep is not None, precision),
     }
     return Shape((triton.cdiv(length, rows), batch * heads), arguments)
-
-
-def _precision(q: Tensor) -> str:
-    """Return how operands are multiplied: those in float32 not in tensor cores, which would round them to 10 bits."""
-    if q.dtype == torch.float32:
-        return "ieee"
-    # Triton's interpreter multiplies the bits of bfloat16 as integers.
-    return "widened" if q.device.type == "cpu" and q.dtype == torch.bfloat16 else "tf32"
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -174,10 +216,6 @@ def rowwise(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def strides(**tensors: Tensor) -> dict[str, int]:
-    """Return the strides of tensors `[B, H, S, D]` over batch, heads and rows, by name."""
-    return {
-        f"{name}_{axis}": tensor.stride(index)
-        for name, tensor in tensors.items()
-        for index, axis in enumerate(("batch", "head", "row"))
-    }
+def matrices(*tensors: Tensor) -> list[Matrix]:
+    """Return records of tensors `[B, H, S, D]` whose rows are contiguous."""
+    return [Matrix(x, *x.stride()[:3]) for x in tensors]

@@ -2,8 +2,7 @@
 
 No test can run on every GPU, driver and compiler. So the first call of each kind is computed a second time by the dense
 reference, for its last rows, with gradients where there are any. A kernel that gives another result, or does not run,
-is not used, and a warning says so. The kernels have not run on a GPU yet: they were tested uncompiled and in Triton's
-interpreter.
+is not used, and a warning says so.
 """
 
 from __future__ import annotations
@@ -54,10 +53,6 @@ class CompiledExecutor(Executor):
     def structure(self, scheme: Scheme) -> KeyScan | Bias | None:
         """Return the structure of a scheme, if there is a kernel for it."""
 
-    def in_fixed_order(self, call: Call) -> bool:
-        """Whether gradients are added up in a fixed order."""
-        return False
-
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return available(device) and self.structure(scheme) is not None
 
@@ -74,9 +69,8 @@ class CompiledExecutor(Executor):
         )
 
     def takes(self, call: Call) -> bool:
-        if not super().takes(call):
-            return False
-        return (self.in_fixed_order(call) or not torch.are_deterministic_algorithms_enabled()) and self.passed(call)
+        # Gradients are added up in no fixed order.
+        return super().takes(call) and not torch.are_deterministic_algorithms_enabled() and self.passed(call)
 
     def passed(self, call: Call) -> bool:
         """Whether the executor equals the reference in the first call of this kind."""
@@ -89,7 +83,7 @@ class CompiledExecutor(Executor):
             if problem is not None:
                 warnings.warn(
                     f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention "
-                    "goes by blocks instead, which is slower. Please report this with the versions of torch and triton.",
+                    "goes by blocks instead, which is slower. Please report this, and your torch and triton versions.",
                     stacklevel=2,
                 )
         return _RESULTS[kind]

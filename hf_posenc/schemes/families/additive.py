@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
-from hf_posenc.operands import Block, Geometry, Positions
+from hf_posenc.operands import Block, Geometry, Positions, coordinates_of
 from hf_posenc.scheme import Scheme, draw_start, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
 
@@ -139,7 +139,8 @@ class GridBias(DistanceBias):
         if not self.axes:
             return super().bias(block, dtype)
         places = block.positions
-        offset = places.of_queries(2, dtype)[:, :, None] - places.of_keys(2, dtype)[:, None]  # [B|1, q, K, 2]
+        query, key = places.each(lambda at, coords: coordinates_of(at, coords, 2, dtype))
+        offset = query[:, :, None] - key[:, None]  # [B|1, q, K, 2]
         values = self.grid_values(offset.flatten(0, 2)).view(-1, *offset.shape[:-1]).transpose(0, 1)
         patches = (places.query != 0)[:, :, None] & (places.key != 0)[:, None]  # [B|1, q, K]
         return values.where(patches[:, None].to(values.device), values.new_zeros(()))

@@ -94,11 +94,10 @@ class BlockRotary(Scheme):
         return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        positions = tokens.positions
         with torch.autocast(q.device.type, enabled=False):
-            turn_k = self.rotation(positions.key.to(k.device), positions.key_coords, k)
-            same = positions.query is positions.key and positions.query_coords is positions.key_coords
-            turn_q = turn_k if same else self.rotation(positions.query.to(q.device), positions.query_coords, q)
+            turn_q, turn_k = tokens.positions.each(
+                lambda positions, coords: self.rotation(positions.to(k.device), coords, k)
+            )
             return Projection(self._turned(q, turn_q), self._turned(k, turn_k), v)
 
     def _turned(self, x: Tensor, turn: Turn) -> Tensor:
@@ -211,7 +210,7 @@ class BlockRotary(Scheme):
         return found
 
     def shares(self) -> Tensor | None:
-        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` if there are no fixed planes."""
+        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` without fixed planes."""
         # The places of an image have no plane in common.
         if self.geometry.axes > 1 or self.geometry.head_dim % 2:
             return None

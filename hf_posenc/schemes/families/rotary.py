@@ -8,13 +8,36 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
-from hf_posenc.operands import Geometry, Positions
+from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Rotation
 
 
-class RotaryScheme(Scheme):
+class PairRotation(Scheme):
+    """A product of channel pairs of queries and keys, as complex numbers, with factors that depend on their place."""
+
+    reproduces = "rotary"
+    layout: Layout = "half"
+
+    def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return real and imaginary parts of the factors at positions `[B|1, S]`, or at coordinates if they are given.
+
+        Each is `[B|1, G|1, S, M]` for M pairs, in a dtype of float32 or float64, and includes the model's own factor on
+        rotated queries and keys (YaRN, longrope).
+        """
+        raise NotImplementedError
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        precise = torch.promote_types(k.dtype, torch.float32)
+        with torch.autocast(k.device.type, enabled=False):
+            of_queries, of_keys = tokens.positions.each(
+                lambda positions, coords: self.factors(positions.to(k.device), coords, precise)
+            )
+        return Projection(turn_pairs(q, *of_queries, self.layout), turn_pairs(k, *of_keys, self.layout), v)
+
+
+class RotaryScheme(PairRotation):
     """A rotation by angles proportional to positions, with the model's own frequencies if it has any.
 
     Args:
@@ -25,7 +48,6 @@ class RotaryScheme(Scheme):
         freeze: Choice of the model's own frequencies, if it has two sets of them.
     """
 
-    reproduces = "rotary"
     neutral_options = {"gate": True}
 
     def __init__(
@@ -67,6 +89,7 @@ class RotaryScheme(Scheme):
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
         self._own = own
         self._native = own is not None
+        self.layout = geometry.layout if self._native else "half"
         if gate:
             self.gate_weight = nn.Parameter(torch.zeros(1))
 
@@ -98,25 +121,17 @@ class RotaryScheme(Scheme):
         whole = self.geometry.rotary_scaling if self._native else 1.0
         return whole if self.gate_weight is None else 1.0 + (whole - 1.0) * self.gate_weight.to(like)
 
-    def rotated(self, positions: Positions, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return queries and keys rotated by the angles at their positions."""
-        precise = torch.promote_types(k.dtype, torch.float32)
-        of_keys = self.cos_sin(positions.key.to(k.device), precise)
-        same = positions.query is positions.key
-        of_queries = of_keys if same else self.cos_sin(positions.query.to(q.device), precise)
-        (cos_q, sin_q), (cos_k, sin_k) = of_queries, of_keys
-        return (
-            turn_pairs(q, cos_q[:, None], sin_q[:, None], layout),
-            turn_pairs(k, cos_k[:, None], sin_k[:, None], layout),
-        )
+    def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.cos_sin(positions, dtype)
+        return cos[:, None], sin[:, None]
 
-    def rotation(self, layout: Layout) -> Rotation:
+    def rotation(self) -> Rotation:
         """Return the rotation of queries and keys in a text, with the current parameters."""
         with torch.no_grad():
             like = torch.zeros(1, device="cpu")
             frequencies, factor = self.frequencies(like), float(self._length(like))
         rows = frequencies.double().expand(self.geometry.kv_heads, -1)
-        return Rotation.of_pairs(rows, self.geometry.head_dim, layout, factor)
+        return Rotation.of_pairs(rows, self.geometry.head_dim, self.layout, factor)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         return frozen_cautions(self.geometry, self.name, self.freeze) if self._native else []

@@ -1,0 +1,237 @@
+"""Encoders and decoders with learned biases for buckets of the distance, read from the code of transformers.
+
+T5 and mT5 have a table in the first layer of each stack, which all its layers use; UMT5 has one in each layer.
+Cross-attention has no positions and stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from hf_posenc.operands import Block, Geometry, NativeTable
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.checkpoint import PosencConfig
+from hf_posenc.patches.context import Context, same_sequence, sequences
+from hf_posenc.patches.generation import PosencGenerator
+from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
+from hf_posenc.patches.surgery import is_patched
+from hf_posenc.schemes.families.additive import Buckets
+
+
+class BucketAttention(PosencAttention):
+    """Mixin of patched attentions."""
+
+    posenc_arguments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            cls.posenc_arguments = tuple(inspect.signature(vars(cls)["posenc_stock"].forward).parameters)[2:]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        context = self.take_context(call)
+        if context.positions is None:
+            return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
+        cache, length = call.get("past_key_values"), hidden_states.shape[1]
+        seen = tokens_in(cache)
+        if self.has_relative_attention_bias:
+            context = with_native_score(context, self)
+        layer = LayerCall(
+            context,
+            hidden_states,
+            call.get("mask", call.get("attention_mask")),
+            causal=self.is_decoder,
+            scale=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            need_weights=bool(call.get("output_attentions")),
+            cache=cache,
+            index=self.layer_idx,
+        )
+        output, weights = self.attend_with_scheme(layer)
+        if "position_bias" not in self.posenc_arguments:
+            return self.o(output), weights
+        bias = call.get("position_bias")
+        if context.passes_native_bias and self.has_relative_attention_bias:
+            keys = length
+            if cache is not None:
+                own = getattr(cache, "self_attention_cache", cache)
+                keys = own.layers[self.layer_idx].keys.shape[-2]
+            bias = self.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
+        return self.o(output), bias, weights
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.key_value_proj_dim)
+        q, k, v = (project(hidden).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
+        return q, k, v
+
+
+class BucketLayer(PosencLayer):
+    """Mixin of patched layers."""
+
+    def feed_forward(self) -> nn.Module:
+        module: nn.Module = self.layer[-1].DenseReluDense
+        return module
+
+
+class BucketBody(PosencBody):
+    """Mixin of patched stacks. Both stacks get the keywords of the model's forward; some belong to one of them."""
+
+    def given_positions(self, call: dict[str, Any]) -> Tensor | None:
+        return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
+
+    def given_coords(self, call: dict[str, Any]) -> Tensor | None:
+        encoder, decoder = call.pop("position_coords", None), call.pop("decoder_position_coords", None)
+        coords: Tensor | None = decoder if self.is_decoder else encoder
+        return coords
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)
+        if (
+            self.is_decoder
+            and encoder is not None
+            and decoder is not None
+            and call.get("encoder_attention_mask") is None
+        ):
+            own, others = context.packed, sequences(encoder)
+            if own is not None and others is not None:
+                call["encoder_attention_mask"] = same_sequence(own, others, causal=False, float_dtype=self.mask_dtype())
+        first, *rest = attentions_of(self)
+        # Unpatched layers wait for the matrix that the first layer hands sideways.
+        passes = is_patched(first) and any(not is_patched(attention) for attention in rest)
+        context = replace(context, passes_native_bias=passes, native_strength=self.strengths().native)
+        return call | {CONTEXT: with_native_score(context, first)}
+
+    def is_causal_stack(self) -> bool:
+        return bool(self.is_decoder)
+
+
+def with_native_score(context: Context, owner: Any) -> Context:
+    """Return a context whose layers add the biases of the table that an attention owns."""
+    table = owner.relative_attention_bias
+    buckets = Buckets(
+        num_buckets=table.num_embeddings, max_distance=owner.relative_attention_max_distance, causal=owner.is_decoder
+    )
+    score = functools.partial(_native_score, table, buckets, context.native_strength)
+    return replace(context, native_score=score, native_parameters=(table.weight,))
+
+
+def _native_score(table: nn.Embedding, buckets: Buckets, strength: float, logits: Tensor, block: Block) -> Tensor:
+    """Add the model's own bias to a block of logits, at part of its strength."""
+    bias: Tensor = table(buckets(block.distance()).to(table.weight.device))  # [B|1, q, K, H]
+    return logits + strength * bias.permute(0, 3, 1, 2).to(logits)
+
+
+def attentions_of(body: Any) -> list[Any]:
+    """Return the self-attention of each layer of a stack."""
+    return [block.layer[0].SelfAttention for block in body.block]
+
+
+def owners_of(body: Any) -> list[Any]:
+    """Return the attentions of a stack that own a table."""
+    return [attention for attention in attentions_of(body) if attention.has_relative_attention_bias]
+
+
+class BucketArchitecture(Architecture):
+    """Models with any head, the encoder alone included."""
+
+    other_stacks = ("decoder",)
+    native = "learned bias of distance buckets"
+    native_fades = True
+    body: ClassVar[type[nn.Module]]
+
+    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
+        bodies = [module for module in model.modules() if isinstance(module, self.body)]
+        return {"decoder" if body.is_decoder else "encoder": body for body in bodies}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+        return attentions_of(body)
+
+    def layers(self, body: Any) -> Sequence[nn.Module]:
+        return list(body.block)
+
+    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
+        return {name: getattr(attention, name, None) for name in ("q", "k", "v", "o")}
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        return [owner.relative_attention_bias.weight for owner in owners_of(body)]
+
+    def geometry(self, body: Any, layer: int) -> Geometry:
+        config, attention, owners = body.config, attentions_of(body)[layer], owners_of(body)
+        owner = attention if attention in owners else owners[0]
+        table = weight_of(owner.relative_attention_bias)
+        return Geometry(
+            heads=config.num_heads,
+            kv_heads=config.num_heads,
+            head_dim=config.d_kv,
+            hidden_size=config.d_model,
+            scale=attention.scaling,
+            layer=layer,
+            causal=body.is_decoder,
+            # These models have no longest input; their checkpoints were trained on this many tokens.
+            max_positions=getattr(config, "n_positions", 512),
+            native=NativeTable(
+                "t5", table, config.relative_attention_max_distance, shared=len(owners) < len(body.block)
+            ),
+            embedding_rms=embedding_rms(weight_of(body.embed_tokens)),
+        )
+
+
+def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
+    """Register the models of one module of transformers that is built like T5's, with every head.
+
+    Args:
+        name: Name of the module, as in `transformers.models.<name>`.
+        namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
+    """
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    prefix = next(kind for kind in vars(modeling) if kind.endswith("ForConditionalGeneration")).removesuffix(
+        "ForConditionalGeneration"
+    )
+    stock = {part: getattr(modeling, prefix + part) for part in ("Attention", "Block", "Stack")}
+
+    def twin(kind: type, *bases: type, **attributes: Any) -> Any:
+        attributes |= {"posenc_stock": kind, "__module__": namespace["__name__"]}
+        made = type(f"Posenc{kind.__name__}", (*bases, kind), attributes)
+        namespace[made.__name__] = made
+        return made
+
+    stock_config: Any = stock["Stack"].config_class
+    config = twin(
+        stock_config,
+        PosencConfig,
+        __annotations__={"posenc": dict[str, Any] | None},
+        posenc=None,
+        model_type=f"hf_posenc_{name}",
+        posenc_lock=("feed_forward_proj", "requires-hf_posenc-package"),
+    )
+    twins: dict[type, type] = {
+        stock_config: config,
+        stock["Attention"]: twin(stock["Attention"], BucketAttention),
+        stock["Block"]: twin(stock["Block"], BucketLayer),
+        stock["Stack"]: twin(stock["Stack"], BucketBody, PosencModel, config_class=config),
+    }
+    for kind in vars(modeling).copy().values():
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)) or kind in twins:
+            continue
+        if kind.__name__.startswith(prefix) and not kind.__name__.endswith("PreTrainedModel"):
+            head = PosencGenerator if issubclass(kind, GenerationMixin) else PosencModel
+            twins[kind] = twin(kind, head, config_class=config)
+    parts = {
+        "name": name,
+        "twins": twins,
+        "attention": stock["Attention"],
+        "parts": (stock["Stack"],),
+        "body": stock["Stack"],
+    }
+    made: Architecture = type(f"{prefix}Architecture", (BucketArchitecture,), parts)()
+    return register_architecture(made)
