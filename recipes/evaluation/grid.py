@@ -168,10 +168,6 @@ class Grid:
         """Whether all samples at a point of each axis are finite."""
         return bool(self.values(*place).isfinite().all())
 
-    def as_loss(self) -> Grid:
-        """Return a perplexity as the loss that it is the exponential of."""
-        return Grid(LOSS, self.axes, self.samples)
-
     def minus(self, other: Grid) -> Grid:
         """Return the loss of a perplexity minus that of another model, sample by sample: hard text is hard for both.
 

@@ -17,8 +17,6 @@ from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.runs.run import MODEL
 
-_ADAPTER = "adapter_config.json"
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -37,9 +35,7 @@ class Subject:
     @property
     def base(self) -> str:
         """The base model of an adapter; for any other model, its source."""
-        if not Path(self.source, _ADAPTER).is_file():
-            return self.source
-        return adapters.base_of(self.source)
+        return adapters.base_of(self.source) if Path(self.source, "adapter_config.json").is_file() else self.source
 
     def config(self) -> Any:
         """Return the config of the model."""
@@ -75,7 +71,8 @@ def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
     if len(set(given)) < len(given):
         raise OptionError(f"Got the models {', '.join(given)}; each can be given once.")
     pairs = [_split(text) for text in given]
-    short = [_short(source) + (f", {scheme} untrained" if scheme else "") for source, scheme in pairs]
+    names = (Path(source).resolve().name if Path(source).exists() else source for source, _ in pairs)
+    short = [name + (f", {scheme} untrained" if scheme else "") for name, (_, scheme) in zip(names, pairs, strict=True)]
     return tuple(
         Subject(name if short.count(name) == 1 else text, _model(source), scheme)
         for name, text, (source, scheme) in zip(short, given, pairs, strict=True)
@@ -95,8 +92,3 @@ def _model(source: str) -> str:
     """Return the folder of a built-in model or of the model in a run; other sources unchanged."""
     source = loading.place(source)
     return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"
-
-
-def _short(source: str) -> str:
-    path = Path(source)
-    return path.resolve().name if path.exists() else source

@@ -48,18 +48,11 @@ def write(
         log: Log of the trainer (`trainer.state.log_history`), for the loss by step.
         pace: Speed of the run (`Progress.pace`).
     """
-    models = _models(measurements, facts)
-    details = []
-    if "native" in models and len(models) > 1:
-        differences = {name: grid.minus(models["native"]) for name, grid in models.items() if name != "native"}
-        details.append(table(differences, "Difference from the native model in nats per token, window by window:"))
-    if models:
+    if _models(measurements, facts):
         _draw(folder / PICTURE, recipe, measurements, facts, log)
-        details.append(table({name: grid.as_loss() for name, grid in models.items()}, "Loss in nats per token:"))
     course = {f"{step:,}": grid for step, grid in measurements.course()}
-    if len(course) > 2:
-        details.append(table(course, "Perplexity by optimizer step:", "steps \\ tokens read"))
-    text = render("run", **_values(measurements, facts, log, pace), details=details, picture=PICTURE)
+    by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
+    text = render("run", **_values(measurements, facts, log, pace), course=by_step, picture=PICTURE)
     write_text(folder / TABLE, text)
 
 
