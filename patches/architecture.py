@@ -143,12 +143,11 @@ def architectures() -> dict[str, Architecture]:
 
 
 def supported() -> str:
-    """Return the names of all model classes that can be patched, for messages."""
-    lines = []
-    for architecture in architectures().values():
-        names = [stock.__name__ for stock in architecture.twins if issubclass(stock, PreTrainedModel)]
-        lines.append(f"{architecture.name} ({', '.join(names)})")
-    return "; ".join(lines)
+    """Return the names of all architectures that can be patched, and how to add one, for messages."""
+    return (
+        f"Supported: {', '.join(sorted(architectures()))}. A decoder of transformers may need one line, "
+        "hf_posenc.patches.family.add_family(name, globals()); see docs/own_architecture.md"
+    )
 
 
 def of_model(model: object) -> Architecture:
@@ -163,8 +162,7 @@ def of_model(model: object) -> Architecture:
             if kind in architecture.twins or kind in architecture.twins.values():
                 return architecture
     raise ArchitectureError(
-        f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. Supported: {supported()}. "
-        "Pass one of these, loaded with transformers, or add an architecture (CONTRIBUTING.md, 4 steps)."
+        f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. {supported()}."
     )
 
 
@@ -184,4 +182,4 @@ def of_config(config: object) -> Architecture:
         if type(config) in architecture.twins or type(config) in architecture.twins.values():
             return architecture
     kind = getattr(config, "model_type", type(config).__name__)
-    raise ArchitectureError(f"Cannot patch models of type {kind!r}. Supported: {supported()}.")
+    raise ArchitectureError(f"Cannot patch models of type {kind!r}. {supported()}.")

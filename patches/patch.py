@@ -39,7 +39,7 @@ def patch(
     model's old name (`config._name_or_path`) names another model now, so loading by it raises until the model is saved.
 
     Args:
-        model: A Llama, GPT-2, T5 or ViT model of transformers with any head, not wrapped by anything.
+        model: A model of transformers of a known architecture, with any head, not wrapped by anything.
         scheme: Name of a scheme, see `hf_posenc.schemes()`.
         native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
             that make the start exact are chosen unless given (`describe` names them).

@@ -254,7 +254,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
     ],
     errors.ArchitectureError: [
         (lambda: transformers.BartModel(BartConfig(encoder_layers=1, decoder_layers=1, d_model=64)).eval(), to("alibi"),
-            "BartModel ... Supported: ... LlamaForCausalLM"),
+            "BartModel ... Supported: ... llama ... add_family"),
         (lambda: nn.Linear(2, 2), to("alibi"), "Linear ... Supported: ... gpt2"),
         (lambda: "gpt2", to("alibi"), "transformers model ... str: 'gpt2'"),
         (lambda: LlamaForCausalLM, to("alibi"), "transformers model ... got type"),

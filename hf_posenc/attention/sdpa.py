@@ -12,6 +12,9 @@ from hf_posenc.attention.mask import shows_ahead
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Folded
 
+# Minimum number of queries of a call, where a window leaves many keys out.
+_FEWEST_ROWS = 256
+
 
 class Sdpa(Executor):
     """torch's own function, on operands that the scheme has folded its positions into where it acts on the matrix."""
@@ -34,6 +37,20 @@ class Sdpa(Executor):
         return folded is None or _folds(folded, call)
 
     def run(self, call: Call) -> tuple[Tensor, None]:
+        mask = call.mask
+        if mask.window is None or call.queries <= mask.window or torch.compiler.is_compiling():
+            return self._rows(call), None
+        # So many rows as a window has keys see the keys of two windows.
+        cut = call.slots_tell_distances
+        parts = []
+        step = max(mask.window, _FEWEST_ROWS)
+        for start in range(0, call.queries, step):
+            stop = min(start + step, call.queries)
+            first = mask.first_needed(start) if cut else 0
+            parts.append(self._rows(call.part(start, stop, mask.keys_needed(stop, call.keys), first)))
+        return torch.cat(parts, dim=2), None
+
+    def _rows(self, call: Call) -> Tensor:
         q, k, v = call.q, call.k, call.v
         folded = call.scheme.folded()
         if folded is not None:
@@ -58,7 +75,7 @@ class Sdpa(Executor):
             scale=call.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )
-        return output.to(call.v.dtype), None
+        return output.to(call.v.dtype)
 
 
 def touches_the_matrix(scheme: Scheme) -> bool:
