@@ -161,9 +161,7 @@ def of_model(model: object) -> Architecture:
         for architecture in architectures().values():
             if kind in architecture.twins or kind in architecture.twins.values():
                 return architecture
-    raise ArchitectureError(
-        f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. {supported()}."
-    )
+    raise ArchitectureError(f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. {supported()}.")
 
 
 def _unsharded(kind: type) -> type:
