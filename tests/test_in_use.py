@@ -101,12 +101,12 @@ def test_what_goes_with_the_step_does_not_go_with_the_best_weights(
 def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
     ids = models.tokens("llama", 2, 20)
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    adapted = get_peft_model(moved(hf_posenc.patch(models.stock("llama"), scheme)), config).eval()
+    # In float64: adapters as large as the weights make logits above 10, and merging rounds their sum again.
+    adapted = get_peft_model(moved(hf_posenc.patch(models.stock("llama"), scheme)), config).eval().double()
     with torch.no_grad():
         want = adapted(ids).logits
         got = adapted.merge_and_unload()(ids).logits
-    # Of float32: adapters as large as the weights make logits above 10, and merging rounds their sum again.
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
