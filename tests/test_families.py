@@ -59,7 +59,9 @@ LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lor
 def _original(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
-    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **CONFIGS.get(name, {})})).eval()
+    # Before 5.23, transformers offered Gemma 2 the "sdpa" that leaves out the softcap.
+    backend = {"attn_implementation": "eager"} if name == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **CONFIGS.get(name, {})}), **backend).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms, biases and sinks start at numbers that hide mistakes
             parameter.add_(0.1 * torch.randn_like(parameter))
