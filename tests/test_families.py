@@ -196,7 +196,7 @@ def test_copies_and_checkpoints(name: str, tmp_path: Path) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(twin, ids), before)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert type(loaded) is type(model)
     assert torch.equal(logits(loaded, ids), before)
     with pytest.raises((KeyError, ValueError, StrictDataclassError)):
