@@ -204,6 +204,20 @@ def test_copies_and_checkpoints(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(hf_posenc.unpatch(loaded), ids), logits(make(name), ids))
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3"])
+def test_adapters(name: str, tmp_path: Path) -> None:
+    """PEFT knows the projections of Qwen3, under another name those of Gemma 3, and none of Phi-3."""
+    peft = pytest.importorskip("peft")
+    make(name).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(hf_posenc.patch(base, "kerple"), hf_posenc.PosencLoraConfig(init_lora_weights=False))
+    before = logits(model.eval(), tokens())
+    model.save_pretrained(tmp_path / "adapter")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(stock, tmp_path / "adapter"), tokens()), before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_checkpointing_and_strength(name: str) -> None:
     model, ids = hf_posenc.patch(make(name), "tape", native="keep"), tokens()
