@@ -132,6 +132,12 @@ BREAKS = [
     Break("a cache that a stock model has filled is taken", "bad_input",
         "    held = int(layer.get_seq_length())\n",
         "    held = 0\n"),
+    Break("a window shows one key too many", "families:starts_exact",
+        "distance.abs() < self.window",
+        "distance.abs() <= self.window"),
+    Break("a layer without rotation is given one", "families:starts_exact",
+        "    if not _depends(query.grad_fn, angles):\n",
+        "    if False:\n"),
     # Surgery.
     Break("undo takes its steps back in the order they were made", "bad_input",
         "self._steps.pop()()",
