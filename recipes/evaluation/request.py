@@ -135,7 +135,8 @@ class Request:
             trained_length=own,
         )
         hiding = corruptor(config, tokenizer, seed=self.seed)
-        return Inputs(filled, first, tokenizer, ids, hiding and hiding.corrupt, Workers().device)
+        corrupt = None if hiding is None else hiding.corrupt
+        return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device)
 
     def _usual_contexts(self, length: int, tokens: int) -> tuple[int, ...]:
         """Return the default context lengths for which the text is long enough."""
