@@ -325,8 +325,7 @@ def measure(folder: Path, windows: int) -> None:
     for path, key in models:
         subject = Subject(str(key), path)
         model, tokenizer = subject.load(torch.device("cpu")), subject.tokenizer()
-        denoising = bool(model.config.is_encoder_decoder)
-        data = load_data(recipe.data, tokenizer, length=recipe.training.length, denoising=denoising)
+        data = load_data(recipe.data, tokenizer, length=recipe.training.length, config=model.config)
         contexts = [times * trained for times in TIMES]
         curves.append((key, context_curve(model, data.held_out, contexts, windows=windows, corrupt=data.corrupt)))
     for key, curve in curves:

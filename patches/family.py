@@ -472,7 +472,8 @@ class TableFamily(TableArchitecture, Family):
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         table = table_of(body)
-        rows = weight_of(table)[first_row(table) :]
+        # Detached, since a slice with a gradient cannot be copied, and teachers are copies.
+        rows = weight_of(table)[first_row(table) :].detach()
         return replace(super().geometry(body, layer), max_positions=rows.shape[0], native=NativeTable("learned", rows))
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.utils import CONFIG_NAME
 
 from hf_posenc.errors import CheckpointError, PosencError, RecipeError
@@ -57,6 +64,20 @@ def check_place(name: str) -> None:
         ) from error
 
 
+def auto_class(config: Any) -> Any:
+    """Return the `Auto` class of a language model: the one for encoder-decoders, masked or causal language models."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    # As a causal language model, an encoder that is no decoder would see the token that it predicts.
+    is_encoder = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+    return AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
+
+
+def is_masked(model: Any) -> bool:
+    """Whether a model is a masked language model, such as BERT."""
+    return auto_class(model.config) is AutoModelForMaskedLM
+
+
 def load(name: str, **options: Any) -> tuple[Any, Any]:
     """Return a language model and its tokenizer.
 
@@ -73,7 +94,7 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     folder = place(name)
     try:
         config = AutoConfig.from_pretrained(folder)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        kind = auto_class(config)
         if type(config) not in kind._model_mapping:
             raise RecipeError(
                 f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "

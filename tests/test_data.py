@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DIRECTORIES, SAME, stock
-from transformers import AutoTokenizer, default_data_collator
+from transformers import AutoTokenizer, T5Config, default_data_collator
 
 import hf_posenc
 from hf_posenc import RecipeError
@@ -471,13 +471,13 @@ def test_denoising_replaces_a_share_and_keeps_the_labels(t5_tokenizer: Any) -> N
     assert torch.equal(collate.corrupt(ids[7:9]), batch["input_ids"][7:9])
     assert not torch.equal(Denoising(t5_tokenizer, seed=2).corrupt(ids), batch["input_ids"])
     assert (Denoising(t5_tokenizer, share=1.0).corrupt(ids) == sentinel).all()
-    prepared = load_data(Data(limit=4), t5_tokenizer, length=32, seed=3, denoising=True)
+    prepared = load_data(Data(limit=4), t5_tokenizer, length=32, seed=3, config=T5Config())
     assert prepared.corrupt is not None
     assert torch.equal(prepared.corrupt(ids), Denoising(t5_tokenizer, seed=3).corrupt(ids))
 
 
 def test_denoising_takes_a_sentinel_and_windows(tokenizer: Any, t5_tokenizer: Any) -> None:
     with pytest.raises(RecipeError, match="has no token <extra_id_0>"):
-        load_data(Data(), tokenizer, length=16, denoising=True)
+        load_data(Data(), tokenizer, length=16, config=T5Config())
     with pytest.raises(RecipeError, match="cannot tell apart"):
-        load_data(Data(packing="documents"), t5_tokenizer, length=16, denoising=True)
+        load_data(Data(packing="documents"), t5_tokenizer, length=16, config=T5Config())

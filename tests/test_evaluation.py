@@ -697,7 +697,7 @@ def test_command(tmp_path: Path) -> None:
             "context=8: expected a multiple of bins=16",
         ),
         ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
-        ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "is an encoder-decoder and the other is not"),
+        ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "are of two kinds"),
         ([DIRECTORIES["llama"], "WORDS", "--text", "TEXT"], "words makes other tokens of the text than tiny_llama"),
         ([DIRECTORIES["llama"], "--contexts", "4096", "--text", "TEXT"], "Give more text"),
         ([DIRECTORIES["llama"], "--text", "TEXT"], "mine.txt has 261 tokens, too few for 16 windows"),

@@ -51,10 +51,9 @@ def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedMo
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    """Return the class named by a config, or else the class for text generation."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
+    """Return the class named by a config, or else the class of a language model."""
     from hf_posenc.patches.architecture import of_config
+    from hf_posenc.recipes.loading import auto_class
 
     known = {kind.__name__: kind for pair in of_config(config).twins.items() for kind in pair}
     named = [known[name] for name in config.architectures or [] if name in known]
@@ -63,8 +62,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
             f"The checkpoint holds a {config.architectures[0]}, which cannot be patched. "
             f"Known: {', '.join(sorted(known))}."
         )
-    fallback = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
-    return named[0] if named else fallback
+    return named[0] if named else auto_class(config)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import CheckpointError, OptionError, StorageError
 from hf_posenc.patches.directories import OutputError, write_text
@@ -23,7 +24,7 @@ from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner
 from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
-from hf_posenc.recipes.loading import load
+from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.runs import run
@@ -72,7 +73,7 @@ def compare(
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes, such as `"data.source=text.txt"`.
         measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction for
-            causal models and no other for encoder-decoders.
+            causal models and no other for those with an encoder.
         samples: Windows or examples of each kind.
         console: Console for the progress; `None` is silent.
         command: The command line, for the report.
@@ -98,14 +99,12 @@ def compare(
     _check_folder(folder, asked)
     native, tokenizer = load(model)
     if measures is None:
-        measures = () if native.config.is_encoder_decoder else ("induction",)
+        measures = ("induction",) if auto_class(native.config) is AutoModelForCausalLM else ()
     entered = contestants(model, native.config, folder / RUNS, schemes=schemes, budget=budget, overrides=overrides)
     control = entered[0].recipe
     length = control.training.length
     assert length is not None
-    data = load_data(
-        control.data, tokenizer, length=length, seed=control.training.seed, denoising=native.config.is_encoder_decoder
-    )
+    data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=native.config)
     examiner = Examiner(entered[0], native.config, tokenizer, data, measures=measures, samples=samples, console=console)
     del native
     if not (folder / REQUEST).is_file():

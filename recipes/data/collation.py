@@ -1,4 +1,4 @@
-"""Collators of training: position skipping, mixed lengths, and denoising for encoder-decoders.
+"""Collators of training: position skipping, mixed lengths, denoising for encoder-decoders, and masking for encoders.
 
 All take windows `[B, n]` of token ids and work as the `data_collator` of any `Trainer`. Draws depend only on the seed
 and the tokens, so a resumed run, or one with several data workers, draws the same. For packed documents use
@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import default_data_collator
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    DataCollatorForLanguageModeling,
+    default_data_collator,
+)
 
 from hf_posenc.errors import OptionError, RecipeError, ShapeError
+from hf_posenc.recipes.loading import auto_class
 
 Collator = Callable[[list[Any]], dict[str, Tensor]]
 
@@ -135,6 +141,74 @@ class Denoising:
         """Return token ids `[B, n]` with a share replaced by the sentinel; equal windows are corrupted equally."""
         replaced = [torch.rand(len(row), generator=content_generator(row, self.seed)) < self.share for row in ids]
         return ids.masked_fill(torch.stack(replaced).to(ids.device), self.sentinel)
+
+
+class Masking:
+    """Collator that masks tokens for a masked language model, as `DataCollatorForLanguageModeling`; they are the labels.
+
+    In training some of them are replaced by random tokens or left as they are; `corrupt` masks them all. No special
+    token is masked, and of each window at least one token is. Draws depend only on the seed and the window.
+
+    Args:
+        tokenizer: The model's tokenizer; it must have a mask token.
+        share: Share of tokens to predict, from 0 to 1.
+        seed: Random seed.
+        collate: Collator of the batch; stacks by default.
+
+    Raises:
+        RecipeError: The tokenizer has no mask token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, share: float = 0.15, seed: int = 0, collate: Collator = default_data_collator
+    ) -> None:
+        if tokenizer.mask_token_id is None:
+            raise RecipeError(
+                f"The {type(tokenizer).__name__} has no mask token, which marks what a masked language model predicts. "
+                "Set mask_token in the tokenizer_config.json of the model; the model must know the token."
+            )
+        self.mask: int = tokenizer.mask_token_id
+        self.seed, self._collate = seed, collate
+        self._masked: Any = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch with masked `input_ids` `[B, n]`; `labels` are -100 where nothing is to be predicted."""
+        batch = self._collate(examples)
+        ids, labels = self._draw(batch["input_ids"])
+        return batch | {"input_ids": ids, "labels": labels}
+
+    def corrupt(self, ids: Tensor) -> Tensor:
+        """Return token ids `[B, n]` with a share replaced by the mask token; equal windows are masked equally."""
+        return ids.masked_fill(self._draw(ids)[1] != -100, self.mask)
+
+    def _draw(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels for token ids, each `[B, n]`."""
+        drawn = []
+        for row in ids.cpu():
+            self._masked.generator = content_generator(row, self.seed)
+            read, labels = self._masked.torch_mask_tokens(row[None].clone())
+            if bool((labels == -100).all()):
+                # The mean over no tokens would not be a number.
+                read[0, -1], labels[0, -1] = self.mask, row[-1]
+            drawn.append((read, labels))
+        read, labels = (torch.cat(parts).to(ids.device) for parts in zip(*drawn, strict=True))
+        return read, labels
+
+
+# What hides from a model the tokens that it is to predict.
+Corruptor = Denoising | Masking
+
+
+def corruptor(config: Any, tokenizer: Any, *, seed: int = 0) -> Corruptor | None:
+    """Return the collator for the model of a config; `None` for causal models, which read what they predict.
+
+    Raises:
+        RecipeError: The tokenizer lacks the token that marks what is to be predicted.
+    """
+    kinds: dict[Any, Any] = {AutoModelForSeq2SeqLM: Denoising, AutoModelForMaskedLM: Masking}
+    kind = kinds.get(auto_class(config))
+    found: Corruptor | None = None if kind is None else kind(tokenizer, seed=seed)
+    return found
 
 
 def draw_length(lengths: Sequence[int], draw: torch.Generator) -> int:

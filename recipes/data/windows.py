@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data import sources
-from hf_posenc.recipes.data.collation import Denoising
+from hf_posenc.recipes.data.collation import Corruptor, corruptor
 from hf_posenc.recipes.schema.recipe import Data
 
 # Part of the cache keys. Raise it when the same text gives other tokens or windows.
@@ -60,24 +60,24 @@ class Prepared:
             A stream is shuffled here, a dataset by the trainer.
         held_out: Concatenated held-out documents, int64 `[tokens]`.
         tokens: Number of training tokens; `None` for a stream.
-        collate: Collator for an encoder-decoder; `None` is the trainer's default.
+        collate: Collator for an encoder-decoder or an encoder; `None` is the trainer's default.
     """
 
     train: Dataset | IterableDataset
     held_out: Tensor
     tokens: int | None
-    collate: Denoising | None
+    collate: Corruptor | None
 
     @property
     def corrupt(self) -> Callable[[Tensor], Tensor] | None:
-        """Function from token ids to the encoder's inputs, for `context_curve`; `None` without an encoder."""
+        """Function from token ids to the encoder's inputs, for `context_curve`; `None` for causal models."""
         return None if self.collate is None else self.collate.corrupt
 
 
-def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoising: bool = False) -> Prepared:
+def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config: Any = None) -> Prepared:
     """Read, tokenise and cut the text of a recipe.
 
-    Each document ends with the tokenizer's end-of-sequence token. No other special token is added, and special tokens
+    Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special token is added, and special tokens
     in the text are read as plain text. Copies of held-out documents are not trained on either.
 
     Args:
@@ -85,13 +85,18 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
         tokenizer: The model's tokenizer.
         length: Tokens per window.
         seed: Random seed of a stream's order and of the corruption.
-        denoising: Whether the model is an encoder-decoder, which restores corrupted windows.
+        config: The model's config: an encoder-decoder or an encoder restores corrupted windows. `None` means a causal
+            model.
 
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.
     """
-    _check(data, tokenizer, denoising)
-    collate = Denoising(tokenizer, seed=seed) if denoising else None
+    end = end_token(tokenizer)
+    collate = None if config is None else corruptor(config, tokenizer, seed=seed)
+    if collate is not None and data.packing == "documents":
+        raise RecipeError(
+            'data.packing is "documents", which an encoder as it was cannot tell apart. Take data.packing: "windows".'
+        )
     documents, set_aside = sources.read(data)
     of_tokenizer = _key(VERSION, _content(tokenizer))
     tokens = _generated(partial(tokenised, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
@@ -107,7 +112,7 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
             f"The held-out text has {sum(map(len, held_out))} tokens; expected more than a window, {length}. Set more "
             "aside with data.held_out_share, name another data.held_out, or take a shorter training.length."
         )
-    train = _packed(data.packing, tokens, length, tokenizer.eos_token_id, frozenset(map(_digest, held_out)))
+    train = _packed(data.packing, tokens, length, end, frozenset(map(_digest, held_out)))
     # Fail now if a stream is too short for a window, not when the training begins.
     next(iter(train))
     if isinstance(train, IterableDataset):
@@ -120,17 +125,19 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, denoisi
     )
 
 
-def _check(data: Data, tokenizer: Any, denoising: bool) -> None:
-    if tokenizer.eos_token_id is None:
+def end_token(tokenizer: Any) -> int:
+    """Return the id of the token that ends documents: the end-of-sequence token, or else the separator, as in BERT.
+
+    Raises:
+        RecipeError: The tokenizer has neither.
+    """
+    found: int | None = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if found is None:
         raise RecipeError(
             f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in "
             "the tokenizer_config.json of the model."
         )
-    if denoising and data.packing == "documents":
-        raise RecipeError(
-            'data.packing is "documents", which an encoder-decoder as it was cannot tell apart: it has no positions. '
-            'Take data.packing: "windows".'
-        )
+    return found
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -138,13 +145,13 @@ def _check(data: Data, tokenizer: Any, denoising: bool) -> None:
 
 def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
     """Tokenise documents, each followed by the end-of-sequence token, until there are `most` tokens."""
-    count = 0
+    count, end = 0, end_token(tokenizer)
     for batch in documents.iter(batch_size=_BATCH):
         texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text and text.strip(_NUL)]
         parts = iter(_encode(tokenizer, [part for text in texts for part in text]))
         for text in texts:
             ids = list(itertools.chain.from_iterable(itertools.islice(parts, len(text))))
-            yield {"ids": [*ids, tokenizer.eos_token_id]}
+            yield {"ids": [*ids, end]}
             count += len(ids) + 1
             if most is not None and count >= most:
                 return
@@ -316,7 +323,7 @@ def _content(tokenizer: Any) -> str:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         used = {"truncation", "padding"}
         files = {name: value for name, value in state.items() if name not in used}
-        return json.dumps([files, tokenizer.eos_token_id])
+        return json.dumps([files, end_token(tokenizer)])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return repr([(file.name, file.read_bytes()) for file in sorted(Path(folder).iterdir())])

@@ -95,6 +95,8 @@ def _decimals(width: float) -> int:
 
 # Perplexity and loss take the same samples: losses in nats per token.
 PERPLEXITY = Quantity("perplexity", "exponential")
+# A masked token is predicted from the text on both sides, so this is no probability of a text.
+MASKED_PERPLEXITY = Quantity("pseudo-perplexity of masked tokens", "exponential")
 LOSS = Quantity("loss", "mean", "nats per token")
 # Perplexity as a share of another one; samples are differences of losses.
 RATIO = Quantity("relative perplexity", "exponential", "%", 100)

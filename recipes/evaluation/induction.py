@@ -66,6 +66,7 @@ class InductionCopy(Measure):
         )
 
     def check(self, model: Any) -> None:
+        super().check(model)
         if model.config.is_encoder_decoder:
             raise OptionError(
                 f"InductionCopy is not defined for {type(model).__name__}: its encoder would read both copies. "

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import Grid, Point
+from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.plots.curves import Mark
 from hf_posenc.recipes.processes import processes
 
@@ -30,6 +31,7 @@ class Measure(ABC):
         note: Definition of the measured quantity, for the report.
         tokens: Number of tokens that one model reads.
         mark: Labelled point on the first numeric axis of the picture; `None` without.
+        takes_masked: Whether the quantity is defined for masked language models.
     """
 
     name: ClassVar[str]
@@ -37,6 +39,7 @@ class Measure(ABC):
     note: str
     tokens: int
     mark: Mark | None = None
+    takes_masked: ClassVar[bool] = False
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
         """Return the results for a model, one grid per quantity.
@@ -49,8 +52,13 @@ class Measure(ABC):
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
 
-    def check(self, model: Any) -> None:  # noqa: B027 - most measures accept all models
-        """Raise an `HfPosencError` if the measure is undefined for a model, before any work is done."""
+    def check(self, model: Any) -> None:
+        """Raise an `OptionError` if the measure is undefined for a model, before any work is done."""
+        if not self.takes_masked and is_masked(model):
+            raise OptionError(
+                f"The measure {self.name!r} is not defined for {type(model).__name__}, a masked language model, which "
+                "reads both sides of a token and writes no text. Leave it out; `perplexity` is defined."
+            )
 
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, PositionError, RecipeError, ShapeError
 from hf_posenc.patches.patch import evaluating
-from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Quantity
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
+from hf_posenc.recipes.loading import auto_class, is_masked
 from hf_posenc.recipes.plots.curves import trained_mark
 
 # Scored tokens per window: few, because the shortest context must cover them.
@@ -43,30 +45,31 @@ def context_curve(
 
     The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
     `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its
-    decoder predicts them uncorrupted, and the last `targets` are scored. A token is corrupted at every length or at
-    none. So the scored tokens are the same at every length and for every model.
+    decoder predicts them uncorrupted, and the last `targets` are scored. A masked language model reads them corrupted,
+    too, and the corrupted ones among the last `targets` are scored. A token is corrupted at every length or at none. So
+    the scored tokens are the same at every length and for every model.
 
     Args:
-        model: A language model of transformers, causal or encoder-decoder, on any device.
+        model: A language model of transformers (causal, masked or encoder-decoder) on any device.
         ids: Token ids of a text, int64 `[tokens]`.
         contexts: Context lengths in tokens, each at least `targets`.
         windows: Number of windows.
         targets: Scored tokens per window.
         batch_size: Windows per forward.
-        corrupt: Function that corrupts windows `[windows, max(contexts)]` for the encoder of an encoder-decoder; `None`
-            for causal models.
+        corrupt: Function that corrupts windows `[windows, max(contexts)]` for an encoder; `None` for causal models.
 
     Returns:
         Perplexity by context length. Samples are the mean losses of windows in nats per token; NaN at contexts that the
         model has no positions for. `curve.at(128)` is the perplexity at 128 tokens with its interval.
 
     Raises:
-        ShapeError: A context is shorter than the targets, or the text is too short for the windows.
-        OptionError: An encoder-decoder comes without `corrupt`, or a causal model with it.
+        ShapeError: A context is shorter than the targets, the text is too short for the windows, or nothing is masked
+            among the targets of a window.
+        OptionError: A model with an encoder comes without `corrupt`, or a causal model with it.
         PositionError: The model can read none of the contexts.
     """
     check_corruption("context_curve", model, corrupt)
-    if corrupt is not None and not model.config.is_encoder_decoder:
+    if corrupt is not None and _is_causal(model):
         raise OptionError(
             f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; "
             "leave it out."
@@ -80,12 +83,20 @@ def context_curve(
         raise PositionError(
             f"The {type(model).__name__} can read none of {', '.join(map(str, contexts))} tokens. Give shorter ones."
         )
-    return Grid(PERPLEXITY, {CONTEXT: contexts}, found)
+    return Grid(_quantity(model), {CONTEXT: contexts}, found)
 
 
 def _by_context(model: Any, rows: Tensor, contexts: Sequence[int], targets: int, corrupt: Corruption | None) -> Tensor:
     """Return the losses of windows `[B, max(contexts) + 1]`, float64 `[B, contexts]`; NaN where it cannot read them."""
     read = rows[:, :-1] if corrupt is None else corrupt(rows[:, 1:])
+    scored = torch.ones(len(rows), targets, dtype=torch.bool)
+    if is_masked(model):
+        scored = (read != rows[:, 1:])[:, -targets:].cpu()
+        if not bool(scored.any(dim=1).all()):
+            raise ShapeError(
+                f"None of the last {targets} tokens of a window is masked, so there is nothing to score. Give more "
+                "targets, or another seed."
+            )
     found = torch.full((len(rows), len(contexts)), torch.nan, dtype=torch.float64)
     for column, context in enumerate(contexts):
         try:
@@ -93,7 +104,9 @@ def _by_context(model: Any, rows: Tensor, contexts: Sequence[int], targets: int,
         except PositionError:
             # Longer contexts cannot be read either.
             break
-        found[:, column] = losses(logits, rows[:, -targets:]).mean(dim=1)
+        # A loss may be infinite, so the others are not multiplied by 0.
+        lost = losses(logits, rows[:, -targets:]).masked_fill(~scored, 0)
+        found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
     return found
 
 
@@ -105,16 +118,24 @@ def _ascending(contexts: Sequence[int], targets: int) -> tuple[int, ...]:
 
 
 def check_corruption(measure: str, model: Any, corrupt: object) -> None:
-    """Check that an encoder-decoder comes with a corruption: its encoder must not read the text to predict.
+    """Check that a model with an encoder comes with a corruption: the encoder must not read the tokens to predict.
 
     Raises:
         OptionError: The model has an encoder, and `corrupt` is `None`.
     """
-    if model.config.is_encoder_decoder and corrupt is None:
+    if corrupt is None and not _is_causal(model):
         raise OptionError(
-            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read what its decoder "
-            "writes; pass hf_posenc.recipes.data.collation.Denoising(tokenizer).corrupt."
+            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read the tokens to predict; pass "
+            "hf_posenc.recipes.data.collation.corruptor(model.config, tokenizer).corrupt."
         )
+
+
+def _is_causal(model: Any) -> bool:
+    return auto_class(model.config) is AutoModelForCausalLM
+
+
+def _quantity(model: Any) -> Quantity:
+    return MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
@@ -177,7 +198,7 @@ class ContextPerplexity(Measure):
         contexts: Context lengths in tokens, each at least `targets`.
         windows: Number of windows of the text; one sample each.
         targets: Scored tokens per window.
-        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
+        corrupt: Function that corrupts token ids `[B, n]` for an encoder; `None` for causal models.
         trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
@@ -187,6 +208,7 @@ class ContextPerplexity(Measure):
 
     name = "perplexity"
     title = "Perplexity by context length"
+    takes_masked = True
 
     def __init__(
         self,
@@ -204,21 +226,21 @@ class ContextPerplexity(Measure):
         self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
         self.note = (
-            f"Perplexity of the same {targets} tokens in each of {windows} windows of text. Columns give the tokens "
-            "read, the scored ones included."
+            f"Perplexity of the same {targets} tokens in each of {windows} windows of text; for a masked language "
+            "model, of the masked ones among them. Columns give the tokens read, the scored ones included."
         )
 
     def check(self, model: Any) -> None:
         check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        corrupt = self._corrupt if model.config.is_encoder_decoder else None
+        corrupt = None if _is_causal(model) else self._corrupt
 
         def by_context(rows: Tensor) -> Tensor:
             return _by_context(model, rows, self._contexts, self._targets, corrupt)
 
         found = workers.map(by_context, [(row,) for row in self._rows], len(self._contexts))
-        return (Grid(PERPLEXITY, {CONTEXT: self._contexts}, found.T),)
+        return (Grid(_quantity(model), {CONTEXT: self._contexts}, found.T),)
 
 
 class PositionPerplexity(Measure):
@@ -265,6 +287,7 @@ class PositionPerplexity(Measure):
         )
 
     def check(self, model: Any) -> None:
+        super().check(model)
         check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

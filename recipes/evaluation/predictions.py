@@ -12,18 +12,19 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.context import Switch
+from hf_posenc.recipes.loading import is_masked
 
 # Positions per part: double-precision logits of all positions at once would take too much memory.
 _PART = 256
 
 
 def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = None) -> Tensor:
-    """Return the logits that predict the last labels, each given all tokens before it.
+    """Return the logits that predict the last labels, each given all tokens before it (or around it, if masked).
 
     Args:
         model: A language model of transformers.
         read: Token ids, int64 `[B, n]`: for a causal model, the text up to the last label but one; for an
-            encoder-decoder, the encoder's input.
+            encoder-decoder, the encoder's input; for a masked language model, the labels with masked tokens.
         labels: Token ids that end the text or that the decoder writes, int64 `[B, m]`.
         targets: Number of labels to predict; `None` means all.
 
@@ -47,6 +48,8 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
         if model.config.is_encoder_decoder:
             written = model.prepare_decoder_input_ids_from_labels(labels)
             logits = model(input_ids=read, decoder_input_ids=written, use_cache=False).logits[:, -targets:]
+        elif is_masked(model):
+            logits = model(input_ids=read).logits[:, -targets:]
         else:
             logits = model(input_ids=read, use_cache=False, logits_to_keep=targets).logits
     except IndexError as error:
@@ -97,5 +100,6 @@ def table_end(model: nn.Module) -> int | None:
         for table in architecture.swapped(body):
             in_force = not vars(table).get("posenc_removed") or (isinstance(table, Switch) and table.is_disabled())
             if isinstance(table, nn.Embedding) and in_force:
-                ends.append(table.num_embeddings)
+                # Some tables begin with rows for padding.
+                ends.append(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
     return min(ends, default=None)

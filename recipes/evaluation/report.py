@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError, WrapSerializer
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.directories import published, write_text
-from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, Point, table
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Point, table
 from hf_posenc.recipes.plots.curves import HeatMap, Mark, Panel, plot_heat_maps, plot_panels
 from hf_posenc.recipes.reports import Table, render
 
@@ -60,7 +60,7 @@ class Section:
             yield table(grids)
         for grids in self.quantities():
             first, *others = grids
-            if others and grids[first].quantity == PERPLEXITY:
+            if others and grids[first].quantity in (PERPLEXITY, MASKED_PERPLEXITY):
                 relative = {name: grids[name].relative_to(grids[first]) for name in others}
                 yield table(relative, f"In % of the perplexity of {first}, paired by sample:")
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
-from hf_posenc.recipes.data.collation import Denoising
+from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.evaluation.induction import InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
@@ -28,12 +29,15 @@ from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
-from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.reports import versions
 
-# Default measures for causal models and for encoder-decoders: none needs training for it.
-_USUAL = ("perplexity", "position", "needle", "induction")
-_USUAL_WITH_ENCODER = ("perplexity", "position")
+# Default measures by the kind of model: none needs training for it.
+_USUAL: dict[Any, tuple[str, ...]] = {
+    AutoModelForCausalLM: ("perplexity", "position", "needle", "induction"),
+    AutoModelForSeq2SeqLM: ("perplexity", "position"),
+    AutoModelForMaskedLM: ("perplexity",),
+}
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
 # Bins of the perplexity by position.
@@ -108,13 +112,13 @@ class Request:
     def _inputs(self, found: tuple[Subject, ...]) -> Inputs:
         """Return the inputs of the measures, with defaults filled in."""
         first, config = found[0], found[0].config()
-        tokenizer, has_encoder = first.tokenizer(), bool(config.is_encoder_decoder)
+        tokenizer, kind = first.tokenizer(), auto_class(config)
         documents = read_text(self.text, self.column)
         sample = next(iter(documents))["text"][:_SAMPLE]
         for other in found[1:]:
-            if bool(other.config().is_encoder_decoder) != has_encoder:
+            if auto_class(other.config()) is not kind:
                 raise OptionError(
-                    f"One of {first.name} and {other.name} is an encoder-decoder and the other is not, so they are not "
+                    f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are not "
                     "measured by the same things. Evaluate them apart."
                 )
             if _ids(other.tokenizer(), sample) != _ids(tokenizer, sample):
@@ -126,11 +130,12 @@ class Request:
         own = self.trained_length or trained_length(config) or _USUAL_LENGTH
         filled = replace(
             self,
-            measures=self.measures or (_USUAL_WITH_ENCODER if has_encoder else _USUAL),
+            measures=self.measures or _USUAL[kind],
             contexts=self.contexts or self._usual_contexts(own, len(ids)),
             trained_length=own,
         )
-        corrupt = Denoising(tokenizer, seed=self.seed).corrupt if has_encoder else None
+        hiding = corruptor(config, tokenizer, seed=self.seed)
+        corrupt = None if hiding is None else hiding.corrupt
         return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device)
 
     def _usual_contexts(self, length: int, tokens: int) -> tuple[int, ...]:
@@ -153,7 +158,7 @@ class Inputs:
         first: The reference model.
         tokenizer: The tokenizer of all models.
         ids: Token ids of the text, int64 `[tokens]`.
-        corrupt: Function that corrupts the encoder's input; `None` for causal models.
+        corrupt: Function that corrupts the input of an encoder; `None` for causal models.
         device: The device of this process.
     """
 

@@ -30,7 +30,7 @@ class AttentionSimilarity(Measure):
         ids: Token ids of a text, int64 `[tokens]`.
         length: Number of tokens read; the memory grows with its square.
         windows: Number of windows; one sample each.
-        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
+        corrupt: Function that corrupts token ids `[B, n]` for an encoder; `None` for causal models.
         reference_name: Name of the reference in the report.
 
     Raises:
@@ -39,6 +39,7 @@ class AttentionSimilarity(Measure):
 
     name = "attention"
     title = "Distance of attention patterns by layer"
+    takes_masked = True
 
     def __init__(
         self,
@@ -91,13 +92,12 @@ def _patterns(model: Any, rows: Tensor, corrupt: Corruption | None) -> Sequence[
     """Return the attention weights of all layers, each `[B, heads, Q, K]`."""
     rows = rows.to(model.device)
     with _eager(model):
+        read = rows if corrupt is None else corrupt(rows)
         if not model.config.is_encoder_decoder:
-            found: Sequence[Tensor] = model(input_ids=rows, output_attentions=True, use_cache=False).attentions
+            found: Sequence[Tensor] = model(input_ids=read, output_attentions=True, use_cache=False).attentions
             return found
-        assert corrupt is not None
         written = model.prepare_decoder_input_ids_from_labels(rows)
-        call = {"input_ids": corrupt(rows), "decoder_input_ids": written}
-        out = model(**call, output_attentions=True, use_cache=False)
+        out = model(input_ids=read, decoder_input_ids=written, output_attentions=True, use_cache=False)
         return (*out.encoder_attentions, *out.decoder_attentions)
 
 

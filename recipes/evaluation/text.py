@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import HELD_OUT_TOKENS, tokenised
 from hf_posenc.recipes.schema.recipe import Data
@@ -43,13 +43,8 @@ def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT
         most: Maximum number of tokens.
 
     Raises:
-        OptionError: The tokenizer has no end-of-sequence token.
+        RecipeError: The tokenizer has no end-of-sequence token.
     """
-    if tokenizer.eos_token_id is None:
-        raise OptionError(
-            f"The {type(tokenizer).__name__} has no end-of-sequence token to put between documents; set eos_token in "
-            "the tokenizer_config.json of the model."
-        )
     parts = [torch.tensor(row["ids"]) for row in tokenised(documents, tokenizer=tokenizer, most=most)]
     return torch.cat(parts)[:most]
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from hf_posenc.patches.companions import encoding_section
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
-from hf_posenc.recipes.evaluation.grid import Grid, table
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.plots.curves import Panel, plot_run, trained_mark
 from hf_posenc.recipes.reports import render
@@ -69,6 +69,7 @@ def _values(measurements: Measurements, facts: Facts, log: Log, pace: Pace | Non
         "title": f"{name_of(facts.model)} {f'with {facts.scheme}' if facts.scheme else 'trained as it is'}",
         "facts": facts,
         "perplexity": tables,
+        "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
         "targets": TARGETS,
         "windows": 0 if first is None else first.samples.shape[-1],
         "unread": any(bool(grid.samples.isnan().any()) for grid in _models(measurements, facts).values()),
@@ -108,7 +109,8 @@ def on_the_hub(source: str) -> bool:
 
 def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) -> None:
     models = _models(measurements, facts)
-    contexts = next(iter(models.values())).points
+    first = next(iter(models.values()))
+    contexts, name = first.points, first.quantity.name
     # The measured length nearest to the trained length.
     length = min(contexts, key=lambda context: abs(math.log(context / facts.trained_length)))
     native = measurements.curve("native")
@@ -120,8 +122,8 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
     with published(path) as unfinished:
         plot_run(
             unfinished,
-            f"{_values(measurements, facts, log, None)['title']}: perplexity on held-out text",
-            Panel(lines=lines, mark=trained_mark(facts.trained_length)),
+            f"{_values(measurements, facts, log, None)['title']}: {name} on held-out text",
+            Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=trained_mark(facts.trained_length)),
             losses=_losses(log),
             course=[(step, grid.at(length)) for step, grid in measurements.course()],
             native=None if native is None else native.at(length),
@@ -152,16 +154,18 @@ def model_card(
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
     _describe(card.data, recipe)
-    has_encoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    values = _values(measurements, facts, log, pace)
+    has_decoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    kind = "MaskedLM" if values["masked"] else "Seq2SeqLM" if has_decoder else "CausalLM"
     text = render(
         "card",
-        **_values(measurements, facts, log, pace),
+        **values,
         recipe=recipe,
         text=_text(recipe),
         name=name_of(facts.model),
         # An adapter, or a model without a scheme, has no section yet.
         section=encoding_section(card.text),
-        auto="AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM",
+        auto=f"AutoModelFor{kind}",
         base=recipe.model if on_the_hub(recipe.model) else f"path/of/{name_of(recipe.model)}",
     )
     card.text = f"\n{text}"

@@ -182,7 +182,7 @@ class _Run:
         model, tokenizer = self._load()
         suitability.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
-        length, own_length = suitability.lengths(recipe, model.config)
+        length, own_length = suitability.lengths(recipe, model)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
         with enough_threads(model, micro_batch * length):
             return self._adapt(model, tokenizer, length, own_length)
@@ -194,7 +194,7 @@ class _Run:
             tokenizer,
             length=length,
             seed=recipe.training.seed,
-            denoising=bool(model.config.is_encoder_decoder),
+            config=model.config,
         )
         contexts, notes = contexts_for(
             own_length,

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from hf_posenc.errors import RecipeError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import architectures, of_config
 from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.predictions import table_end
-from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.schema import consistency
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.scheme import Scheme
 
 
-def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
+def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Return the window length of the recipe, and the model's trained length.
 
     Raises:
         RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
-    own = trained_length(config)
+    config = model.config
+    # RoBERTa's config counts the rows of its table for padding, too.
+    own = min((length for length in (trained_length(config), table_end(model)) if length is not None), default=None)
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(
@@ -30,10 +34,10 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
         )
     for contradiction in consistency.contradictions_of_length(recipe.training, length):
         raise RecipeError(contradiction)
-    if recipe.training.skip_to is not None and config.is_encoder_decoder:
+    if recipe.training.skip_to is not None and auto_class(config) is not AutoModelForCausalLM:
         raise RecipeError(
-            f"training.skip_to skips positions in texts that go on, which {config.model_type} models do not read: "
-            "their decoders have positions of their own. Leave it out."
+            f"training.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
+            "windows. Leave it out, or give training.skip_to=null."
         )
     if recipe.distillation.length is not None and config.is_encoder_decoder:
         raise RecipeError(

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_posenc.errors import RecipeError, suggest
 from hf_posenc.patches.adapters import PosencLoraConfig
 from hf_posenc.patches.surgery import OWN, SHARED, is_patched
+from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.schema.recipe import Adapter
 
 # PEFT's name for all linear layers but the head. Its default, a few of them, is too little to learn new positions.
@@ -95,7 +96,8 @@ def check_targets(model: nn.Module, adapter: Adapter) -> None:
 
 def config(model: Any, adapter: Adapter) -> LoraConfig:
     """Return the PEFT config of the adapter for a model."""
-    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    # PEFT has no task for masked language models.
+    task = None if is_masked(model) else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     if adapter.kind == "scheme":
         return PosencLoraConfig(target_modules=[], task_type=task)
     kind = PosencLoraConfig if is_patched(model) else LoraConfig

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.evaluation.predictions import table_end
-from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.loading import is_masked, trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 
 
@@ -121,7 +121,8 @@ def _length_of(model: Any, length: int | None) -> int | None:
             f"Teacher(length={length!r}): the {type(model).__name__} has a table of {end} positions. Give at most as "
             "many tokens."
         )
-    return length or trained_length(config.get_text_config())
+    own = trained_length(config.get_text_config())
+    return length or min((limit for limit in (own, end) if limit is not None), default=None)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
@@ -196,8 +197,9 @@ class Distilling:
             )
         super().__init__(**kwargs)
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]
-        if getattr(config, "is_encoder_decoder", False):
-            # T5 accepts `num_items_in_batch` but ignores it: its loss is the mean over one batch.
+        self._masked = config is not None and is_masked(self.model)  # type: ignore[attr-defined]
+        if getattr(config, "is_encoder_decoder", False) or self._masked:
+            # T5 and BERT accept `num_items_in_batch` but ignore it: their loss is the mean over one batch.
             self.model_accepts_loss_kwargs = False
         self._teacher, self._share, self._hidden, self._until = teacher, share, hidden, until
         self._text_losses: list[Tensor] = []
@@ -226,7 +228,7 @@ class Distilling:
             self._text_losses.append(parts * loss.detach())
         if teacher is not None:
             wanted = teacher(inputs, **wants)
-            masks = _masks(inputs, outputs)
+            masks = _masks(inputs, outputs, masked=self._masked)
             loss = (1 - share) * loss + share / parts * divergence(outputs.logits, wanted.logits, masks.pop("logits"))
             for name, keep in masks.items() if wants else ():
                 loss = loss + hidden / parts * hidden_distance(outputs[name], wanted[name], keep)
@@ -267,14 +269,14 @@ def without_jumps(positions: Tensor) -> Tensor | None:
     return slots - torch.where(falls, slots, 0).cummax(dim=-1).values
 
 
-def _masks(inputs: dict[str, Any], outputs: Any) -> dict[str, Tensor | None]:
+def _masks(inputs: dict[str, Any], outputs: Any, *, masked: bool) -> dict[str, Tensor | None]:
     """Return the mask of counted tokens, `[B, S]` or `None` for all, by output name."""
     mask: Tensor | None = inputs.get("attention_mask")
-    if "encoder_last_hidden_state" not in outputs:
-        return {"logits": mask, "hidden_states": mask}
-    # The decoder's tokens are those of its labels; padding is labelled -100.
+    # A decoder's tokens are those of its labels; padding, and what is not masked, is labelled -100.
     labels: Tensor | None = inputs.get("labels")
     written = None if labels is None else labels != -100
+    if "encoder_last_hidden_state" not in outputs:
+        return {"logits": written if masked else mask, "hidden_states": mask}
     return {"logits": written, "decoder_hidden_states": written, "encoder_hidden_states": mask}
 
 

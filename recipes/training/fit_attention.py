@@ -74,7 +74,7 @@ def match(
         ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut. One window serves both
             the fit and the verdict.
         position_ids: Positions of packed documents, `[N, S]`, which restart at each document.
-        corrupt: Function from token ids to the encoder's inputs, for encoder-decoders.
+        corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         steps: Steps of Adam, with a cosine schedule to 0.
         batch_size: Windows per step.
         micro_batch_size: Windows per forward, to save memory; `None` is the whole batch. The result is the same up to
@@ -191,13 +191,11 @@ def _positions(positions: Tensor, ids: Tensor, length: int | None, device: torch
 def _inputs(
     model: PreTrainedModel, ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Tensor]:
+    read = ids if corrupt is None else corrupt(ids)
     if not model.config.is_encoder_decoder:
-        return {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
+        return {"input_ids": read} if positions is None else {"input_ids": read, "position_ids": positions}
     first = torch.full_like(ids[:, :1], model.config.decoder_start_token_id)
-    return {
-        "input_ids": ids if corrupt is None else corrupt(ids),
-        "decoder_input_ids": torch.cat([first, ids[:, :-1]], dim=1),
-    }
+    return {"input_ids": read, "decoder_input_ids": torch.cat([first, ids[:, :-1]], dim=1)}
 
 
 @contextlib.contextmanager

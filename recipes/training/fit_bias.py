@@ -18,6 +18,7 @@ from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.evaluation.predictions import table_end
+from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
@@ -79,7 +80,7 @@ def fit(
         model: Model patched with an additive scheme.
         like: `"native"`, or the name of an additive scheme.
         ids: Text for the means of a rotary model and for the verdict, int64 `[N, S]`; one window serves both.
-        corrupt: Function from token ids to the encoder's inputs, for encoder-decoders; `None` is the text itself.
+        corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
         steps: Steps of the regression (L-BFGS, 20 iterations each).
         **options: Options of the scheme `like`.
@@ -173,6 +174,8 @@ def _wanted(
 def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> float:
     """Return the loss per token on windows of text, read one at a time to save memory."""
     inputs = ids if corrupt is None else corrupt(ids)
+    if corrupt is not None and is_masked(model):
+        ids = ids.masked_fill(inputs == ids, -100)
     with evaluating(model):
         losses = [
             model(input_ids=given[None], labels=window[None], use_cache=False).loss
