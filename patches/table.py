@@ -60,8 +60,8 @@ class TableBody(PosencBody):
         below = (rows < first) & (rows != padding)
         if bool(below.any()):
             raise PositionError(
-                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first}, and {padding} "
-                f"is padding. Leave position_ids out, or add {first}."
+                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first}, and "
+                f"{padding} is padding. Leave position_ids out, or add {first}."
             )
         return (rows - first).clamp_min(0)
 
