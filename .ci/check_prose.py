@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 WIDTH = 120
 # What is left of each kind. Lower a number when you have mended some; none may rise.
-ALLOWED = {"openings": 0, "fillers": 0, "long": 111}
+ALLOWED = {"openings": 0, "fillers": 0, "long": 0}
 
 _OPENING = re.compile(r"^\s+\**\w+(?:, \w+)*: (?:Of|Whose|Which|How|As|What|Those)\b")
 _FILLER = re.compile(r"\b(?:beside|anew|in place of)\b", re.IGNORECASE)

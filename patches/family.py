@@ -289,10 +289,8 @@ def read_facts(
             cos, sin = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
         angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
         given["position_embeddings"] = (angles, angles)
-    with torch.device("meta"):
-        numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(layer).parameters else {}
-        module: Any = layer(config, **numbered)
-        hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True)
+    module = _blank(layer, config, index)
+    hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
     inner: Any = next(child for child in module.modules() if isinstance(child, attention))
     inner.config = _Config(config)
     found: dict[str, Any] = {}
@@ -326,6 +324,13 @@ def read_facts(
     _check_rotation(attention, query, angles)
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
     return replace(facts, inv_freq=inv_freq, scaling=scaling, layout=layout, rotates=True)
+
+
+def _blank(kind: type[nn.Module], config: Any, index: int) -> Any:
+    """Return a stock module of a layer, on the meta device."""
+    numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(kind).parameters else {}
+    with torch.device("meta"):
+        return kind(config, **numbered)
 
 
 def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -425,7 +430,10 @@ class Family(Architecture):
         ]
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
-        return {name: module for name, module in attention.named_children() if isinstance(module, nn.Linear)}
+        # The names are those of a new attention: this one may have been altered after loading.
+        blank = _blank(self.attention, vars(attention)["config"], cast(Any, attention).layer_idx)
+        names = [name for name, module in blank.named_children() if isinstance(module, nn.Linear)]
+        return {name: getattr(attention, name, None) for name in names}
 
     def facts(self, body: nn.Module, layer: int) -> Facts:
         """Return what the stock code says about a layer of a body."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,17 @@ class TableBody(PosencBody):
         rows, table = super().given_positions(call), table_of(self)
         if rows is None or not first_row(table):
             return rows
-        below = (rows < first_row(table)) & (rows != table.padding_idx)
+        first, padding = first_row(table), table.padding_idx
+        below = (rows < first) & (rows != padding)
         if bool(below.any()):
             raise PositionError(
-                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first_row(table)}, and "
-                f"{table.padding_idx} is padding. Leave position_ids out, or add {first_row(table)}."
+                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first}, and "
+                f"{padding} is padding. Leave position_ids out, or add {first}."
             )
-        return (rows - first_row(table)).clamp_min(0)
+        return (rows - first).clamp_min(0)
 
     def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
-        padding, ids = table_of(self).padding_idx, call.get("input_ids")
+        padding, ids = table_of(self).padding_idx, cast(Tensor | None, call.get("input_ids"))
         if padding is None or ids is None:
             return None
         # Positions count the tokens that are not padding, whatever the mask says.
@@ -86,13 +87,13 @@ class TableArchitecture(Architecture):
     native_fades = True
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
-        return [table_of(body).weight]
+        return list(table_of(body).parameters())
 
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
         return [table_of(body)]
 
 
-def table_of(body: nn.Module) -> nn.Embedding:
+def table_of(body: object) -> nn.Embedding:
     """Return the table of positions of a body.
 
     Raises:

@@ -276,6 +276,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             "LlamaAttention has a forward of its own ... Patch with hf_posenc first"),
         (altered(lambda m: own_forward(m.model)), to("alibi"),
             "LlamaModel has a forward of its own ... Patch with hf_posenc first"),
+        (altered(lambda m: delattr(m.model.layers[2].self_attn, "q_proj")), to("alibi"),
+            "Layer 2 of the decoder ... no q_proj ... patch it first"),
         (altered(lambda m: delattr(m.transformer.h[2].attn, "c_attn"), gpt2), to("alibi"),
             "Layer 2 of the decoder ... no c_attn ... patch it first"),
     ],

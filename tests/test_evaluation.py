@@ -423,7 +423,8 @@ def test_tasks_are_seeded_and_as_long_as_asked_for() -> None:
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
-    """The Jensen-Shannon divergence of two distributions in bits, term by term."""
+    """The Jensen-Shannon divergence of two distributions in bits, term by term, with what is left to a sum of 1."""
+    p, q = (torch.cat([x, (1 - x.sum()).clamp(min=0)[None]]) for x in (p, q))
     middle = (p + q) / 2
     return sum(
         float(a * math.log2(a / m)) / 2
@@ -447,7 +448,7 @@ def test_attention_similarity_equals_the_definition(scheme: str, ids: Tensor) ->
     for layer in range(2):
         for row in range(2):
             pairs = [
-                sum(divergence(*(torch.cat([w, (1 - w.sum()).clamp(min=0)[None]]) for w in weights)) for weights in zip(a, b, strict=True)) / 8
+                sum(divergence(one, other) for one, other in zip(a, b, strict=True)) / 8
                 for a in ours[layer][row].double()
                 for b in theirs[layer][row].double()
             ]  # fmt: skip

@@ -160,7 +160,7 @@ def test_verify_takes_models(nothing: Any) -> None:
 
 
 def test_keys_ahead_that_are_seen_are_at_no_distance_in_any_form_of_transformer_xl() -> None:
-    """As where `generate` restarts the positions of a row padded on the right; one query takes another form than many."""
+    """As where `generate` restarts the positions of a row padded on the right. One query has a form of its own."""
     geometry = Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8)
     torch.manual_seed(0)
     scheme = build("transformer_xl", geometry).double()

@@ -1,4 +1,7 @@
-"""A converted checkpoint in lm-evaluation-harness, on a local task: pip install lm-eval; pytest -m slow tests/test_lm_eval.py"""
+"""A converted checkpoint in lm-evaluation-harness, on a local task.
+
+Run it with `pip install lm-eval; pytest -m slow tests/test_lm_eval.py`.
+"""
 
 from __future__ import annotations
 

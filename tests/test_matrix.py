@@ -134,7 +134,7 @@ def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) 
 
 
 def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
-    """From the start as it is: of a product that is zero at first, one factor moves in the first step, the others next."""
+    """From the start as it is: of a product that is zero, one factor moves in the first step, the others next."""
     model, architecture = _started(case)
     model.train()
     fresh = {name: p for name, p in new_parameters(model).items() if p.requires_grad}

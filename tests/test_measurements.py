@@ -103,10 +103,12 @@ def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path, monkeypatch
             "1 rows of losses at 2 contexts",
         ),
         ('{"format_version": 7, "sections": []}', "format_version: Input should be 2"),
-        ('{"format_version": 2, "sections": [{"name": "perplexity", "title": "", "note": "", "models": {"native": [3]}}]}',
-         "sections.0.models.native.0"),
+        (
+            '{"format_version": 2, "sections": [{"name": "x", "title": "", "note": "", "models": {"native": [3]}}]}',
+            "sections.0.models.native.0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_damaged_measurements(tmp_path: Path, damage: str, message: str) -> None:
     path = tmp_path / "measurements.json"
     path.write_text(damage)

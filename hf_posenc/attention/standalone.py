@@ -186,5 +186,6 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
     of_keys, of_queries = ([batch, length, geometry.hidden_size] for length in (keys, queries))
     if hidden is not None and list(hidden.shape) not in (of_keys, of_queries):
         raise ShapeError(
-            f"Got hidden of shape {list(hidden.shape)}; expected {of_keys}, one row per key (or per query: {of_queries})."
+            f"Got hidden of shape {list(hidden.shape)}; expected {of_keys}, one row per key "
+            f"(or per query: {of_queries})."
         )

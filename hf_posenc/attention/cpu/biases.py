@@ -140,8 +140,8 @@ class BlockBias:
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
 
-        All heads of a row come before the next rows. Only forms with `first_keys` get some heads, or another `first` than
-        0.
+        All heads of a row come before the next rows. Only forms with `first_keys` get some heads, or a
+        `first` other than 0.
         """
         raise NotImplementedError
 
