@@ -144,7 +144,7 @@ class Denoising:
 
 
 class Masking:
-    """Collator that masks tokens for a masked language model, as `DataCollatorForLanguageModeling`; they are the labels.
+    """Collator that masks tokens for a masked language model, as `DataCollatorForLanguageModeling`; they are labels.
 
     In training some of them are replaced by random tokens or left as they are; `corrupt` masks them all. No special
     token is masked, and of each window at least one token is. Draws depend only on the seed and the window.

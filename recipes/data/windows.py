@@ -77,8 +77,9 @@ class Prepared:
 def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config: Any = None) -> Prepared:
     """Read, tokenise and cut the text of a recipe.
 
-    Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special token is added, and special tokens
-    in the text are read as plain text. Copies of held-out documents are not trained on either.
+    Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
+    token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
+    on either.
 
     Args:
         data: Section `data` of the recipe.

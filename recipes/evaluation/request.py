@@ -118,8 +118,8 @@ class Request:
         for other in found[1:]:
             if auto_class(other.config()) is not kind:
                 raise OptionError(
-                    f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are not "
-                    "measured by the same things. Evaluate them apart."
+                    f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are "
+                    "not measured by the same things. Evaluate them apart."
                 )
             if _ids(other.tokenizer(), sample) != _ids(tokenizer, sample):
                 raise OptionError(
