@@ -75,6 +75,10 @@ class Architecture(ABC):
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()
 
+    def embedding_size(self, body: nn.Module) -> int:
+        """Return the width of the embeddings that positions are added to."""
+        return self.geometry(body, 0).hidden_size
+
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
         """Return the modules, other than attentions, whose class changes while the body is patched."""
         return ()

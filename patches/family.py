@@ -39,7 +39,10 @@ _FUNCTION = "hf_posenc"
 _THEN = "posenc_then"
 # Names that stock attentions give to the cache, and stock layers to the feed-forward.
 _CACHES = ("past_key_values", "layer_past")
-_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "output.dense")
+_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
+
+# Fields of configs that name the activation.
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation")
 
 Then = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -165,7 +168,7 @@ class FamilyAttention(PosencAttention):
             dropout=dropout,
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
-            index=self.layer_idx,
+            index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
             rotate=turn,
             operands=(query, key, value),
             window=sliding_window,
@@ -417,21 +420,31 @@ class Family(Architecture):
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         body = next(module for module in model.modules() if isinstance(module, self.body))
-        causal = bool(getattr(self.attentions(body)[0], "is_causal", True))
-        return {"decoder" if causal else "encoder": body}
+        attention: Any = self.attentions(body)[0]
+        if not hasattr(attention, "is_causal"):
+            _refuse(self.attention, "does not say whether it is causal")
+        return {"decoder" if attention.is_causal else "encoder": body}
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
-        return [module for module in body.modules() if isinstance(module, self.layer)]
+        found = [module for module in body.modules() if isinstance(module, self.layer)]
+        if len(found) == 1 < cast(Any, body).config.num_hidden_layers:
+            raise ArchitectureError(
+                f"Cannot patch {type(body).__name__}: it uses one layer several times, which schemes cannot tell apart."
+            )
+        return found
 
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
-        return [
-            next(module for module in layer.modules() if isinstance(module, self.attention))
+        found = [
+            next((module for module in layer.modules() if isinstance(module, self.attention)), None)
             for layer in self.layers(body)
         ]
+        if None in found:
+            raise ArchitectureError(f"Found no {self.attention.__name__} in a layer of {type(body).__name__}.")
+        return cast(list[nn.Module], found)
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         # The names are those of a new attention: this one may have been altered after loading.
-        blank = _blank(self.attention, vars(attention)["config"], cast(Any, attention).layer_idx)
+        blank = _blank(self.attention, vars(attention)["config"], getattr(attention, "layer_idx", None) or 0)
         names = [name for name, module in blank.named_children() if isinstance(module, nn.Linear)]
         return {name: getattr(attention, name, None) for name in names}
 
@@ -482,7 +495,10 @@ class TableFamily(TableArchitecture, Family):
         table = table_of(body)
         # Detached, since a slice with a gradient cannot be copied, and teachers are copies.
         rows = weight_of(table)[first_row(table) :].detach()
-        return replace(super().geometry(body, layer), max_positions=rows.shape[0], native=NativeTable("learned", rows))
+        geometry = super().geometry(body, layer)
+        # Some embeddings are narrower than the layers.
+        native = NativeTable("learned", rows) if rows.shape[1] == geometry.hidden_size else None
+        return replace(geometry, max_positions=rows.shape[0], native=native)
 
 
 def add_family(name: str, namespace: dict[str, Any]) -> Family:
@@ -524,8 +540,7 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
     lock: tuple[str, Any] = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
     if not rotates or any(_kinds_vary(kind) for kind in rotary):
         # Configs with a rotation for each type of layer take any other for that of all types.
-        field = next(name for name in ("hidden_activation", "hidden_act") if hasattr(stock_config, name))
-        lock = (field, "requires hf_posenc")
+        lock = (next(name for name in _ACTIVATIONS if hasattr(stock_config, name)), "requires hf_posenc")
 
     def twin(stock: type, *bases: type, **attributes: Any) -> Any:
         attributes |= {"posenc_stock": stock, "__module__": namespace["__name__"]}

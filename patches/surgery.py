@@ -213,7 +213,13 @@ def build_group(
                 take_common(scheme)
             built[name][layer] = scheme
         count = len(architecture.attentions(body))
-        if len(built[name]) < count and built[name][part.layers[0]].overrides("embed"):
+        acts = built[name][part.layers[0]].overrides("embed")
+        if acts and (width := architecture.embedding_size(body)) != geometries[0].hidden_size:
+            raise ArchitectureError(
+                f"{group.scheme} adds positions of width {geometries[0].hidden_size} to the embeddings, and those of "
+                f"{type(body).__name__} have {width}. Choose a scheme that acts inside of attention."
+            )
+        if acts and len(built[name]) < count:
             raise LayerSelectionError(
                 f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all "
                 f"{count} layers, got {len(built[name])}. Leave out layers=."

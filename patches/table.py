@@ -89,6 +89,9 @@ class TableArchitecture(Architecture):
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return list(table_of(body).parameters())
 
+    def embedding_size(self, body: nn.Module) -> int:
+        return table_of(body).embedding_dim
+
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
         return [table_of(body)]
 
