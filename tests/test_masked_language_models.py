@@ -30,6 +30,7 @@ from hf_posenc.recipes.evaluation.perplexity import context_curve
 from hf_posenc.recipes.evaluation.request import Request
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Data, Recipe
+from hf_posenc.recipes.schema.suitability import lengths
 from hf_posenc.recipes.training import distillation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -122,6 +123,7 @@ def test_the_scored_tokens_are_the_masked_ones_at_every_length(
         longer = context_curve(model, ids, [64, 65], windows=2, targets=32, corrupt=corrupt)
         assert bool(longer.values(65).isnan().all())
         assert bool(longer.values(64).isfinite().all())
+        assert lengths(recipe(folders, name), model.config, model) == (64, 64)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])

@@ -17,15 +17,15 @@ from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.scheme import Scheme
 
 
-def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
+def lengths(recipe: Recipe, config: Any, model: Any = None) -> tuple[int, int]:
     """Return the window length of the recipe, and the model's trained length.
 
     Raises:
         RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
-    config = model.config
     # RoBERTa's config counts the rows of its table for padding, too.
-    own = min((length for length in (trained_length(config), table_end(model)) if length is not None), default=None)
+    end = None if model is None else table_end(model)
+    own = min((length for length in (trained_length(config), end) if length is not None), default=None)
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(
