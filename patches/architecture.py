@@ -75,6 +75,10 @@ class Architecture(ABC):
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()
 
+    def first_position(self, model: nn.Module) -> int:
+        """Return the number that the model gives to the first position in `position_ids`."""
+        return 0
+
     def embedding_size(self, body: nn.Module) -> int:
         """Return the width of the embeddings that positions are added to."""
         return self.geometry(body, 0).hidden_size

@@ -149,7 +149,8 @@ class PosencGenerator(PosencModel):
             if real is not None:
                 call[REAL] = real
             if call.get(f"{name}position_ids") is None:
-                call[f"{name}position_ids"] = resolve_positions(None, mask, past, batch, length, inputs.device)
+                positions = resolve_positions(None, mask, past, batch, length, inputs.device)
+                call[f"{name}position_ids"] = positions + of_model(self).first_position(self)
         if decoder_continuation is None:
             return call
         prompt = decoder_position_coords if sequence_to_sequence else position_coords
@@ -158,6 +159,11 @@ class PosencGenerator(PosencModel):
             prompt, input_ids, mask, inputs.shape[1], tokens_in(past_key_values)
         )
         return call
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
+        # transformers counts from 0 in `generate`, also where the model does not.
+        positions: Tensor = super()._prepare_position_ids_for_generation(*args)  # type: ignore[misc]
+        return positions + of_model(self).first_position(self)
 
     def _check_generation_coords(
         self,

@@ -89,6 +89,10 @@ class TableArchitecture(Architecture):
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return list(table_of(body).parameters())
 
+    def first_position(self, model: nn.Module) -> int:
+        (body,) = self.stacks(model).values()
+        return first_row(table_of(body))
+
     def embedding_size(self, body: nn.Module) -> int:
         return table_of(body).embedding_dim
 

@@ -1,0 +1,215 @@
+"""Encoders, and models like T5, read from the code of transformers: tiny random models, padded on the right."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from models import SAME
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    RobertaForCausalLM,
+)
+
+import hf_posenc
+from hf_posenc.errors import ArchitectureError, PositionError
+from hf_posenc.patches.architecture import architectures, of_model
+from hf_posenc.patches.family import add_family
+
+PADDING = 1
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": PADDING,
+}  # fmt: skip
+TABLES = {
+    "vocab_size": 60, "d_model": 32, "d_ff": 40, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0,
+    "pad_token_id": PADDING, "decoder_start_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+WINDOWS = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 3, "sep_token_id": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {**SIZES, "type_vocab_size": 2},
+    "roberta": {**SIZES, "max_position_embeddings": 66},
+    "modernbert": {**SIZES, **WINDOWS, "bos_token_id": 3, "eos_token_id": 4},
+    "t5": TABLES,
+    "mt5": TABLES,
+    "umt5": TABLES,
+}
+EXACT = {"bert": "learned", "roberta": "learned", "modernbert": "rope"}
+NAMES = list(CONFIGS)
+
+
+@functools.cache
+def _original(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind = AutoModelForMaskedLM if name in EXACT else AutoModelForSeq2SeqLM
+    model = kind.from_config(CONFIG_MAPPING[name](**CONFIGS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make(name: str) -> PreTrainedModel:
+    """Return a fresh copy of the tiny model of a family."""
+    return copy.deepcopy(_original(name))
+
+
+def inputs(name: str, length: int = 29) -> dict[str, Tensor]:
+    """Return a batch whose first row is padded on the right."""
+    ids = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    found = {"input_ids": ids.masked_fill(mask == 0, PADDING), "attention_mask": mask}
+    return found if name in EXACT else {**found, "decoder_input_ids": ids[:, :17]}
+
+
+def logits(model: PreTrainedModel, **call: Tensor) -> Tensor:
+    """Return the logits of the tokens that are not padding."""
+    with torch.no_grad():
+        found: Tensor = model(**call).logits
+    return found if "decoder_input_ids" in call or "attention_mask" not in call else found[call["attention_mask"] == 1]
+
+
+def test_every_family_that_is_no_decoder_is_tested() -> None:
+    built_in = {name: a for name, a in architectures().items() if next(iter(a.twins.values())).__module__ != __name__}
+    others = {name for name, a in built_in.items() if not a.native.startswith("rotary")} | {"modernbert"}
+    assert others - {"gpt2", "vit"} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_s_own_encoding_starts_exact(name: str) -> None:
+    stock, scheme = make(name), EXACT.get(name, "t5")
+    model = hf_posenc.patch(make(name), scheme)
+    assert hf_posenc.plan(stock, scheme).start == "exact"
+    padded = inputs(name)
+    plain = {key: value for key, value in padded.items() if key != "attention_mask"}
+    plain["input_ids"] = plain["input_ids"].masked_fill(plain["input_ids"] == PADDING, 9)
+    for call in (padded, plain):
+        torch.testing.assert_close(logits(model, **call), logits(stock, **call), **SAME)
+    if name not in EXACT:
+        settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": padded["attention_mask"]}
+        ids = padded["input_ids"]
+        assert torch.equal(model.generate(ids, **settings), stock.generate(ids, **settings))
+        return
+    places = torch.arange(29)[None] + (PADDING + 1 if name == "roberta" else 0)
+    torch.testing.assert_close(logits(model, **plain, position_ids=places), logits(stock, **plain), **SAME)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits(model, **padded), logits(stock, **padded), **SAME)
+
+
+@pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_and_gradients(name: str, scheme: str) -> None:
+    """A padded row equals the row alone, every parameter gets a gradient, and `unpatch` gives the stock model back."""
+    one_way = "bidirectional" not in hf_posenc.schemes()[scheme].directions
+    if one_way and name in EXACT:
+        with pytest.raises(hf_posenc.DirectionError):
+            hf_posenc.patch(make(name), scheme)
+        return
+    torch.manual_seed(1)
+    model, call = hf_posenc.patch(make(name), scheme, **({"stacks": "decoder"} if one_way else {})), inputs(name)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "hf_posenc" in key:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    output = model(**call).logits
+    output.square().mean().backward()
+    assert [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    alone = {key: value[:1, : 29 // 2] for key, value in call.items() if key != "decoder_input_ids"}
+    if name not in EXACT:
+        alone["decoder_input_ids"] = call["decoder_input_ids"][:1]
+    with torch.no_grad():
+        got = model(**alone).logits
+    torch.testing.assert_close(got, output[:1, : got.shape[1]].detach(), **SAME)
+    stock = hf_posenc.unpatch(model)
+    assert torch.equal(logits(stock, **call), logits(make(name), **call))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_copies_and_checkpoints(name: str, tmp_path: Path) -> None:
+    model, call = hf_posenc.patch(make(name), "tape", gate=True), inputs(name)
+    before = logits(model, **call)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(twin, **call), before)
+    model.save_pretrained(tmp_path)
+    kind = AutoModelForMaskedLM if name in EXACT else AutoModelForSeq2SeqLM
+    loaded = kind.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, **call), before)
+    with pytest.raises((KeyError, ValueError, StrictDataclassError)):
+        type(make(name)).from_pretrained(tmp_path)
+    for stock in of_model(model).twins:
+        if issubclass(stock, PreTrainedModel) and not stock.__name__.endswith("Stack"):
+            head = stock(make(name).config).eval()
+            hf_posenc.patch(head, "kerple")
+            assert type(head).__name__ == f"Posenc{stock.__name__}"
+            assert type(hf_posenc.unpatch(head)) is stock
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_inputs_beyond_the_table(name: str) -> None:
+    long = {"input_ids": inputs(name, 80)["input_ids"].clamp_min(5)}
+    kept = hf_posenc.patch(make(name), "alibi", native="keep")
+    with pytest.raises(PositionError, match="beyond the model's own table of 64 positions"):
+        kept(**long)
+    hf_posenc.set_strength(kept, native=0.0)
+    faded = logits(kept, **inputs(name))
+    hf_posenc.drop_native(kept)
+    assert torch.equal(logits(kept, **inputs(name)), faded)
+    assert logits(kept, **long).isfinite().all()
+
+
+def test_positions_of_roberta_count_from_the_row_after_padding() -> None:
+    model, call = hf_posenc.patch(make("roberta"), "fire"), inputs("roberta")
+    with pytest.raises(PositionError, match=r"counts from 2.* Leave position_ids out, or add 2"):
+        model(**call, position_ids=torch.arange(29)[None])
+
+
+def test_a_decoder_of_encoder_classes_caches() -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["roberta"](**CONFIGS["roberta"], is_decoder=True, eos_token_id=2, bos_token_id=0)
+    stock, ids = RobertaForCausalLM(config).eval(), inputs("roberta")["input_ids"].clamp_min(5)
+    model = hf_posenc.patch(copy.deepcopy(stock), "learned")
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    found = model.generate(ids, **settings)
+    # The stock model is right without `generate`, which counts its positions from 0.
+    torch.testing.assert_close(logits(model, input_ids=found), logits(stock, input_ids=found), **SAME)
+    assert torch.equal(found[:, 29:], logits(stock, input_ids=found)[:, 28:-1].argmax(-1))
+    for scheme in ("learned", "fox"):
+        hf_posenc.patch(model, scheme)
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("albert", "uses one layer several times"), ("layoutlm", "does not say whether it is causal")],
+)
+def test_encoders_that_cannot_be_read_are_refused(name: str, why: str) -> None:
+    if name not in architectures():
+        add_family(name, globals())
+    model = AutoModel.from_config(CONFIG_MAPPING[name](**SIZES)).eval()
+    with pytest.raises(ArchitectureError, match=why):
+        hf_posenc.patch(model, "rope")
+    assert not hasattr(model.config, "posenc")
+
+
+def test_embeddings_that_are_narrower_than_the_layers() -> None:
+    if "electra" not in architectures():
+        add_family("electra", globals())
+    model = AutoModel.from_config(CONFIG_MAPPING["electra"](**SIZES, embedding_size=16)).eval()
+    with pytest.raises(ArchitectureError, match="width 32 to the embeddings, and those of ElectraModel have 16"):
+        hf_posenc.patch(model, "sinusoidal")
+    ids = inputs("bert")["input_ids"]
+    assert hf_posenc.patch(model, "kerple")(ids).last_hidden_state.isfinite().all()
