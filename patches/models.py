@@ -71,6 +71,12 @@ class PosencModel:
         """
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for a decorator in the source of the class's module.
+        stock: Any = surgery.stock_class(cls)
+        return bool(stock._can_set_experts_implementation())
+
     def _get_name(self) -> str:
         # Trainer decides by this name whether its smoothed loss needs shifted labels.
         stock: type = surgery.stock_class(type(self))

@@ -309,3 +309,12 @@ def test_modules_that_are_no_family_are_refused() -> None:
     for name in ("gptj", "jamba"):
         with pytest.raises(ArchitectureError, match=f"Cannot add the family '{name}'"):
             add_family(name, {})
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_run_as_in_the_stock_model(name: str, tmp_path: Path) -> None:
+    model = hf_posenc.patch(make(name), "kerple")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="grouped_mm")
+    assert loaded.config._experts_implementation == "grouped_mm"
+    same(logits(loaded, tokens()), logits(model, tokens()))
