@@ -49,8 +49,8 @@ EXPECTED = {
     "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes "
     "that replace "
     "the rotation do not read it; `rope` reads it, but keeps the frequencies of the dynamic type at its start.",
-    "test_model_rope_with_partial_rotation": "changes how many channels rotate in a config whose record has the old number. "
-    "That is refused.",
+    "test_model_rope_with_partial_rotation": "changes how many channels rotate in a config whose record has the old "
+    "number, which is refused.",
     "test_model_weights_reload_no_missing_tied_weights": "loads a file that lacks every weight, and asks for a "
     "model. A converted "
     "checkpoint that is not whole is refused.",
