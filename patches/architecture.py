@@ -75,7 +75,7 @@ class Architecture(ABC):
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()
 
-    def first_position(self, model: nn.Module) -> int:
+    def first_position(self, model: Any) -> int:
         """Return the number that the model gives to the first position in `position_ids`."""
         return 0
 

@@ -163,7 +163,8 @@ class PosencGenerator(PosencModel):
     def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
         # transformers counts from 0 in `generate`, also where the model does not.
         positions: Tensor = super()._prepare_position_ids_for_generation(*args)  # type: ignore[misc]
-        return positions + of_model(self).first_position(self)
+        first: int = of_model(self).first_position(self)
+        return positions + first
 
     def _check_generation_coords(
         self,

@@ -89,7 +89,7 @@ class TableArchitecture(Architecture):
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return list(table_of(body).parameters())
 
-    def first_position(self, model: nn.Module) -> int:
+    def first_position(self, model: Any) -> int:
         (body,) = self.stacks(model).values()
         return first_row(table_of(body))
 

@@ -774,7 +774,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[ProductsBias]:
     return found
 
 
-@pytest.mark.parametrize(("groups", "layout"), [(1, plain), (2, left_padded), (4, packed)], ids=str)
+@pytest.mark.parametrize(("groups", "layout"), [(1, plain), (2, left_padded), (4, packed)])
 @pytest.mark.parametrize(("name", "options"), PRODUCTS, ids=str)
 def test_products_equal_the_reference(name: str, options: dict, layout, groups: int, used: list) -> None:
     # Three blocks, the last of which is not full.
