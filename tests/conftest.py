@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging as python_logging
 import os
 import tempfile
 
@@ -25,5 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _quiet_and_seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # whatever a test before left
+    python_logging.getLogger("hf_posenc").setLevel(python_logging.NOTSET)  # the command line makes it quieter
     logging.set_verbosity_error()
     logging.disable_progress_bar()
