@@ -339,6 +339,7 @@ def _plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examining.plots, "figures", lambda *given, **options: {"overview": Figure(figsize=(1, 1))})
 
 
+@pytest.mark.grid  # trains several models
 @pytest.mark.usefixtures("_plain_pictures")
 def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.yaml"

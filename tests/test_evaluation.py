@@ -634,6 +634,7 @@ def test_a_picture_of_many_models_can_be_read() -> None:
     assert figure.get_figwidth() < 12
 
 
+@pytest.mark.grid  # it starts processes
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -193,7 +193,9 @@ for name in ("llama", "gpt2", "t5"):
         'import hf_posenc\nassert "torch" not in sys.modules',
         "from transformers import AutoModel, AutoModelForSeq2SeqLM\nimport hf_posenc",
         # The models, not the Auto classes, are what is imported first here.
-        "from transformers import LlamaForCausalLM\nimport hf_posenc\nimport transformers",
+        pytest.param(
+            "from transformers import LlamaForCausalLM\nimport hf_posenc\nimport transformers", marks=pytest.mark.grid
+        ),
     ],
     ids=["before transformers", "after the Auto classes", "after a model"],
 )

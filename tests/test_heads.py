@@ -137,6 +137,7 @@ def test_every_architecture_has_one_config() -> None:
         assert issubclass(twin, stock)
 
 
+@pytest.mark.grid  # compiles for half a minute; test_families.py traces one model
 def test_torch_compile_gives_the_same_logits() -> None:
     # Tracing is what can go wrong; generating machine code takes a minute and adds nothing.
     for scheme, layers in (("fire", 1), ("tape", 2)):

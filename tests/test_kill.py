@@ -134,7 +134,9 @@ TEN = [*SOME, kill_at_any_time, kill_at_any_time, *3 * SOME]
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(SOME, 30), pytest.param(TEN, 90, marks=pytest.mark.slow)], ids=["two", "ten"]
+    ("kills", "steps"),
+    [pytest.param(SOME, 30, marks=pytest.mark.grid), pytest.param(TEN, 90, marks=pytest.mark.slow)],
+    ids=["two", "ten"],
 )
 def test_a_killed_run_ends_with_the_same_weights(
     kills: list[Any], steps: int, processes: BaseContext, tmp_path: Path

@@ -189,6 +189,7 @@ for folder, load in [(folder, load) for folder in folders for load in ways]:
 """
 
 
+@pytest.mark.grid  # it starts processes; the tests below load every kind here
 def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     save_file({"input_ids": ids}, tmp_path / "ids")

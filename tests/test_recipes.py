@@ -251,6 +251,7 @@ def test_demo_replaces_an_earlier_demo_only(tmp_path: Path, monkeypatch: pytest.
     assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.grid  # runs the demo once more
 def test_demo_proof_notices_another_model(tmp_path: Path) -> None:
     model = hf_posenc.patch(small(), "fire")
     model.save_pretrained(tmp_path)

@@ -329,7 +329,7 @@ VARIANTS = {
 }
 
 
-BY_DEFAULT = ("handover", "lora", "t5")
+BY_DEFAULT = ("handover", "lora")
 CASES = [
     pytest.param(overrides, id=name, marks=[] if name in BY_DEFAULT else pytest.mark.grid)
     for name, overrides in VARIANTS.items()
