@@ -33,8 +33,8 @@ def text_windows(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("scheme", "like", "share"),
     [
-        # What is left of the wanted bias. A power law and a line are no logarithms, and buckets have steps. Where a line
-        # ends depends on the start that was drawn: 0.27 to 0.64 on T5 over six seeds.
+        # What is left of the wanted bias. A power law and a line are no logarithms, and buckets have steps. How near a
+        # line gets depends on the start that was drawn: 0.27 to 0.64 on T5 over six seeds.
         ("t5_clipped", "kerple", 0.15),
         ("t5", "kerple", 0.15),
         ("fire", "kerple", 0.005),
