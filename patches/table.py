@@ -66,9 +66,13 @@ class TableBody(PosencBody):
         return (rows - first).clamp_min(0)
 
     def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
-        padding, ids = table_of(self).padding_idx, cast(Tensor | None, call.get("input_ids"))
-        if padding is None or ids is None:
+        padding, ids = table_of(self).padding_idx, call.get("input_ids")
+        if padding is None:
             return None
+        if ids is None:
+            # Embeddings do not tell what is padding, so the stock model counts all.
+            inputs: Tensor = call["inputs_embeds"]
+            return torch.arange(inputs.shape[1], device=inputs.device)[None] + past
         # Positions count the tokens that are not padding, whatever the mask says.
         return ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past
 
