@@ -66,7 +66,7 @@ class TableBody(PosencBody):
         return (rows - first).clamp_min(0)
 
     def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
-        padding, ids = table_of(self).padding_idx, call.get("input_ids")
+        padding, ids = table_of(self).padding_idx, cast(Tensor | None, call.get("input_ids"))
         if padding is None:
             return None
         if ids is None:
