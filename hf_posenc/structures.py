@@ -362,7 +362,7 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Portrait:
-    """What makes the picture on the page of a scheme meaningful.
+    """Settings of the picture on the page of a scheme.
 
     Attributes:
         variants: Options to build the scheme with, one panel or line for each.

@@ -1,4 +1,4 @@
-"""What belongs to a model and changes with it: its configs, its name, and the parts inside it.
+"""The configs and the name of a model, and the models inside it, all of which change with it.
 
 A model with a head gets a config of its own. A body writes into the config that it has, which a head around it shares.
 """

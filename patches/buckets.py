@@ -7,24 +7,24 @@ Cross-attention has no positions and stays as it is.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
 
+from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, same_sequence, sequences
-from hf_posenc.patches.generation import PosencGenerator
-from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
+from hf_posenc.patches.twins import Twins, modeling_module, models_in
 from hf_posenc.schemes.families.additive import Buckets
+
+# End of the name of the head that generates.
+_HEAD = "ForConditionalGeneration"
 
 
 class BucketAttention(PosencAttention):
@@ -192,46 +192,25 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
     Args:
         name: Name of the module, as in `transformers.models.<name>`.
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
+
+    Raises:
+        ArchitectureError: The module has other classes than T5's.
     """
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    prefix = next(kind for kind in vars(modeling) if kind.endswith("ForConditionalGeneration")).removesuffix(
-        "ForConditionalGeneration"
-    )
-    stock = {part: getattr(modeling, prefix + part) for part in ("Attention", "Block", "Stack")}
-
-    def twin(kind: type, *bases: type, **attributes: Any) -> Any:
-        attributes |= {"posenc_stock": kind, "__module__": namespace["__name__"]}
-        made = type(f"Posenc{kind.__name__}", (*bases, kind), attributes)
-        namespace[made.__name__] = made
-        return made
-
-    stock_config: Any = stock["Stack"].config_class
-    config = twin(
-        stock_config,
-        PosencConfig,
-        __annotations__={"posenc": dict[str, Any] | None},
-        posenc=None,
-        model_type=f"hf_posenc_{name}",
-        posenc_lock=("feed_forward_proj", "requires-hf_posenc-package"),
-    )
-    twins: dict[type, type] = {
-        stock_config: config,
-        stock["Attention"]: twin(stock["Attention"], BucketAttention),
-        stock["Block"]: twin(stock["Block"], BucketLayer),
-        stock["Stack"]: twin(stock["Stack"], BucketBody, PosencModel, config_class=config),
-    }
-    for kind in vars(modeling).copy().values():
-        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)) or kind in twins:
-            continue
-        if kind.__name__.startswith(prefix) and not kind.__name__.endswith("PreTrainedModel"):
-            head = PosencGenerator if issubclass(kind, GenerationMixin) else PosencModel
-            twins[kind] = twin(kind, head, config_class=config)
-    parts = {
-        "name": name,
-        "twins": twins,
-        "attention": stock["Attention"],
-        "parts": (stock["Stack"],),
-        "body": stock["Stack"],
-    }
+    modeling = modeling_module(name)
+    models = models_in(modeling)
+    prefix = next((kind.__name__.removesuffix(_HEAD) for kind in models if kind.__name__.endswith(_HEAD)), "")
+    attention, block, stack = (getattr(modeling, prefix + part, None) for part in ("Attention", "Block", "Stack"))
+    if not prefix or attention is None or block is None or stack is None:
+        raise ArchitectureError(
+            f"Cannot add the architecture {name!r}: expected classes ...{_HEAD}, ...Attention, ...Block, ...Stack. "
+            "Write an architecture by hand, see docs/own_architecture.md."
+        )
+    lock = ("feed_forward_proj", "requires-hf_posenc-package")
+    twins = Twins(name, namespace, stack.config_class, lock)
+    twins.add(attention, BucketAttention)
+    twins.add(block, BucketLayer)
+    twins.add_body(stack, BucketBody)
+    twins.add_heads(models)
+    parts = {"name": name, "twins": twins, "attention": attention, "parts": (stack,), "body": stack}
     made: Architecture = type(f"{prefix}Architecture", (BucketArchitecture,), parts)()
     return register_architecture(made)

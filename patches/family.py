@@ -9,7 +9,6 @@ must know of a layer is read from the same forward, on the meta device.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +25,11 @@ from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
-from hf_posenc.patches.generation import PosencGenerator
-from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.patches.table import PosencPositionTable, TableArchitecture, TableBody, first_row, table_of
+from hf_posenc.patches.twins import Twins, modeling_module, models_in
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
 _FUNCTION = "hf_posenc"
@@ -417,6 +414,14 @@ class Family(Architecture):
 
     body: ClassVar[type[PreTrainedModel]]
     layer: ClassVar[type[nn.Module]]
+    # Mixin of the body that knows the native encoding, and twins of classes that are not the family's own.
+    acting: ClassVar[type[PosencBody]]
+    shared: ClassVar[Mapping[type, type]] = {}
+
+    @classmethod
+    def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
+        """Return a field of the config, and a value that stock classes refuse."""
+        return next(name for name in _ACTIVATIONS if hasattr(config, name)), "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         body = next(module for module in model.modules() if isinstance(module, self.body))
@@ -486,10 +491,21 @@ class RotaryFamily(Family):
 
     native = "rotary encoding (RoPE)"
     native_fades = True
+    acting = RotaryBody
+
+    @classmethod
+    def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
+        # Configs with a rotation for each type of layer take any other for that of all types.
+        if any(_kinds_vary(kind) for kind in rotary):
+            return super().lock(config, rotary)
+        return "rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0}
 
 
 class TableFamily(TableArchitecture, Family):
     """A family that adds a learned table of positions to the embeddings of tokens."""
+
+    acting = TableBody
+    shared = {nn.Embedding: PosencPositionTable}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         table = table_of(body)
@@ -511,12 +527,11 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
 
     Raises:
-        ArchitectureError: The module is not built like a family: it has no language model, no attention and layer
-            classes whose outputs are recorded.
+        ArchitectureError: There is no such module, or it is not built like a family: it has no language model, or does
+            not record the outputs of one class of attention and one of layers.
     """
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    models = [kind for kind in _classes(modeling) if issubclass(kind, PreTrainedModel)]
-    models = [kind for kind in models if not kind.__name__.endswith("PreTrainedModel")]
+    modeling = modeling_module(name)
+    models = models_in(modeling)
     language = [kind for kind in models if kind.__name__.endswith(("ForCausalLM", "ForMaskedLM"))]
     if not language:
         raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...ForCausalLM or ...ForMaskedLM.")
@@ -536,35 +551,13 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
             f"Cannot add the family {name!r}: {body.__name__} records no single class of attention."
         )
     rotary = [kind for kind in _classes(modeling) if kind.__name__.endswith("RotaryEmbedding")]
-    rotates = bool(rotary)
-    lock: tuple[str, Any] = ("rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0})
-    if not rotates or any(_kinds_vary(kind) for kind in rotary):
-        # Configs with a rotation for each type of layer take any other for that of all types.
-        lock = (next(name for name in _ACTIVATIONS if hasattr(stock_config, name)), "requires hf_posenc")
-
-    def twin(stock: type, *bases: type, **attributes: Any) -> Any:
-        attributes |= {"posenc_stock": stock, "__module__": namespace["__name__"]}
-        made = type(f"Posenc{stock.__name__}", (*bases, stock), attributes)
-        namespace[made.__name__] = made
-        return made
-
-    config = twin(
-        stock_config,
-        PosencConfig,
-        __annotations__={"posenc": dict[str, Any] | None},
-        posenc=None,
-        model_type=f"hf_posenc_{name}",
-        posenc_lock=lock,
-    )
-    twins = {stock_config: config, attention: twin(attention, FamilyAttention), layer: twin(layer, FamilyLayer)}
-    if not rotates:
-        twins[nn.Embedding] = PosencPositionTable
-    for kind in models:
-        head = PosencGenerator if issubclass(kind, GenerationMixin) else PosencModel
-        bases = (RotaryBody if rotates else TableBody, FamilyBody, PosencModel) if kind is body else (head,)
-        twins[kind] = twin(kind, *bases, config_class=config)
-    parts = {"name": name, "twins": twins, "attention": attention, "body": body, "layer": layer}
-    base = RotaryFamily if rotates else TableFamily
+    base = RotaryFamily if rotary else TableFamily
+    twins = Twins(name, namespace, stock_config, base.lock(stock_config, rotary))
+    twins.add(attention, FamilyAttention)
+    twins.add(layer, FamilyLayer)
+    twins.add_body(body, base.acting, FamilyBody)
+    twins.add_heads(models)
+    parts = {"name": name, "twins": {**twins, **base.shared}, "attention": attention, "body": body, "layer": layer}
     made: Family = type(f"{name.title().replace('_', '')}Family", (base,), parts)()
     register_architecture(made)
     return made

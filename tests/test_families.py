@@ -22,6 +22,7 @@ import hf_posenc
 from hf_posenc.attention import blocks, sdpa
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.patches.architecture import architectures, of_model
+from hf_posenc.patches.buckets import add_encoder_decoder
 from hf_posenc.patches.family import Family, add_family
 
 WINDOW = 8
@@ -306,6 +307,9 @@ def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest
 
 
 def test_modules_that_are_no_family_are_refused() -> None:
+    for name, add in (("bart", add_encoder_decoder), ("lama", add_encoder_decoder), ("lama", add_family)):
+        with pytest.raises(ArchitectureError, match=f"Cannot add the architecture '{name}'"):
+            add(name, {})
     for name in ("gptj", "jamba"):
         with pytest.raises(ArchitectureError, match=f"Cannot add the family '{name}'"):
             add_family(name, {})

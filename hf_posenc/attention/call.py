@@ -109,7 +109,7 @@ class Call:
 
     @property
     def reshaped(self) -> bool:
-        """Whether products are capped or weights shared with sinks."""
+        """Whether the call has a softcap on its logits, or attention sinks."""
         return self.softcap is not None or self.sinks is not None
 
     @functools.cached_property

@@ -40,7 +40,7 @@ class Executor(ABC):
         return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor is right for this call of a scheme that it knows, fast or not."""
+        """Whether the executor computes this call correctly, given a scheme that it knows."""
         return True
 
     def pays(self, call: Call) -> bool:
@@ -54,7 +54,7 @@ class Executor(ABC):
         return (self.learns_masks or not call.mask.learns) and self.fits(call)
 
     def fits(self, call: Call) -> bool:
-        """Whether the executor is right for this call, whatever acts on its logits."""
+        """Whether the executor computes this call correctly, apart from softcap and sinks."""
         windowed = call.mask.window is not None
         able = (self.windows or not windowed) and (self.reshapes or not call.reshaped)
         return able and self.knows(call.scheme, call.device) and self.computes(call)

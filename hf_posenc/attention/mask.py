@@ -131,7 +131,7 @@ def from_tensor(
 
 
 def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = True) -> bool:
-    """Whether every key that a query sees is as far from it in positions as in slots.
+    """Whether distances in positions equal those in slots, for every key that a query sees.
 
     This holds in a plain sequence, with padding, and in packed sequences that do not see each other. In causal layers
     queries that are padding may stand anywhere.
@@ -159,7 +159,7 @@ def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = Tru
 
 
 def is_plain(query: Tensor, key: Tensor) -> bool:
-    """Whether queries at positions `[B|1, Q]` are the last of the keys at `[B|1, K]`, in sequences without a gap."""
+    """Whether positions have no gaps, and the queries `[B|1, Q]` are the last of the keys `[B|1, K]`."""
     count = query.shape[1]
     if query.shape[0] != key.shape[0] or count > key.shape[1]:
         return False
@@ -167,7 +167,7 @@ def is_plain(query: Tensor, key: Tensor) -> bool:
 
 
 def shows_ahead(positions: Positions, mask: Mask) -> bool:
-    """Whether a query may see a key at a later position than its own: with a custom mask, or where positions fall."""
+    """Whether a query may see a key at a later position: under a custom mask, or where positions decrease."""
     if mask.rule == "positions":
         return False
     query, key = positions.query, positions.key

@@ -105,7 +105,7 @@ def quiet() -> None:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints, of those that `accelerate launch` started."""
+    """Whether this process prints: the first of those that `accelerate launch` started."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -108,7 +108,7 @@ class Lookup(BlockBias):
 
     @staticmethod
     def pays(call: Call) -> bool:
-        """Whether there are fewer distances than pairs of tokens, in one row of the batch."""
+        """Whether a row of the batch has fewer distances than pairs of tokens."""
         return call.reach < call.queries * call.keys
 
     def find(self, block: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels share: records of operands, tiles of them, and the mask. Imports Triton.
+"""Records of operands, tiles of them, and the mask, for all kernels. Imports Triton.
 
 A program computes a tile of queries of one head. It goes through the keys from the last that it can see to the first,
 so that what lies between a key and a query has been seen before the key is.
@@ -34,7 +34,7 @@ class Matrix(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What hides keys: positions `[B, Q]` and `[B, K]`, and a mask `[B, H, Q, K]`, with strides."""
+    """Operands of the mask: positions `[B, Q]` and `[B, K]`, and a mask `[B, H, Q, K]`, with strides."""
 
     query: Any
     query_batch: Any
