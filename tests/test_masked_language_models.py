@@ -170,11 +170,9 @@ def test_a_resumed_run_masks_the_same_tokens(
     assert all(torch.equal(resumed[key], value) for key, value in whole.items())
 
 
-def test_an_adapter_is_trained_after_a_fit_of_attention(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "_MATCHING", 2)
-    run.train(recipe(folders, "modernbert", "adapter.kind=lora", "conversion.fit=attention"), tmp_path / "run")
+def test_an_adapter_is_trained_after_a_fit_of_attention(folders: dict[str, Path], tmp_path: Path) -> None:
+    changes = ["adapter.kind=lora", "conversion.fit=attention", "transfer.steps=2"]
+    run.train(recipe(folders, "modernbert", *changes), tmp_path / "run")
     report = Request((str(tmp_path / "run"),), text=str(folders["text.txt"]), contexts=(64,), samples=2).run()
     assert report["perplexity"].models["run"][0].reads(64)
 

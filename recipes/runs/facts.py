@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hf_posenc.patches.plan import Plan
 from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.schema import suitability
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
+from hf_posenc.recipes.training.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Facts:
         fate: Fate of the native encoding, in words.
         start: Start of the converted model, in words.
         cautions: Warnings for the user.
-        steps: Optimizer steps.
+        steps: Optimizer steps of the training.
         batch_size: Windows per step, over all processes.
         length: Tokens per window.
         source: Source of the text.
@@ -53,6 +54,8 @@ class Facts:
         command: Command that started the run.
         versions: Versions of the packages, by name.
         came_with: Schemes of a model that was converted before the run, which keeps them.
+        stages: Settings of each stage, in words.
+        other_tokens: Tokens of the stages before and after the training.
     """
 
     model: str
@@ -81,6 +84,8 @@ class Facts:
     command: str
     versions: Mapping[str, str]
     came_with: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
+    other_tokens: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,8 +94,19 @@ class Facts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole training."""
-        return self.steps * self.tokens_per_step
+        """Tokens of all stages."""
+        return self.steps * self.tokens_per_step + self.other_tokens
+
+    def during(self, stage: Stage) -> Facts:
+        """Return the facts of one stage, for its progress."""
+        training = stage.recipe.training
+        return replace(
+            self,
+            steps=training.steps,
+            batch_size=training.batch_size,
+            length=training.length or self.trained_length,
+            teacher=self.teacher if stage.name == "training" else None,
+        )
 
     @classmethod
     def of(
@@ -103,6 +119,7 @@ class Facts:
         data_tokens: int | None,
         processes: int = 1,
         command: str = "",
+        stages: Sequence[Stage] = (),
     ) -> Facts:
         """Collect the facts of a run.
 
@@ -115,6 +132,7 @@ class Facts:
             data_tokens: Number of training tokens; `None` if unknown.
             processes: Number of processes.
             command: Command that started the run.
+            stages: Stages of the run.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
@@ -154,6 +172,11 @@ class Facts:
             trained=_trained(recipe.adapter),
             command=command,
             versions=versions(),
+            stages=tuple(stage.words for stage in stages),
+            other_tokens=sum(
+                settings.steps * settings.batch_size * (settings.length or trained_length)
+                for settings in (stage.recipe.training for stage in stages if stage.name != "training")
+            ),
         )
 
 
@@ -234,7 +257,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "start", facts.start
     yield "trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"
     steps = f"{facts.steps:,} steps x {facts.batch_size:,} windows x {facts.length:,} tokens"
-    yield "tokens", f"{facts.tokens:,} ({steps})"
+    yield "tokens", f"{facts.tokens:,} ({steps}{' and the other stages' * bool(facts.other_tokens)})"
+    yield from (("stage", words) for words in facts.stages)
     epochs = ""
     if facts.data_tokens:
         epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"

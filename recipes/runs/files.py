@@ -48,6 +48,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items()) if _is_complete(path)]
 
 
+def last(folder: Path) -> Path | None:
+    """Return the last complete checkpoint in a folder; `None` if there is none."""
+    return next(reversed(checkpoints(folder)), None)
+
+
 class WholeCheckpoints(TrainerCallback):
     """Callback that makes the checkpoints of any `Trainer` atomic.
 

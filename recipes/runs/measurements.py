@@ -113,13 +113,21 @@ class Measuring(TrainerCallback):
         measurements: Store of the measurements.
         measure: Function that measures a model, for instance with `context_curve`.
         every: Steps between measurements; 0 measures before and after only.
+        begins: Optimizer steps of the stages before this one; measurements count from the first of them.
         console: Console for a table, one row per measurement; `None` is silent.
     """
 
     def __init__(
-        self, measurements: Measurements, measure: Measure, *, every: int = 0, console: Console | None = None
+        self,
+        measurements: Measurements,
+        measure: Measure,
+        *,
+        every: int = 0,
+        begins: int = 0,
+        console: Console | None = None,
     ) -> None:
         self._measurements, self._measure, self._every, self._console = measurements, measure, every, console
+        self._begins = begins
         self._has_heading = False
 
     def take(self, key: str | int, model: Any) -> Grid:
@@ -139,20 +147,20 @@ class Measuring(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
-            self.take(0, model)
+            self.take(self._begins, model)
             return
         for step, grid in self._measurements.course():
-            if step <= state.global_step:
+            if step <= self._begins + state.global_step:
                 self._print(step, grid)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure at intervals."""
         if self._every and state.global_step % self._every == 0 and state.global_step < state.max_steps:
-            self.take(state.global_step, model)
+            self.take(self._begins + state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure after the last step."""
-        self.take(state.global_step, model)
+        self.take(self._begins + state.global_step, model)
 
     def _print(self, key: str | int, grid: Grid) -> None:
         if self._console is None:

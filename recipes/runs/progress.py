@@ -74,6 +74,7 @@ class Progress(TrainerCallback):
         facts: Facts of the run.
         strength: Function from step and number of steps to the scheme's strength (`Handover(...).progress`); `None`
             without a handover.
+        measures_text: Whether the loss is that of the text, so that it gives a perplexity.
         interval: Seconds between plain lines.
     """
 
@@ -83,8 +84,10 @@ class Progress(TrainerCallback):
         facts: Facts,
         *,
         strength: Callable[[int, int], float] | None = None,
+        measures_text: bool = True,
         interval: float = 30.0,
     ) -> None:
+        self._measures_text = measures_text
         self._console, self._facts, self._strength, self._interval = console, facts, strength, interval
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
@@ -146,7 +149,8 @@ class Progress(TrainerCallback):
 
     def _note(self, logs: Mapping[str, Any]) -> None:
         self._loss = logs.get("loss", self._loss)
-        self._text_loss = logs.get("text_loss" if self._facts.teacher else "loss", self._text_loss)
+        if self._measures_text:
+            self._text_loss = logs.get("text_loss" if self._facts.teacher else "loss", self._text_loss)
 
     def _line(self, state: Any) -> None:
         if self._console is not None and self._bar.disable:

@@ -15,12 +15,12 @@ import contextlib
 import copy
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +28,33 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from rich.console import Console
 from torch import Tensor
-from transformers import TrainerCallback, set_seed
+from torch.utils.data import Subset
+from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import CheckpointError, RecipeError, StorageError
-from hf_posenc.patches.directories import UNFINISHED, publish, storing, write_text
+from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
-from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
-from hf_posenc.recipes.runs.progress import Progress, counting
+from hf_posenc.recipes.runs.measurements import NATIVE, Measure, Measurements, Measuring
+from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema import fields, suitability
-from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
 from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
-from hf_posenc.recipes.training.fit_attention import Match, match
-from hf_posenc.recipes.training.fit_bias import Fit, fit
+from hf_posenc.recipes.training.fit_bias import fit
+from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
+from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
@@ -58,10 +62,12 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 LOCK = f"{CHECKPOINTS}/.lock"
 
 # Keys of the recipe, and of the verdict of a fit, in run.json.
-_KEPT, _FIT = "recipe", "fit"
-# Windows for `fit`; steps of `match`, which have the training's batch size.
+_KEPT, _FIT, _TRANSFER = "recipe", "fit", "transfer"
+# Result of the attention transfer, in its folder of checkpoints.
+TRANSFERRED = "transferred.safetensors"
+# Windows for `fit`; tokens that judge the transfer.
 _FITTED = 16
-_MATCHING = 150
+_JUDGED = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +180,9 @@ class _Run:
         self.fitted: dict[str, Any] | None = record.get(_FIT)
         self.measurements = measurements
         self.processes = processes()
-        self.checkpoint = next(reversed(files.checkpoints(folder / CHECKPOINTS)), None)
+        # Of the training of all weights, or of what follows it: after that, nothing needs the start.
+        self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
+        self.transferred: dict[str, Any] | None = record.get(_TRANSFER)
 
     def complete(self) -> Outcome:
         recipe = self.recipe
@@ -212,6 +220,7 @@ class _Run:
             self.fitted = self._fit(model, data)
         model = attach(model, recipe.adapter)
         teacher = _teacher(model, recipe)
+        plans = stages(recipe, model)
         refused = self.fitted is not None and not self.fitted["accepted"]
         facts = Facts.of(
             model,
@@ -221,6 +230,7 @@ class _Run:
             data_tokens=data.tokens,
             processes=self.processes.num_processes,
             command=self.command,
+            stages=plans,
         )
         if self.fitted is not None and refused:
             facts = replace(facts, cautions=(*facts.cautions, self.fitted["sentence"]))
@@ -229,38 +239,142 @@ class _Run:
             print_header(self.console, facts)
             for note in notes:
                 self.console.print(note)
-        measure = partial(
-            context_curve,
-            ids=data.held_out,
-            contexts=contexts,
-            windows=recipe.evaluation.windows,
-            corrupt=data.corrupt,
-        )
-        every = recipe.evaluation.every
-        measuring = Measuring(self.measurements, measure, every=every, console=self.console)
-        handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
-        checkpoints = files.WholeCheckpoints(self.folder / CHECKPOINTS, keep=recipe.saving.keep)
+
+        def measure(model: Any) -> Grid:
+            with self._precise():
+                return context_curve(
+                    model,
+                    ids=data.held_out,
+                    contexts=contexts,
+                    windows=recipe.evaluation.windows,
+                    corrupt=data.corrupt,
+                )
+
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
-        with Progress(self.console, facts, strength=handover.progress if handover else None) as progress:
-            trainer = adaptation_trainer(
-                model,
-                recipe,
-                data.train,
-                folder=checkpoints.unfinished,
-                collate=data.collate,
-                teacher=teacher,
-                callbacks=[_NativeFirst(measuring, converts=planned is not None), measuring, progress, checkpoints],
+        log: list[dict[str, Any]] = []
+        pace, trainer = None, None
+        for stage in plans:
+            if stage.name == "transfer":
+                measuring = Measuring(self.measurements, lambda _: measure(model), console=self.console)
+                if self.checkpoint is None:
+                    with disabled(model):
+                        measuring.take(NATIVE, model)
+                    measuring.take(0, model)
+                    self._transfer(stage, model, data, teacher, facts)
+                    measuring.take(stage.recipe.training.steps, model)
+                continue
+            ends = stage is plans[-1]
+            callbacks: list[TrainerCallback] = []
+            if stage.name == "training":
+                callbacks.append(_NativeFirst(self.measurements, measure, converts=planned is not None))
+            measuring = Measuring(
+                self.measurements, measure, every=recipe.evaluation.every, begins=stage.begins, console=self.console
             )
-            # Leave the only reference to the trainer, which frees the teacher when it has faded.
-            del teacher
-            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        log = trainer.state.log_history
+            windows = data
+            if stage.recipe.training.length != recipe.training.length:
+                assert stage.recipe.training.length is not None
+                windows = load_data(
+                    recipe.data,
+                    tokenizer,
+                    length=stage.recipe.training.length,
+                    seed=recipe.training.seed,
+                    config=model.config,
+                )
+            checkpoints = self._checkpoints(stage)
+            handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
+            strength = handover.progress if handover and stage.name == "training" else None
+            with Progress(self.console, facts.during(stage), strength=strength) as progress:
+                trainer = adaptation_trainer(
+                    model,
+                    stage.recipe,
+                    windows.train,
+                    folder=checkpoints.unfinished,
+                    collate=windows.collate,
+                    teacher=teacher if stage.name == "training" else None,
+                    callbacks=[*callbacks, measuring, progress, checkpoints],
+                    saves_end=not ends,
+                )
+                if ends:
+                    # Leave the only reference to the trainer, which frees the teacher when it has faded.
+                    del teacher
+                self._go_on(trainer, files.last(checkpoints.folder))
+            log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
+            pace = progress.pace
+        assert trainer is not None
         if self.processes.is_main_process:
-            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=progress.pace)
-        self._save(trainer, tokenizer, facts, progress.pace)
+            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace)
+        self._save(trainer, tokenizer, facts, pace, log)
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
         return Outcome(self.folder, self.folder / MODEL, self.measurements, loss)
+
+    def _checkpoints(self, stage: Stage) -> files.WholeCheckpoints:
+        folder = self.folder / CHECKPOINTS
+        return files.WholeCheckpoints(
+            folder if stage.name == "training" else folder / stage.name, keep=self.recipe.saving.keep
+        )
+
+    def _go_on(self, trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
+        """Train from a checkpoint to the end; from one of the last step, do only what follows it."""
+        state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if state is None or state.global_step < trainer.args.max_steps:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            return
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = state
+        trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
+        trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+
+    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> None:
+        """Run the attention transfer, or read its result."""
+        recipe, device = self.recipe, self.processes.device
+        checkpoints = self._checkpoints(stage)
+        result = checkpoints.folder / TRANSFERRED
+        original = teacher.model if teacher is not None and recipe.distillation.teacher is None else None
+        transfer = AttentionTransfer(
+            model,
+            projections=stage.recipe.transfer.projections,
+            original=None if recipe.adapter.kind != "none" else original,
+        )
+        # The trainer places the transfer alone, which holds nothing but attentions.
+        home = model.device
+        transfer.place(device)
+        judged, windows = _set_aside(data.train, stage.recipe.training)
+        collate = data.collate or default_data_collator
+        batches = [{name: value.to(device) for name, value in collate(part).items()} for part in judged]
+        with transfer.training_only():
+            with self._precise():
+                best = BestLayers(transfer, batches)
+            if result.is_file():
+                best.load(result)
+            else:
+                last = files.last(checkpoints.folder)
+                with Progress(self.console, facts.during(stage), measures_text=False) as progress:
+                    trainer = adaptation_trainer(
+                        transfer,
+                        stage.recipe,
+                        windows,
+                        folder=checkpoints.unfinished,
+                        collate=data.collate,
+                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints],
+                    )
+                    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            found = best.restore()
+        if self.processes.is_main_process and not result.is_file():
+            checkpoints.folder.mkdir(exist_ok=True)
+            with published(result) as unfinished:
+                best.save(unfinished)
+        self.processes.wait_for_everyone()
+        transfer.place(home)
+        self.transferred = {"accepted": found.accepted, "sentence": found.sentence}
+        if self.console:
+            self.console.print(found.sentence, highlight=False, soft_wrap=True)
+
+    def _precise(self) -> Any:
+        """Return the context of a forward in the precision of the recipe."""
+        precision = self.recipe.training.precision
+        device = self.processes.device.type
+        return torch.autocast(device, getattr(torch, precision), enabled=precision != "float32")
 
     def _load(self) -> tuple[Any, Any]:
         adapter = self.recipe.adapter
@@ -277,38 +391,17 @@ class _Run:
 
     def _fit(self, model: Any, data: Prepared) -> dict[str, Any] | None:
         """Fit the start if the recipe says so, and return the verdict for run.json."""
-        conversion, training = self.recipe.conversion, self.recipe.training
-        if conversion.fit is None:
+        conversion = self.recipe.conversion
+        if conversion.fit is None or conversion.fit == "attention":
             return None
-        if conversion.fit != "attention":
-            # A handover ends without the native encoding, so the fit is judged without it.
-            handover = conversion.native == "handover"
-            if handover:
-                set_strength(model, native=0)
-            ids = _first_windows(data, _FITTED)["input_ids"].to(model.device)
-            result: Fit | Match = fit(model, conversion.fit, ids=ids, corrupt=data.corrupt)
-            if handover:
-                set_strength(model)
-        else:
-            # Move the model back afterwards: the trainer places it, depending on the kind of parallelism.
-            home, device = model.device, self.processes.device
-            if home.type != device.type:
-                model.to(device)
-            windows = _first_windows(data, _MATCHING * training.batch_size)
-            with counting(self.console, "fitting attention", _MATCHING) as advance:
-                result = match(
-                    model,
-                    windows["input_ids"],
-                    position_ids=windows.get("position_ids"),
-                    corrupt=data.corrupt,
-                    steps=_MATCHING,
-                    batch_size=training.batch_size,
-                    micro_batch_size=training.micro_batch_size,
-                    seed=training.seed,
-                    progress=advance,
-                )
-            if home.type != device.type:
-                model.to(home)
+        # A handover ends without the native encoding, so the fit is judged without it.
+        handover = conversion.native == "handover"
+        if handover:
+            set_strength(model, native=0)
+        ids = _first_windows(data, _FITTED)["input_ids"].to(model.device)
+        result = fit(model, conversion.fit, ids=ids, corrupt=data.corrupt)
+        if handover:
+            set_strength(model)
         if self.console:
             self.console.print(result.sentence, highlight=False, soft_wrap=True)
         return {"accepted": result.accepted, "sentence": result.sentence}
@@ -337,7 +430,9 @@ class _Run:
         starts = [*_record(self.folder).get("starts", []), start]
         return {**asdict(facts), _FIT: self.fitted, "starts": starts, _KEPT: asdict(self.recipe)}
 
-    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any) -> None:
+    def _save(
+        self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any, log: list[dict[str, Any]]
+    ) -> None:
         """Write the final model, its tokenizer and its card atomically."""
         unfinished = self.folder / f"{UNFINISHED}-{MODEL}"
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -351,7 +446,6 @@ class _Run:
             tokenizer.save_pretrained(unfinished)
             card = unfinished / "README.md"
             existing = card.read_text(encoding="utf-8") if card.exists() else ""
-            log = trainer.state.log_history
             text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
             card.write_text(text, encoding="utf-8")
             files.clear(self.folder / CHECKPOINTS)
@@ -362,8 +456,8 @@ class _Run:
 class _NativeFirst(TrainerCallback):
     """Callback that measures the original model before the first step, when it is on its device and sharded."""
 
-    def __init__(self, measuring: Measuring, *, converts: bool) -> None:
-        self._measuring, self._converts = measuring, converts
+    def __init__(self, measurements: Measurements, measure: Measure, *, converts: bool) -> None:
+        self._measuring, self._converts = Measuring(measurements, measure), converts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -456,6 +550,17 @@ def _selection(conversion: Conversion) -> dict[str, Any]:
     """Return the keywords of `patch`."""
     native = "keep" if conversion.native == "handover" else conversion.native
     return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
+
+
+def _set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:
+    """Return windows that judge the transfer, in micro batches, and the others to train on."""
+    first = next(iter(windows))
+    count = max(2, math.ceil(_JUDGED / len(first["input_ids"])))
+    judged = list(itertools.islice(iter(windows), count))
+    size = training.micro_batch_size or training.batch_size
+    parts = [judged[start : start + size] for start in range(0, len(judged), size)]
+    others = Subset(windows, range(count, len(windows))) if hasattr(windows, "__len__") else windows.skip(count)
+    return parts, others
 
 
 def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:

@@ -50,6 +50,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("training", "new_parameters_first", has_scheme, "a scheme"),
         ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
+        ("transfer", _but_steps(recipe.transfer), recipe.transfer.steps > 0, "transfer.steps above 0"),
+        ("lengthen", _but_steps(recipe.lengthen), recipe.lengthen.steps > 0, "lengthen.steps above 0"),
         ("distillation", "until teacher length", distils, "distillation.share or distillation.hidden above 0"),
         ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
         ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),
@@ -65,6 +67,11 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
                 yield f"{key} is {value!r}, which does nothing without {words}. Give that, or leave {key} out."
 
 
+def _but_steps(section: object) -> str:
+    assert dataclasses.is_dataclass(section)
+    return " ".join(entry.name for entry in dataclasses.fields(section) if entry.name != "steps")
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     conversion, data, training = recipe.conversion, recipe.data, recipe.training
     if conversion.fit == "native" and conversion.native == "keep":
@@ -72,11 +79,16 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. "
             "Set conversion.native to remove or handover, or leave fit out."
         )
-    if conversion.fit == "attention" and conversion.native != "remove":
-        yield (
-            f"conversion.fit is 'attention', but conversion.native is {conversion.native!r}: with its own encoding in "
-            "force, attention is what it was. Set conversion.native to remove, or leave fit out."
-        )
+    moves = {"conversion.fit is 'attention'": conversion.fit == "attention"}
+    moves[f"transfer.steps is {recipe.transfer.steps}"] = recipe.transfer.steps > 0
+    for given in (words for words, is_given in moves.items() if is_given):
+        if conversion.scheme is None:
+            yield f"{given}, but conversion.scheme is null: attention is what it was. Give a scheme, or leave it out."
+        elif conversion.native != "remove":
+            yield (
+                f"{given}, but conversion.native is {conversion.native!r}: with its own encoding in force, attention "
+                "is what it was. Set conversion.native to remove, or leave it out."
+            )
     if data.streaming and data.source == "builtin":
         yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
     if data.streaming and data.held_out is None:
@@ -88,9 +100,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
             f"training.batch_size = {training.batch_size}."
         )
-    if training.schedule == "polynomial" and training.learning_rate <= POLYNOMIAL_END:
+    rate = training.learning_rate
+    if training.schedule == "polynomial" and rate is not None and rate <= POLYNOMIAL_END:
         yield (
-            f"training.learning_rate is {training.learning_rate}, and training.schedule: polynomial ends at "
+            f"training.learning_rate is {rate}, and training.schedule: polynomial ends at "
             f"{POLYNOMIAL_END}; expected more than that. Give a larger rate, or another schedule."
         )
     if training.schedule == "polynomial" and warmup_steps(training) == training.steps:

@@ -107,8 +107,8 @@ class Training(Section):
         length: Tokens per window; null is the model's trained length.
         batch_size: Windows per optimizer step, over all processes; the training is the same on any number of them.
         micro_batch_size: Windows per forward of one process, to save memory; null is its whole share of the batch.
-        learning_rate: Peak learning rate of the model's own weights.
-        scheme_learning_rate: Peak learning rate of the scheme's weights, which are new.
+        learning_rate: Peak learning rate of the model's own weights; null follows from the model's size.
+        scheme_learning_rate: Peak learning rate of the scheme's weights, which are new; null likewise.
         weight_decay: Weight decay of the model's own matrices.
         warmup: Share of the steps over which the learning rates rise.
         schedule: Learning rate schedule after the warmup, by its name in transformers.
@@ -125,8 +125,8 @@ class Training(Section):
     length: Length | None = None
     batch_size: Count = 8
     micro_batch_size: Count | None = None
-    learning_rate: Amount = 1e-3
-    scheme_learning_rate: Amount = 5e-3
+    learning_rate: Amount | None = None
+    scheme_learning_rate: Amount | None = None
     weight_decay: Amount = 0.0
     warmup: Share = 0.05
     schedule: Schedule = "cosine"
@@ -137,6 +137,50 @@ class Training(Section):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     gradient_checkpointing: Switch = False
     seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Section):
+    """Attention transfer, before training: each attention learns to write what the original attention wrote.
+
+    Attributes:
+        steps: Optimizer steps; 0 is off.
+        batch_size: Windows per optimizer step; null is that of the training.
+        micro_batch_size: Windows per forward of one process; null is that of the training, or its share of the batch.
+        projections: Whether to train the whole attention; false trains the scheme alone.
+        learning_rate: Peak learning rate of the projections; null follows from the model's size.
+        scheme_learning_rate: Peak learning rate of the scheme's weights; null likewise.
+    """
+
+    steps: CountOrNone = 0
+    batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    projections: Switch = True
+    learning_rate: Amount | None = None
+    scheme_learning_rate: Amount | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengthening(Section):
+    """Long windows, after training: cross entropy on the text, without a teacher.
+
+    Attributes:
+        steps: Optimizer steps; 0 is off.
+        length: Tokens per window; null is that of the training.
+        skip_to: Text length whose positions are trained on by skipping some (PoSE); null is off.
+        batch_size: Windows per optimizer step; null is that of the training.
+        micro_batch_size: Windows per forward of one process; null is its whole share of the batch.
+        learning_rate: Peak learning rate of the model's own weights; null follows from the model's size.
+        scheme_learning_rate: Peak learning rate of the scheme's weights; null likewise.
+    """
+
+    steps: CountOrNone = 0
+    length: Length | None = None
+    skip_to: Count | None = None
+    batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    learning_rate: Amount | None = None
+    scheme_learning_rate: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +263,9 @@ class Recipe(Section):
         model: Local directory, name on the hub, or "tiny-llama", the built-in model.
         conversion: Replacement of the positional encoding.
         data: Text for training and evaluation.
+        transfer: Attention transfer, before training.
         training: Training settings.
+        lengthen: Long windows, after training.
         distillation: Distillation from the original model, or from another one.
         adapter: Adapter to train instead of all weights.
         evaluation: Evaluation before, during and after training.
@@ -230,7 +276,9 @@ class Recipe(Section):
     model: Name
     conversion: Conversion
     data: Data = field(default_factory=Data)
+    transfer: Transfer = field(default_factory=Transfer)
     training: Training = field(default_factory=Training)
+    lengthen: Lengthening = field(default_factory=Lengthening)
     distillation: Distillation = field(default_factory=Distillation)
     adapter: Adapter = field(default_factory=Adapter)
     evaluation: Evaluation = field(default_factory=Evaluation)

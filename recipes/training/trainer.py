@@ -6,6 +6,7 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.callbacks import Annealing, Handover, NewParametersFirst, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
+from hf_posenc.recipes.training.rates import with_rates
 
 # Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98
@@ -52,11 +54,11 @@ def adapt(
     Returns:
         The logged losses, in order.
     """
-    quiet = dataclasses.replace(recipe.saving, every=0, loggers=[])
+    quiet = replace(recipe.saving, every=0, loggers=[])
     with tempfile.TemporaryDirectory() as folder:
         trainer = adaptation_trainer(
             model,
-            dataclasses.replace(recipe, saving=quiet),
+            replace(recipe, saving=quiet),
             windows,
             folder=Path(folder),
             teacher=teacher,
@@ -77,6 +79,7 @@ def adaptation_trainer(
     collate: Collator | None = None,
     teacher: Teacher | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    saves_end: bool = False,
     use_cpu: bool = False,
 ) -> AdaptationTrainer:
     """Return the trainer of a recipe.
@@ -89,13 +92,16 @@ def adaptation_trainer(
         collate: Collator of a batch; stacks by default.
         teacher: Teacher for the distillation.
         callbacks: Callbacks to run after the recipe's.
+        saves_end: Whether to save a checkpoint at the last step, too, for a stage that follows.
         use_cpu: Whether to use the CPU even if there is an accelerator.
 
     Raises:
         RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
     """
+    recipe = replace(recipe, training=with_rates(recipe.training, model))
     training, conversion, distillation = recipe.training, recipe.conversion, recipe.distillation
-    own: list[TrainerCallback] = [LogAndSave()]
+    assert training.scheme_learning_rate is not None
+    own: list[TrainerCallback] = [LogAndSave(saves_end=saves_end)]
     if conversion.scheme is not None and conversion.native == "handover":
         own.append(Handover(conversion.handover))
     if anneals(conversion):
@@ -283,10 +289,16 @@ class LogAndSave(TrainerCallback):
 
     A logged loss is the mean since the previous entry. A resumed run starts counting at its checkpoint, so a run
     without interruption must do so too, or the two would log different numbers. The last step saves the model itself.
+
+    Args:
+        saves_end: Whether the last step saves a checkpoint instead.
     """
+
+    def __init__(self, *, saves_end: bool = False) -> None:
+        self._saves_end = saves_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set both flags, after the trainer has set them."""
         ends = state.global_step >= state.max_steps
         control.should_log = control.should_log or control.should_save or ends
-        control.should_save = control.should_save and not ends
+        control.should_save = self._saves_end if ends else control.should_save

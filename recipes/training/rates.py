@@ -1,0 +1,57 @@
+"""Learning rates that follow from stage and size of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from hf_posenc.recipes.schema.recipe import Training
+
+Stage = Literal["transfer", "training", "lengthen"]
+
+# Parameters of the model at which the rates below were found, and how they fall with size. See docs/adaptation.md.
+_SIZE = 470_000
+_FALL = 0.3
+
+
+class Rates(NamedTuple):
+    """Peak learning rates.
+
+    Attributes:
+        model: Rate of the model's own weights.
+        scheme: Rate of the scheme's weights, which are new.
+    """
+
+    model: float
+    scheme: float
+
+
+_AT_SIZE: dict[Stage, Rates] = {
+    "transfer": Rates(5e-3, 1e-2),
+    "training": Rates(1e-3, 5e-3),
+    "lengthen": Rates(5e-4, 2e-3),
+}
+
+
+def rates(model: nn.Module, stage: Stage) -> Rates:
+    """Return the default learning rates of a stage for a model: a power of its number of parameters.
+
+    Args:
+        model: Model, with all its weights.
+        stage: Stage of the adaptation.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    factor = min(1.0, (_SIZE / max(1, size)) ** _FALL)
+    return Rates(*(rate * factor for rate in _AT_SIZE[stage]))
+
+
+def with_rates(training: Training, model: nn.Module, stage: Stage = "training") -> Training:
+    """Return the settings with the default of each rate that is null."""
+    found = rates(model, stage)
+    return replace(
+        training,
+        learning_rate=found.model if training.learning_rate is None else training.learning_rate,
+        scheme_learning_rate=found.scheme if training.scheme_learning_rate is None else training.scheme_learning_rate,
+    )

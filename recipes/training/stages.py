@@ -1,0 +1,78 @@
+"""Stages of a recipe in their order: attention transfer, training, long windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from hf_posenc.recipes.schema.recipe import Distillation, Recipe
+from hf_posenc.recipes.training.rates import with_rates
+
+Name = Literal["transfer", "training", "lengthen"]
+
+# Steps of a transfer that `conversion.fit: attention` asks for.
+_FITTING = 150
+_WORDS = {"transfer": "attention transfer", "training": "training", "lengthen": "long windows"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run.
+
+    Attributes:
+        name: Name of its section in the recipe.
+        recipe: Recipe with the settings of this stage in `training`, rates included.
+        begins: Optimizer steps of the stages before it.
+    """
+
+    name: Name
+    recipe: Recipe
+    begins: int
+
+    @property
+    def words(self) -> str:
+        """Settings in words."""
+        training = self.recipe.training
+        size = f"{training.steps:,} steps x {training.batch_size:,} windows"
+        rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
+        return f"{_WORDS[self.name]}: {size}, {rates}"
+
+
+def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
+    """Return the stages of a recipe for a model, from whose size rates follow that are null."""
+    training, transfer, lengthen = recipe.training, recipe.transfer, recipe.lengthen
+    # What the training of all weights has, and the other stages do not.
+    plain = replace(recipe, conversion=replace(recipe.conversion, scheme=None), distillation=Distillation())
+    simple = replace(training, new_parameters_first=0.0, mixed_lengths=None, skip_to=None)
+    found: list[Stage] = []
+    if recipe.conversion.fit == "attention":
+        transfer = replace(transfer, steps=transfer.steps or _FITTING, projections=False)
+    if transfer.steps:
+        settings = replace(
+            simple,
+            steps=transfer.steps,
+            batch_size=transfer.batch_size or training.batch_size,
+            micro_batch_size=transfer.micro_batch_size or (None if transfer.batch_size else training.micro_batch_size),
+            learning_rate=transfer.learning_rate,
+            scheme_learning_rate=transfer.scheme_learning_rate,
+            gradient_checkpointing=False,
+        )
+        settings = with_rates(settings, model, "transfer")
+        found.append(Stage("transfer", replace(plain, transfer=transfer, training=settings), 0))
+    found.append(Stage("training", replace(recipe, training=with_rates(training, model)), transfer.steps))
+    if lengthen.steps:
+        settings = replace(
+            simple,
+            steps=lengthen.steps,
+            length=lengthen.length or training.length,
+            skip_to=lengthen.skip_to,
+            batch_size=lengthen.batch_size or training.batch_size,
+            micro_batch_size=lengthen.micro_batch_size,
+            learning_rate=lengthen.learning_rate,
+            scheme_learning_rate=lengthen.scheme_learning_rate,
+        )
+        settings = with_rates(settings, model, "lengthen")
+        found.append(Stage("lengthen", replace(plain, training=settings), transfer.steps + training.steps))
+    return found

@@ -1,0 +1,515 @@
+"""Attention transfer: each converted attention learns to write what the original attention wrote, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.patches import surgery
+from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.patch import disabled, evaluating, unpatch
+from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.training.callbacks import patched_inside
+from hf_posenc.recipes.training.distillation import without_jumps
+from hf_posenc.recipes.training.rates import rates
+from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
+from hf_posenc.scheme import Scheme
+
+Inputs = dict[str, Any]
+# Input and output of each attention, both `[B, S, E]`.
+Traffic = list[tuple[Tensor, Tensor]]
+
+# Checks of the held-out distances during a transfer.
+_CHECKS = 5
+_BEST = "best_layers.safetensors"
+
+
+@dataclass(frozen=True)
+class Match:
+    """Distance of each layer's attention output from the original's, on held-out windows.
+
+    A distance is the mean square of the difference, relative to the mean square of the original output.
+
+    Attributes:
+        before: Distances by layer before the transfer.
+        after: Distances by layer after it; a layer that got worse has its weights, and its distance, from before.
+        accepted: Whether any layer has new weights.
+        sentence: Verdict in one sentence.
+    """
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    accepted: bool
+    sentence: str
+
+
+class AttentionTransfer(nn.Module):
+    """Loss of a transfer, for any `Trainer` or training loop: `AttentionTransfer(model)(input_ids=ids)["loss"]`.
+
+    Every attention gets the input that it has in the original model, so all layers learn at once and none inherits the
+    errors of another. Feed-forwards are skipped. Parameters of this module are those of the converted attentions; the
+    original shares all other weights with the model, so only attentions are in memory twice. Under a PEFT adapter even
+    they are not.
+
+    Args:
+        model: Converted model without its own encoding, which must have acted in attention; or a `PeftModel` of it,
+            whose adapter then learns.
+        projections: Whether to train the whole attention; False trains the scheme alone.
+        original: The model before its conversion, for instance that of a `Teacher`; `None` makes one where needed.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        OptionError: There is nothing to train, or the native encoding does not act in attention.
+    """
+
+    # The loss is a mean; the trainer divides it among accumulated batches.
+    accepts_loss_kwargs = False
+
+    def __init__(self, model: PreTrainedModel | PeftModel, *, projections: bool = True, original: Any = None) -> None:
+        super().__init__()
+        inner = patched_inside(model)
+        architecture = of_model(inner)
+        places = _places(inner, architecture)
+        # Behind a list, so that they are no submodules: only attentions are trained and saved.
+        self._model, self._inner, self._architecture = [model], [inner], architecture
+        self._stacks = [stack for stack, _ in places]
+        self.attentions = nn.ModuleList(_attentions(inner, architecture, places))
+        for body in architecture.stacks(inner).values():
+            if surgery.SHARED in body._modules:
+                self.add_module(surgery.SHARED, body._modules[surgery.SHARED])
+        schemes = [weight for module in self.modules() if isinstance(module, Scheme) for weight in module.parameters()]
+        own = {id(weight) for weight in schemes}
+        self._frozen = [
+            weight for weight in self.parameters() if weight.requires_grad and not projections and id(weight) not in own
+        ]
+        skipped = {id(weight) for weight in self._frozen}
+        self.trained = [w for w in self.parameters() if w.requires_grad and id(w) not in skipped]
+        if not self.trained:
+            raise OptionError(
+                "match: the schemes of this model have no weights to train: none with these options, or all are "
+                "frozen. Unfreeze them, or patch with options that have some."
+            )
+        self._original = list(self.attentions)
+        self._twin: list[Any] = []
+        if projections and not isinstance(model, PeftModel):
+            self._twin = [original if original is not None else _original(inner, architecture)]
+            self._original = _attentions(self._twin[0], architecture, places)
+        self._length = trained_length(inner.config.get_text_config())
+        self._scale: Tensor | None = None
+
+    def train(self, mode: bool = True) -> AttentionTransfer:
+        """Stay in evaluation mode: dropout would only blur what is learned."""
+        super().train(False)
+        return self
+
+    def place(self, device: torch.device) -> None:
+        """Move the model, and the original, to a device."""
+        for model in (self._model[0], *self._twin):
+            model.to(device)
+
+    @contextlib.contextmanager
+    def training_only(self) -> Iterator[None]:
+        """Restrict gradients to the trained weights and turn dropout off; afterwards restore both."""
+        own = {id(weight) for weight in self.trained}
+        others = [p for p in self._inner[0].parameters() if p.requires_grad and id(p) not in own]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            with evaluating(self._inner[0]):
+                yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,
+    ) -> dict[str, Tensor]:
+        """Return the loss; and by layer the squares of the error and of the original output, both means, `[layers]`.
+
+        Args:
+            input_ids: Token ids, `[B, S]`; windows longer than the trained length are cut.
+            attention_mask: Mask of the real tokens, `[B, S]`.
+            position_ids: Positions of packed documents, `[B, S]`, which restart at each document.
+            labels: What a decoder writes, `[B, T]`, for encoder-decoders.
+            **others: Inputs that attention does not see.
+        """
+        errors, sizes = self._errors(input_ids, attention_mask, position_ids, labels)
+        # A scale of each batch would let the loss depend on how the batch is divided.
+        scale = sizes if self._scale is None else self._scale
+        distances = errors / scale.to(errors.device)
+        if torch.is_grad_enabled() and not distances.requires_grad:
+            raise OptionError(
+                "match: the weights of these schemes act on the inputs of the model, not in its attention, so "
+                "attention says nothing of them. Train them."
+            )
+        return {"loss": distances.mean(), "errors": errors.detach(), "sizes": sizes}
+
+    def distances(self, batches: Iterable[Inputs]) -> Tensor:
+        """Return the distance of each attention over batches, `[layers]`; the losses that follow use its scale."""
+        errors, sizes = torch.zeros(2, len(self.attentions))
+        tokens = 0
+        with torch.no_grad():
+            for batch in batches:
+                found, count = self(**batch), batch["input_ids"].numel()
+                errors, sizes = errors + count * found["errors"].cpu(), sizes + count * found["sizes"].cpu()
+                tokens += count
+        self._scale = sizes / max(1, tokens)
+        return errors / sizes
+
+    def _errors(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the mean squares of the difference from the original's outputs, and of these, both `[layers]`."""
+        given, masks = self._given(*inputs)
+        original = self._traffic(given)
+        found: dict[nn.Module, Tensor] = {}
+        place = {attention: index for index, attention in enumerate(self.attentions)}
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            hidden, _ = original[place[module]]
+            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            index = place[module]
+            difference = output[0].float() - original[index][1].float()
+            found[module] = _mean_square(difference, masks.get(self._stacks[index]))
+            # Later modules need no graph, since the next attention gets the original's input.
+            return (output[0].detach(), *output[1:])
+
+        with _hooked(self.attentions, before, after), self._without_feed_forwards():
+            self._inner[0].base_model(**given, use_cache=False)
+        sizes = [
+            _mean_square(wrote.float(), masks.get(stack)).clamp_min(1e-12)
+            for stack, (_, wrote) in zip(self._stacks, original, strict=True)
+        ]
+        return torch.stack([found[attention] for attention in self.attentions]), torch.stack(sizes)
+
+    def _traffic(self, given: Inputs) -> Traffic:
+        read: dict[nn.Module, Tensor] = {}
+        written: dict[nn.Module, Tensor] = {}
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            read[module] = args[0] if args else kwargs["hidden_states"]
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            written[module] = output[0]
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            model = self._twin[0] if self._twin else self._inner[0]
+            if not self._twin:
+                stack.enter_context(disabled(model))
+                if isinstance(self._model[0], PeftModel):
+                    stack.enter_context(self._model[0].disable_adapter())
+            stack.enter_context(_hooked(self._original, before, after))
+            model.base_model(**given, use_cache=False)
+        return [(read[attention], written[attention]) for attention in self._original]
+
+    def _given(
+        self, ids: Any, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
+    ) -> tuple[Inputs, dict[str, Tensor]]:
+        """Return the inputs of the model without its head, and the mask of counted tokens `[B, S]` by stack."""
+        inner = self._inner[0]
+        positions = None if positions is None else without_jumps(_cut(positions, self._length))
+        if inner.config.is_encoder_decoder:
+            labels = ids if labels is None else labels
+            given = {"input_ids": ids, "decoder_input_ids": inner._shift_right(labels)}
+            masks = {"encoder": mask, "decoder": labels != -100}
+        else:
+            given = {"input_ids": _cut(ids, self._length), "position_ids": positions}
+            mask = None if mask is None else _cut(mask, self._length)
+            masks = dict.fromkeys(self._stacks, mask)
+        if mask is not None and not bool(mask.all()):
+            given["attention_mask"] = mask
+        return (
+            {name: value for name, value in given.items() if value is not None},
+            {stack: keep for stack, keep in masks.items() if keep is not None},
+        )
+
+    @contextlib.contextmanager
+    def _without_feed_forwards(self) -> Iterator[None]:
+        """Replace feed-forwards by zeros: no attention reads what they write."""
+        with contextlib.ExitStack() as stack:
+            for body in self._architecture.stacks(self._inner[0]).values():
+                for layer in self._architecture.layers(body):
+                    if surgery.is_patched(layer):
+                        continue  # A scheme that is carried through the layers reads them.
+                    module = self._architecture.twins[type(layer)].feed_forward(layer)
+                    stack.enter_context(_replaced(module, torch.zeros_like))
+            yield
+
+
+class BestLayers:
+    """Weights of each layer at its least distance so far, on held-out batches.
+
+    Layers that share a scheme are one: their weights belong together.
+
+    Args:
+        transfer: Transfer to watch.
+        batches: Held-out inputs, as of `AttentionTransfer`.
+    """
+
+    def __init__(self, transfer: AttentionTransfer, batches: Sequence[Inputs]) -> None:
+        self._transfer, self._batches = transfer, batches
+        trained = {id(weight): index for index, weight in enumerate(transfer.trained)}
+        own = [[trained[id(p)] for p in a.parameters() if id(p) in trained] for a in transfer.attentions]
+        apart = sum(map(len, own)) == len(transfer.trained)
+        layers = range(len(own))
+        # Layers and weights of each group.
+        self._groups = [([i], own[i]) for i in layers] if apart else [(list(layers), list(trained.values()))]
+        self.before = self.after = transfer.distances(batches)
+        self._best = [weight.detach().clone() for weight in transfer.trained]
+
+    def check(self) -> None:
+        """Measure the layers, and keep the weights of those that are better than ever."""
+        found, after = self._transfer.distances(self._batches), self.after.clone()
+        for layers, weights in self._groups:
+            # A distance that is no number is not less.
+            if float(found[layers].mean()) < float(self.after[layers].mean()):
+                after[layers] = found[layers]
+                for index in weights:
+                    self._best[index].copy_(self._transfer.trained[index].detach())
+        self.after = after
+
+    @torch.no_grad()
+    def restore(self) -> Match:
+        """Give every layer its best weights, and return the verdict."""
+        for weight, best in zip(self._transfer.trained, self._best, strict=True):
+            weight.copy_(best)
+        accepted, sentence = verdict(
+            "match", "distance from the original attention", float(self.before.mean()), float(self.after.mean())
+        )
+        left = sum(after == before for after, before in zip(self.after.tolist(), self.before.tolist(), strict=True))
+        if accepted and left:
+            sentence += f" {left} of {len(self.after)} layers got no better and keep their weights."
+        return Match(tuple(self.before.tolist()), tuple(self.after.tolist()), accepted, sentence)
+
+    def save(self, path: Path) -> None:
+        """Write the best weights and all distances to a file."""
+        best = {str(index): weight.cpu() for index, weight in enumerate(self._best)}
+        save_file({**best, "before": self.before, "after": self.after}, path)
+
+    def load(self, path: Path) -> None:
+        """Read a file that `save` wrote."""
+        stored = load_file(path)
+        self.before, self.after = stored.pop("before"), stored.pop("after")
+        for index, weight in stored.items():
+            self._best[int(index)].copy_(weight)
+
+
+class KeepingBest(TrainerCallback):
+    """Callback for a `Trainer` of an `AttentionTransfer`: checks the layers at intervals and keeps the best weights.
+
+    Args:
+        best: Best weights so far; they are saved with each checkpoint.
+        resumed: Checkpoint that the training goes on from; `None` starts a new one.
+    """
+
+    def __init__(self, best: BestLayers, *, resumed: Path | None = None) -> None:
+        self.best = best
+        if resumed is not None:
+            best.load(resumed / _BEST)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check at intervals and at the last step."""
+        interval = max(1, state.max_steps // _CHECKS)
+        if state.global_step % interval == 0 or state.global_step == state.max_steps:
+            self.best.check()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the best weights into the checkpoint."""
+        if state.is_world_process_zero:
+            self.best.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _BEST)
+
+
+@torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
+def match(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    corrupt: Callable[[Tensor], Tensor] | None = None,
+    projections: bool = False,
+    steps: int = 150,
+    batch_size: int = 8,
+    micro_batch_size: int | None = None,
+    learning_rate: float | None = None,
+    scheme_learning_rate: float | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Match:
+    """Fit the attention of a converted model, in place, to what the original attention wrote.
+
+    Unlike `fit`, which needs additive schemes, this works for any scheme in attention, and with `projections` also for
+    one without weights. A step costs less than a training step. The caller's random state is unchanged.
+
+    The last quarter of the windows (at most one batch) is held out to judge the fit: layers whose distance on it does
+    not fall, or all on an exception, keep their weights bit for bit; a warning says so if that is every layer.
+
+    Args:
+        model: Converted model without its own encoding, which must have acted in attention (not a table of positions
+            added to the inputs).
+        ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut. One window serves both
+            the fit and the verdict.
+        position_ids: Positions of packed documents, `[N, S]`, which restart at each document.
+        corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
+        projections: Whether to train the projections of attention, too; by default only the scheme learns.
+        steps: Steps of Adam, with a cosine schedule to 0.
+        batch_size: Windows per step.
+        micro_batch_size: Windows per forward, to save memory; `None` is the whole batch. The result is the same up to
+            rounding.
+        learning_rate: Initial learning rate of the projections; `None` follows from the model's size, see `rates`.
+        scheme_learning_rate: Initial learning rate of the scheme; `None` is `learning_rate`, or follows from the size.
+        seed: Random seed of the order of windows.
+        progress: Function called after each step with the number of steps done.
+
+    Returns:
+        Distances and verdict.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        OptionError: There is nothing to train in attention, the native encoding does not act in attention, a number is
+            out of range, or `position_ids` are given for a model without positions.
+        ShapeError: `ids` are not windows of at least two known tokens, or `position_ids` has another shape.
+    """
+    check_model("match", model)
+    numbers = (steps, batch_size, micro_batch_size or 1)
+    if min(numbers) < 1 or any(rate is not None and rate <= 0 for rate in (learning_rate, scheme_learning_rate)):
+        raise OptionError(
+            f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}, {scheme_learning_rate=}): expected "
+            "steps and windows of at least 1, and positive learning rates."
+        )
+    transfer = AttentionTransfer(model, projections=projections)
+    if position_ids is not None and model.config.is_encoder_decoder:
+        raise OptionError(
+            f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot "
+            "be told apart. Give windows of one document each."
+        )
+    check_windows("match", model, ids, least=2)
+    if position_ids is not None and position_ids.shape != ids.shape:
+        raise ShapeError(
+            f"match: position_ids has the shape {list(position_ids.shape)}; expected that of ids, {list(ids.shape)}."
+        )
+    longest = trained_length(model.config.get_text_config())
+    ids = _cut(ids, longest).to(model.device)
+    positions = None if position_ids is None else _cut(position_ids, longest).to(model.device)
+    order = torch.Generator().manual_seed(seed)
+    found = rates(model, "transfer")
+    own = {id(weight) for scheme in transfer.modules() if isinstance(scheme, Scheme) for weight in scheme.parameters()}
+    groups = (
+        ([w for w in transfer.trained if id(w) in own], scheme_learning_rate or learning_rate or found.scheme),
+        ([w for w in transfer.trained if id(w) not in own], learning_rate or found.model),
+    )
+    optimizer = torch.optim.Adam([{"params": weights, "lr": rate} for weights, rate in groups if weights])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def batches(chosen: Tensor) -> list[Inputs]:
+        parts = torch.split(chosen, micro_batch_size or batch_size)
+        return [_inputs(ids[part], None if positions is None else positions[part], corrupt) for part in parts]
+
+    with transfer.training_only(), kept(transfer.trained):
+        apart = held_out(len(ids), most=batch_size)
+        learned = len(ids) - apart
+        best = BestLayers(transfer, batches(torch.arange(learned if apart else 0, len(ids), device=ids.device)))
+        for step in range(steps):
+            optimizer.zero_grad()
+            chosen = torch.randint(learned, (batch_size,), generator=order).to(ids.device)
+            for batch in batches(chosen):
+                share = len(batch["input_ids"]) / batch_size
+                (share * len(transfer.attentions) * transfer(**batch)["loss"]).backward()
+            optimizer.step()
+            schedule.step()
+            # Under autocast, the casts of the weights before the step would serve on.
+            torch.clear_autocast_cache()
+            if progress is not None:
+                progress(step + 1)
+        best.check()
+        return best.restore()
+
+
+def _places(model: PreTrainedModel, architecture: Architecture) -> list[tuple[str, int]]:
+    """Return stack and layer of each converted attention; raise if the native encoding does not act in attention."""
+    found = []
+    for stack, body in architecture.stacks(model).items():
+        for layer, attention in enumerate(architecture.attentions(body)):
+            if not surgery.is_patched(attention):
+                continue
+            geometry = architecture.geometry(body, layer)
+            if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
+                raise OptionError(
+                    f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does "
+                    "not show what positions do in it. Start without; a handover takes such a model over."
+                )
+            found.append((stack, layer))
+    return found
+
+
+def _attentions(model: Any, architecture: Architecture, places: Sequence[tuple[str, int]]) -> list[nn.Module]:
+    bodies = architecture.stacks(model)
+    return [architecture.attentions(bodies[stack])[layer] for stack, layer in places]
+
+
+def _original(model: PreTrainedModel, architecture: Architecture) -> Any:
+    """Return the model before its conversion, with attentions of its own and all other weights shared."""
+    apart = {
+        id(tensor)
+        for body in architecture.stacks(model).values()
+        for tensor in (
+            *architecture.native_parameters(body),
+            *(tensor for attention in architecture.attentions(body) for tensor in attention.parameters()),
+        )
+    }
+    shared = {id(weight): weight for weight in model.parameters() if id(weight) not in apart}
+    return unpatch(copy.deepcopy(model, shared)).eval()
+
+
+def _mean_square(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the mean square of `[B, S, E]` over the counted tokens."""
+    if keep is None:
+        return values.square().mean()
+    weight = keep.to(values)
+    return (values.square().mean(-1) * weight).sum() / weight.sum().clamp_min(1)
+
+
+def _cut(windows: Tensor, length: int | None) -> Tensor:
+    """Cut windows `[N, S]` to at most the trained length."""
+    if length is None or windows.shape[1] <= length:
+        return windows
+    return windows[:, : windows.shape[1] // length * length].reshape(-1, length)
+
+
+def _inputs(ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None) -> Inputs:
+    read = {"input_ids": ids if corrupt is None else corrupt(ids), "labels": ids}
+    return read if positions is None else read | {"position_ids": positions}
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = lambda hidden, *args, **kwargs: forward(hidden)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextlib.contextmanager
+def _hooked(attentions: Any, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for attention in attentions:
+            stack.callback(attention.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(attention.register_forward_hook(after).remove)
+        yield

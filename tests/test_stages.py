@@ -1,0 +1,179 @@
+"""Stages of a run: attention transfer, training, long windows."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stock, tokens
+from safetensors.torch import load_file
+
+import hf_posenc
+from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.files import WholeCheckpoints
+from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.training.adapter import attach
+from hf_posenc.recipes.training.rates import rates
+from hf_posenc.recipes.training.transfer import AttentionTransfer, match
+
+# PEFT asks for the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+SMALL = (
+    *("conversion.fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
+    *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),
+    *("transfer={steps: 4}", "training.steps=4"),
+)
+LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
+
+
+def recipe_of(*changes: str, architecture: str = "llama", name: str = "llama-kerple") -> Recipe:
+    return Recipe.read(name, [f"model={DIRECTORIES[architecture]}", *SMALL, *changes])
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(save: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run end at its n-th checkpoint."""
+    stock_save, count = WholeCheckpoints.on_save, iter(range(1, 99))
+
+    def on_save(self: WholeCheckpoints, *args: Any, **kwargs: Any) -> None:
+        stock_save(self, *args, **kwargs)
+        if next(count) == save:
+            raise Stopped
+
+    monkeypatch.setattr(WholeCheckpoints, "on_save", on_save)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {path.name + name: w for path in folder.glob("model/*.safetensors") for name, w in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> run.Outcome:
+    return run.train(recipe_of(LONG), tmp_path_factory.mktemp("whole") / "out")
+
+
+# Within the transfer, within the training, between it and the long windows, and within these.
+@pytest.mark.parametrize("save", [1, 2, 3, 4])
+def test_a_run_goes_on_in_each_stage_bit_for_bit(
+    save: int, whole: run.Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        stop_at(save, patched)
+        with pytest.raises(Stopped):
+            run.train(recipe_of(LONG), tmp_path / "out")
+    outcome = run.resume(tmp_path / "out")
+    expected, found = weights(whole.folder), weights(outcome.folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    steps = [step for step, _ in outcome.measurements.course()]
+    assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
+
+
+def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
+    course = dict(whole.measurements.course())
+    assert course[4].at(64).mean < course[0].at(64).mean
+    record = json.loads((whole.folder / run.RUN).read_text(encoding="utf-8"))
+    assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("llama", ["data.packing=documents"]), ("t5", [])],
+)
+def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, changes: list[str], tmp_path: Path) -> None:
+    """Of packed documents, and of an encoder-decoder."""
+    changes = [
+        *changes,
+        "conversion.native=remove",
+        "conversion.fit=attention",
+        "transfer={steps: 12}",
+        "training.steps=1",
+        "distillation={}",
+    ]
+    head = [f"model={DIRECTORIES[architecture]}", "training.length=64", "training.batch_size=2"]
+    measured = ["evaluation.contexts=[64]", "evaluation.windows=4"]
+    recipe = Recipe.read(f"{architecture}-disentangled", [*head, *measured, *changes])
+    outcome = run.train(recipe, tmp_path / "out")
+    course = dict(outcome.measurements.course())
+    assert course[12].at(64).mean < course[0].at(64).mean
+
+
+@pytest.mark.parametrize("kind", ["lora", "scheme"])
+def test_an_adapter_learns_in_place_of_the_base(kind: str, tmp_path: Path) -> None:
+    outcome = run.train(recipe_of(f"adapter.kind={kind}"), tmp_path / "out")
+    course = dict(outcome.measurements.course())
+    assert course[4].at(64).mean < course[0].at(64).mean
+    assert (outcome.model / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_projections_move_and_everything_else_stays(architecture: str) -> None:
+    model = hf_posenc.patch(stock(architecture), "kerple")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ids = tokens(architecture, 12, 33)
+    alone = match(copy.deepcopy(model), ids, steps=20)
+    found = match(model, ids, projections=True, steps=20)
+    assert sum(found.after) < sum(alone.after) < sum(found.before)
+    moved = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert any("hf_posenc" not in name for name in moved)
+    assert all("attn" in name or "SelfAttention" in name or "hf_posenc" in name for name in moved), moved
+
+
+def test_the_original_shares_what_is_not_attention() -> None:
+    model = hf_posenc.patch(stock("llama"), "kerple")
+    transfer = AttentionTransfer(model)
+    [twin] = transfer._twin
+    names = dict(model.named_parameters())
+    for name, weight in twin.named_parameters():
+        assert (weight is names[name]) == ("self_attn" not in name), name
+    adapted = attach(hf_posenc.patch(stock("llama"), "kerple"), recipe_of("adapter.kind=lora").adapter)
+    assert not AttentionTransfer(adapted)._twin
+
+
+def test_micro_batches_and_padding_give_one_loss() -> None:
+    transfer = AttentionTransfer(hf_posenc.patch(stock("llama"), "kerple"))
+    ids = tokens("llama", 4, 24)
+    transfer.distances([{"input_ids": ids}])
+    whole = transfer(input_ids=ids)["loss"]
+    parts = [transfer(input_ids=part)["loss"] for part in ids.split(1)]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+    padded = torch.cat([ids, torch.zeros_like(ids[:, :5])], dim=1)
+    mask = (torch.arange(29) < 24).long().expand(4, 29)
+    torch.testing.assert_close(transfer(input_ids=padded, attention_mask=mask)["loss"], whole)
+
+
+def test_a_layer_that_gets_worse_keeps_its_weights() -> None:
+    model = hf_posenc.patch(stock("llama"), "kerple", shared=False)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    # A rate at which only some layers learn.
+    found = match(model, tokens("llama", 12, 33), steps=3, learning_rate=0.3)
+    after = model.state_dict()
+    for layer, (old, new) in enumerate(zip(found.before, found.after, strict=True)):
+        own = [name for name in before if f"layers.{layer}.self_attn.hf_posenc" in name]
+        assert all(torch.equal(after[name], before[name]) for name in own) == (new == old)
+
+
+def test_rates_fall_with_size() -> None:
+    small, large = torch.nn.Linear(400, 400), torch.nn.Linear(40_000, 4_000, device="meta")
+    for stage in ("transfer", "training", "lengthen"):
+        assert rates(small, stage).model > 3 * rates(large, stage).model
+        assert rates(large, stage).scheme > rates(large, stage).model
+
+
+def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
+    for change in ("conversion.native=keep", "conversion.scheme=null"):
+        with pytest.raises(RecipeError, match=r"transfer.steps is 4, but conversion\."):
+            recipe_of(change, "conversion.options={}")
+    with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
+        Recipe.read("llama-kerple", ["transfer={projections: false}"])
+    with pytest.raises(OptionError, match="adds its own encoding"):
+        run.train(recipe_of("conversion.native=remove", architecture="gpt2", name="gpt2-kerple"), tmp_path / "out")
