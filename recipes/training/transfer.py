@@ -162,7 +162,7 @@ class AttentionTransfer(nn.Module):
 
     def distances(self, batches: Iterable[Inputs]) -> Tensor:
         """Return the distance of each attention over batches, `[layers]`; the losses that follow use its scale."""
-        errors, sizes = torch.zeros(2, len(self.attentions))
+        errors = sizes = torch.zeros(len(self.attentions))
         tokens = 0
         with torch.no_grad():
             for batch in batches:
@@ -248,7 +248,8 @@ class AttentionTransfer(nn.Module):
                 for layer in self._architecture.layers(body):
                     if surgery.is_patched(layer):
                         continue  # A scheme that is carried through the layers reads them.
-                    module = self._architecture.twins[type(layer)].feed_forward(layer)
+                    twin: Any = self._architecture.twins[type(layer)]
+                    module = twin.feed_forward(layer)
                     stack.enter_context(_replaced(module, torch.zeros_like))
             yield
 
