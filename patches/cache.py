@@ -27,6 +27,8 @@ from hf_posenc.errors import CacheError
 
 # Every state tensor has the batch first and the tokens second: [B, K, ...].
 _TOKENS = 1
+# The name of the state that all patched layers have.
+POSITIONS = "positions"
 
 
 class _TokenState(CacheLayerMixin):
@@ -73,21 +75,15 @@ class _TokenState(CacheLayerMixin):
 class PosencDynamicLayer(_TokenState, DynamicLayer):
     """A growing cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int, once: Callable[..., Any]) -> dict[str, Tensor]:
         """Append the state of the tokens that `update` just added; return that of all tokens, or of the
-        `shown` last ones in a sliding layer."""
-        full = {
-            name: torch.cat([self.token_state[name].to(new.device), new], dim=_TOKENS)
-            if name in self.token_state
-            else new
-            for name, new in fresh.items()
-        }
-        kept = full
-        if self.is_sliding:
-            kept = {name: _last(tensor, self.keys.shape[-2]) for name, tensor in full.items()}
-            full = {name: _last(tensor, shown) for name, tensor in full.items()}
-        # An offloaded layer keeps its state where its keys are.
-        self.token_state = {name: tensor.to(self.keys.device) for name, tensor in kept.items()}
+        `shown` last ones in a sliding layer. `once` calls a function of positions, see `Context.once`."""
+        full, ends = {}, (shown, self.keys.shape[-2]) if self.is_sliding else (None, None)
+        for name, new in fresh.items():
+            operands = _grown, self.token_state.get(name), new, *ends
+            full[name], kept = once(*operands) if name == POSITIONS else _grown(*operands[1:])
+            # An offloaded layer keeps its state where its keys are.
+            self.token_state[name] = kept.to(self.keys.device)
         return full
 
     def _remember(self) -> None:
@@ -141,7 +137,7 @@ class PosencDynamicSlidingLayer(PosencDynamicLayer, DynamicSlidingWindowLayer):
 class PosencStaticLayer(_TokenState, StaticLayer):
     """A preallocated cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int, once: Callable[..., Any]) -> dict[str, Tensor]:
         """Write the state of the tokens that `update` just added; return that of all slots, filled or not."""
         full = {}
         for name, new in fresh.items():
@@ -200,9 +196,15 @@ _WITH_STATE: dict[type, type] = {
 }
 
 
-def _last(tensor: Tensor, count: int) -> Tensor:
+def _grown(old: Tensor | None, new: Tensor, shown: int | None, kept: int | None) -> tuple[Tensor, Tensor]:
+    """Return the state of old and new tokens, or of the last of them: of those to show, and of those to keep."""
+    full = new if old is None else torch.cat([old.to(new.device), new], dim=_TOKENS)
+    return _last(full, shown), _last(full, kept)
+
+
+def _last(tensor: Tensor, count: int | None) -> Tensor:
     """Return the state of the last tokens; of all if they are no more."""
-    return tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
+    return tensor if count is None else tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
 
 
 def mark_packed(output: Any) -> None:
@@ -222,12 +224,12 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
         return None
     whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     filled = [layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state]
-    slot: Any = max(filled, key=lambda layer: layer.token_state["positions"].shape[_TOKENS])  # not a sliding one
+    slot: Any = max(filled, key=lambda layer: layer.token_state[POSITIONS].shape[_TOKENS])  # not a sliding one
     if isinstance(slot, PosencStaticLayer):
         raise CacheError(
             "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
         )
-    positions: Tensor = slot.token_state["positions"]
+    positions: Tensor = slot.token_state[POSITIONS]
     return positions
 
 
@@ -250,6 +252,7 @@ def update(
     state: Mapping[str, Tensor],
     recent: Mapping[str, Tensor] | None = None,
     history: int = 0,
+    once: Callable[..., Any] = lambda function, *operands: function(*operands),
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add fresh tokens to one layer of a cache.
 
@@ -261,6 +264,7 @@ def update(
         state: Fresh per-token state, each `[B, new, ...]`.
         recent: Fresh per-token state of which only the last tokens are kept, each `[B, new, ...]`.
         history: Number of tokens for which that state is kept.
+        once: Calls a function of positions, which may be those of other layers, see `Context.once`.
 
     Returns:
         Keys, values and state of all tokens in the layer (of all slots, in a static cache).
@@ -282,7 +286,7 @@ def update(
         # Layers before this one will be cropped before it.
         for index in range(layer):
             _give_state(cache, index)
-    complete = filled.append_state(state, keys.shape[-2])
+    complete = filled.append_state(state, keys.shape[-2], once)
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:
@@ -304,16 +308,22 @@ def _give_state(cache: Cache, layer: int) -> None:
         slot.__class__ = _WITH_STATE[type(slot)]
 
 
+def is_known(cache: Cache | None) -> bool:
+    """Whether a patched model has written to a cache."""
+    whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return whole is not None and any(isinstance(layer, _TokenState) for layer in whole.layers)
+
+
 def check(cache: Cache | None) -> None:
     """Raise if a patched model cannot use a cache, before anything is written to it.
 
     Raises:
         CacheError: A kind of cache layer cannot hold state, or the cache was filled by another model.
     """
+    if cache is None or is_known(cache):
+        return
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    if cache is None or any(isinstance(layer, _TokenState) for layer in cache.layers):
-        return  # A patched model has been there already.
     for layer in cache.layers:
         _check_kind(layer)
     for layer in cache.layers[:1]:

@@ -2,7 +2,7 @@
 
 Such models differ in what comes before that function (norms of queries and keys, fused projections, partial rotation)
 and in its keywords (window, softcap, sinks). So the stock forward does all of that here, too: a patched attention calls
-it once, with a rotation that turns nothing, no cache, and an attention function that runs the scheme. What a scheme
+it once, without rotation and cache, and with an attention function that runs the scheme. What a scheme
 must know of a layer is read from the same forward, on the meta device.
 """
 
@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -81,16 +81,18 @@ class FamilyAttention(PosencAttention):
     # Names of the arguments of the stock forward behind the first, and of the cache among them.
     posenc_arguments: ClassVar[tuple[str, ...]]
     posenc_cache: ClassVar[str | None]
-    # Type of the layer, where each type has a rotation of its own; whether the layer rotates; width of cosines.
+    # The stock forward without its rotation.
+    posenc_projecting: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
+    # Type of the layer, where each type has a rotation of its own; whether the layer rotates.
     posenc_kind: str
     posenc_rotates: bool
-    posenc_width: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "posenc_stock" in vars(cls):
             cls.posenc_arguments = tuple(inspect.signature(cls.posenc_stock.forward).parameters)[2:]
             cls.posenc_cache = next((name for name in _CACHES if name in cls.posenc_arguments), None)
+            cls.posenc_projecting = _without_rotation(cls.posenc_stock.forward)
 
     @property
     def config(self) -> Any:
@@ -111,14 +113,13 @@ class FamilyAttention(PosencAttention):
         return self.by_stock_forward(hidden_states, call, then)
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
-        """Call the stock forward with a rotation that turns nothing, no cache, and the next step after projection."""
+        """Call the stock forward without rotation and cache, and with the next step after projection."""
         call = {**call, _THEN: then}
         if self.posenc_cache is not None:
             call[self.posenc_cache] = None
         if "position_embeddings" in call:
-            cos, sin = call["position_embeddings"]
-            call["position_embeddings"] = torch.ones_like(cos), torch.zeros_like(sin)
-        return super().forward(hidden, **call)  # type: ignore[misc, no-any-return]
+            call["position_embeddings"] = (None, None)  # nothing that could rotate in silence
+        return self.posenc_projecting(hidden, **call)
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found: list[Tensor] = []
@@ -127,10 +128,8 @@ class FamilyAttention(PosencAttention):
             found[:] = query, key, value
             return query.transpose(1, 2), None
 
-        call: dict[str, Any] = {"attention_mask": None}
-        if self.posenc_width:
-            call["position_embeddings"] = (hidden.new_empty(1, 1, self.posenc_width),) * 2
-        self.by_stock_forward(hidden, call, take)
+        given = {name: None for name in ("attention_mask", "position_embeddings") if name in self.posenc_arguments}
+        self.by_stock_forward(hidden, given, take)
         query, key, value = found
         return query, key, value
 
@@ -173,6 +172,17 @@ class FamilyAttention(PosencAttention):
             sinks=s_aux,
         )
         return self.attend_with_scheme(layer)
+
+
+def _without_rotation(forward: Any) -> Any:
+    """Return a function with the code of a stock forward, for which rotated queries and keys are what they were."""
+    stock = inspect.unwrap(forward)
+    # By `__name__`, torch.compile would look up the rotation in the module of transformers.
+    names = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+    names["apply_rotary_pos_emb"] = lambda q, k, *angles, **keywords: (q, k)
+    found = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+    found.__kwdefaults__ = stock.__kwdefaults__
+    return found
 
 
 class FamilyLayer(PosencLayer):
@@ -237,7 +247,6 @@ class Facts:
         head_dim: Channels per head.
         scale: Factor on products of queries and keys.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
-        width: Width of the cosines that the layer gets; 0 if it gets none.
         inv_freq: Frequencies of its rotation; zero if it does not rotate, `None` if no layer of the model does.
         scaling: Factor on rotated queries and keys.
         layout: Pairing of channels.
@@ -249,7 +258,6 @@ class Facts:
     head_dim: int
     scale: float
     kind: str = ""
-    width: int = 0
     inv_freq: Tensor | None = None
     scaling: float = 1.0
     layout: Layout = "half"
@@ -318,7 +326,7 @@ def read_facts(
     if rotary is None:
         return facts
     inv_freq, scaling = native_frequencies(config, rotary, kind)
-    facts = replace(facts, width=cos.shape[-1], inv_freq=torch.zeros_like(inv_freq))
+    facts = replace(facts, inv_freq=torch.zeros_like(inv_freq))
     if not _depends(query.grad_fn, angles):
         return facts
     _check_rotation(attention, query, angles)
@@ -461,7 +469,7 @@ class Family(Architecture):
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
-        return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates, "posenc_width": facts.width}
+        return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config

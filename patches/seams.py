@@ -16,6 +16,7 @@ from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
+from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import (
     Context,
     Passage,
@@ -145,11 +146,11 @@ class PosencAttention:
             q, keys = layer.rotate(q, keys)
         if layer.cache is not None:
             assert layer.index is not None
-            fresh = {"positions": positions.query.expand(len(q), -1), **state}
+            fresh = {POSITIONS: context.once(_rows, positions.query, len(q)), **state}
             keys, values, state = token_cache.update(
-                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
+                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history, context.once
             )
-            places = state.pop("positions")
+            places = state.pop(POSITIONS)
             if places.stride(0) == 0:
                 places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
             # Only the positions of the keys are kept in a cache.
@@ -170,7 +171,7 @@ class PosencAttention:
             positions=positions,
             reach=context.reach,
             scale=layer.scale,
-            mask=layer.visible(q, keys),
+            mask=layer.visible(q, keys, positions),
             state=state,
             own=projected.state,
             tables=projected.tables,
@@ -245,7 +246,7 @@ class LayerCall:
             host=host,
         )
 
-    def visible(self, q: Tensor, k: Tensor) -> Mask:
+    def visible(self, q: Tensor, k: Tensor, positions: Positions) -> Mask:
         """Return the visibility of all keys, those of the cache included."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
         # A window that is longer than the sequence hides nothing.
@@ -256,9 +257,27 @@ class LayerCall:
             rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
             keep = None if real is None or self.mask is None else real[:, None, None]
             return Mask(rule, keep=keep, window=window)
-        # The mask of packed sequences is that of all tokens; a sliding cache returns the last of them.
-        mask = self.mask[..., max(0, self.mask.shape[-1] - keys) :]
-        return from_tensor(mask, rule="all", batch=batch, heads=heads, q=queries, k=keys, window=window)
+        shape = (batch, heads, queries, keys)
+        if queries == 1:
+            return self.context.once(_one_row, self.mask, shape, window, positions.query, positions.key)
+        return _shown(self.mask, shape, window)
+
+
+def _rows(positions: Tensor, count: int) -> Tensor:
+    return positions.expand(count, -1)
+
+
+def _shown(mask: Tensor, shape: tuple[int, int, int, int], window: int | None) -> Mask:
+    """Return the visibility of keys that a mask `[B|1, H|1, Q|1, ...]` gives."""
+    # The mask of packed sequences is that of all tokens; a sliding cache returns the last of them.
+    mask = mask[..., max(0, mask.shape[-1] - shape[3]) :]
+    return from_tensor(mask, "all", shape, window=window)
+
+
+def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None, query: Tensor, key: Tensor) -> Mask:
+    """Return the same for one query, with the keys beyond the window among the hidden ones."""
+    keep, bias = _shown(mask, shape, window).rows(0, 1, shape[3], Positions(query, key))
+    return Mask("all", keep, bias)
 
 
 class PosencLayer:
@@ -356,18 +375,19 @@ class PosencBody(Switch):
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
-        if any(isinstance(module, PosencAttention) for module in self.modules()):  # not of a stack that was left out
-            token_cache.check(call.get("past_key_values"))
-        if self.is_causal_stack() and (
+        cache = call.get("past_key_values")
+        if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
+            token_cache.check(cache)  # not of a stack that was left out
+        if (
             call.get("is_causal") is False or getattr(self.config, "is_causal", True) is False
-        ):
+        ) and self.is_causal_stack():
             raise DirectionError(
                 "Got is_causal=False; patched decoders are causal. Leave it out, or use the stock model."
             )
         if call.get("cache") is not None:
             raise CacheError(NO_CONTINUOUS_BATCHING)
         batch, length = inputs.shape[:2]
-        given, cache = self.given_positions(call), call.get("past_key_values")
+        given = self.given_positions(call)
         # A dict has the masks of generation, one for each type of layer.
         mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
         past = tokens_in(cache)
@@ -381,7 +401,7 @@ class PosencBody(Switch):
         if real is None:
             real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
-        context = replace(self.context(positions, reach, real, coords), ruled=ruled)
+        context = self.context(positions, reach, real, coords, ruled=ruled)
         held = token_cache.packed_positions(cache)
         if ruled and (held is not None or (given is not None and length > 1 and not int(past))):
             packed = packed_sequences(positions, held, real, is_given=given is not None)
@@ -404,10 +424,12 @@ class PosencBody(Switch):
         inputs: Tensor = call["inputs_embeds"]
         return inputs
 
-    def context(self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None) -> Context:
+    def context(
+        self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None, *, ruled: bool = False
+    ) -> Context:
         """Return what the layers get to know of the new tokens, see `Context`."""
         shared = self._modules.get(SHARED)
-        return Context(positions, reach, shared, self.strengths().scheme, real=real, coords=coords)
+        return Context(positions, reach, shared, self.strengths().scheme, real=real, coords=coords, ruled=ruled)
 
     def embedders(self) -> list[Scheme]:
         """Return the schemes that act on the input of the first layer."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_push_to_hub import TOKEN, Handler, Hub
+from hub import Hub, serving
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -79,12 +76,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*arguments: object) -> Any:
     """Run a command in this process."""
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def run_process(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does."""
-    command = [sys.executable, "-m", "hf_posenc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -370,53 +361,10 @@ def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path)
 # -- pushing -----------------------------------------------------------------------------------------------------------
 
 
-class RunHandler(Handler):
-    """Knows branches, and one repository that was there before and is public."""
-
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/models/me/"):
-            self.answer_json({"id": self.path[len("/api/models/") :], "private": not self.path.endswith("public")})
-        else:
-            super().do_GET()
-
-    def do_POST(self) -> None:
-        if "/branch/" in self.path:
-            self.read_body()
-            self.hub.commits.append(("branch", self.path.rpartition("/")[2]))
-            self.answer_json({})
-        else:
-            if "/commit/" in self.path:
-                self.hub.commits.append(("on", self.path.rpartition("/")[2]))
-            # Otherwise a branch is like main.
-            self.path = self.path.replace("/dev", "/main")
-            super().do_POST()
-
-    def read_body(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A server on loopback that new processes take for the hub."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (RunHandler,), {"hub": hub}))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in os.environ:
-        if name.startswith(("HF_", "HUGGING")):
-            monkeypatch.delenv(name)
-    for name, value in {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "NO_PROXY": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield hub
-    server.shutdown()
-    server.server_close()
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with serving(Hub(), tmp_path / "home") as hub:
+        yield hub
 
 
 @pytest.fixture
@@ -431,8 +379,8 @@ def finished(tmp_path: Path) -> Path:
 
 
 def test_push_commits_model_recipe_table_and_picture_at_once(hub: Hub, finished: Path) -> None:
-    done = run_process("push", finished, "me/mine", "--private", "--revision", "dev")
-    assert done.returncode == 0, done.stderr
+    done = run("push", finished, "me/mine", "--private", "--revision", "dev")
+    assert done.exit_code == 0, done.stderr
     assert (hub.unknown, hub.unauthorised) == ([], [])
     assert hub.commits == [("branch", "dev"), ("on", "dev"), ("me/mine", "Adapt with hf_posenc")]
     assert done.stdout.startswith("pushed to http://127.0.0.1")
@@ -446,8 +394,8 @@ def test_push_commits_model_recipe_table_and_picture_at_once(hub: Hub, finished:
     [(["me/public", "--private"], "is public already"), (["me//mine"], "me//mine")],
 )
 def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path, arguments: list[str], words: str) -> None:
-    done = run_process("push", finished, *arguments)
-    assert done.returncode == 1
+    done = run("push", finished, *arguments)
+    assert done.exit_code == 1
     assert done.stderr.startswith(f"hf-posenc: Pushing to {arguments[0]} failed: ")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr

@@ -96,12 +96,8 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 def from_tensor(
     mask: Tensor,
-    *,
     rule: Literal["all", "slots", "positions"],
-    batch: int,
-    heads: int,
-    q: int,
-    k: int,
+    shape: tuple[int, int, int, int],
     window: int | None = None,
 ) -> Mask:
     """Make a `Mask` of a 4-D tensor: bool (`True` may be seen), or float to be added to the logits.
@@ -110,15 +106,14 @@ def from_tensor(
     scheme instead of being added to it, and so that schemes that count keys do not count hidden ones.
 
     Raises:
-        ShapeError: The mask does not broadcast to `[batch, heads, q, k]`.
+        ShapeError: The mask does not broadcast to `shape`: batch, heads, queries and keys.
     """
-    expected = (batch, heads, q, k)
-    if mask.ndim != 4 or any(got not in (1, want) for got, want in zip(mask.shape, expected, strict=True)):
+    if mask.ndim != 4 or any(got not in (1, want) for got, want in zip(mask.shape, shape, strict=True)):
         raise ShapeError(
             f"Got an attention mask of shape {tuple(mask.shape)}; expected one that broadcasts to [batch, heads, "
-            f"queries, keys] = {list(expected)}. Pass a 2-D padding mask, or a 4-D mask of that shape."
+            f"queries, keys] = {list(shape)}. Pass a 2-D padding mask, or a 4-D mask of that shape."
         )
-    mask = mask.expand(*mask.shape[:3], k)
+    mask = mask.expand(*mask.shape[:3], shape[3])
     if mask.dtype == torch.bool:
         return Mask(rule, keep=mask, window=window)
     if not mask.is_floating_point():

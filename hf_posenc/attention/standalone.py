@@ -137,7 +137,7 @@ def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bo
         mask = mask[:, None, None, :]
     elif mask.ndim == 3:
         mask = mask[:, None]
-    return from_tensor(mask, rule=rule, batch=q.shape[0], heads=q.shape[1], q=q.shape[2], k=keys)
+    return from_tensor(mask, rule, (*q.shape[:3], keys))
 
 
 def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind: str) -> None:
