@@ -63,6 +63,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"output_gate": False, "qk_norm": False, "k_shift": False},
     ],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
+    "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
     "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}],
     "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],
     "shaw": [{"max_distance": 3}, {"values": False, "init": "normal"}],
@@ -259,6 +260,13 @@ def plain(scheme, values, head, i, j, x, y) -> float:
     return content(scheme, x, y)
 
 
+def log_temperature(scheme, values, head, i, j, x, y) -> float:
+    if scheme.temperature == "llama4":
+        return content(scheme, x, y) * (1 + scheme.slope * math.log(1 + (i + 1) // scheme.floor))
+    offset = values["offsets"][head] if scheme.temperature == "affine" else 0.0
+    return content(scheme, x, y) * (offset + values["slopes"][head] * math.log(i + 1))
+
+
 def additive(bias: Callable[..., float]) -> Callable[..., float]:
     def logit(scheme, values, head, i, j, x, y) -> float:
         gate = values["gate_weight"][head] if scheme.gate else 1.0
@@ -390,6 +398,7 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "fire_s": additive(fire),
     "kerple": kerple_logit,
     "learned": plain,
+    "log_temperature": log_temperature,
     "nope": plain,
     "rope": rope,
     "sandwich": additive(sandwich),
@@ -673,7 +682,7 @@ def test_the_future_does_not_change_the_past(name: str, direction: str, options:
             assert not torch.equal(before[:, :, seen:], after[:, :, seen:])
 
 
-SEES_POSITIONS = {"cape", "fire", "fire_s", "fope", "learned", "sinusoidal", "tape"}
+SEES_POSITIONS = {"cape", "fire", "fire_s", "fope", "learned", "log_temperature", "sinusoidal", "tape"}
 distance_variants = [variant for variant in variants() if variant[0] not in SEES_POSITIONS]
 
 
@@ -891,6 +900,7 @@ def test_blocks_are_of_bounded_size() -> None:
 
 # Schemes whose logits depend on more than one pair of query and key have slow references in a file of their own.
 ELSEWHERE = {
+    "addons": ["attention_sinks", "gated_output"],
     "cape": ["cape"],
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],

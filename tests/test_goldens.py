@@ -464,3 +464,43 @@ def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> No
     for got, part in zip(unit_rotation(scheme, positions), ("cos", "sin"), strict=True):
         want = values[f"default.{part}"][0]
         torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)
+
+
+# -- add-ons -----------------------------------------------------------------------------------------------------------
+
+
+def test_log_temperature() -> None:
+    values, atol = golden("log_temperature"), about("log_temperature")["atol"]
+    q, places = values["llama4.q"], torch.arange(40)[None]
+    scheme = build("log_temperature", geometry(3), **about("log_temperature")["options"]).double()
+    got = scheme.project(Tokens(positions=Positions(places, places)), q, q, q).q
+    torch.testing.assert_close(got, values["llama4.scaled"], rtol=0, atol=atol["llama4"])
+    stored = {"slopes": values["slopes"], "offsets": values["offsets"]}
+    for form, names in {"ssmax": ["slopes"], "affine": ["slopes", "offsets"]}.items():
+
+        def build_with(form: str = form, names: list[str] = names, **changes) -> Scheme:
+            scheme = build("log_temperature", geometry(3, **changes), temperature=form).double()
+            return load(scheme, {name: stored[name] for name in names})
+
+        places = torch.arange(9)
+        for executor in (*EXECUTORS, "sdpa"):
+            got = weights_of(build_with, places, places, values["logits"], executor)
+            torch.testing.assert_close(got, values[f"{form}.weights"], rtol=0, atol=atol["ssmax"])
+
+
+def test_gated_output() -> None:
+    values = golden("gated_output")
+    shape = geometry(3, kv_heads=1, hidden_size=24)
+    scheme = build("gated_output", shape, gate_per="channel", gate_start="official").double()
+    load(scheme, {"gate_proj.weight": values["gate_proj.weight"]})
+    got = scheme.finish(values["plain"], values["hidden"])
+    torch.testing.assert_close(got, values["gated"], rtol=0, atol=about("gated_output")["atol"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_attention_sinks(executor: str) -> None:
+    values, places = golden("attention_sinks"), torch.arange(9)[None]
+    scheme = load(build("attention_sinks", geometry(4, kv_heads=2, scale=None)).double(), {"sinks": values["sinks"]})
+    at = {"query_positions": places, "key_positions": places, "executor": executor}
+    got = attend(scheme, values["q"], values["k"], values["v"], **at)
+    torch.testing.assert_close(got, values["output"], rtol=0, atol=about("attention_sinks")["atol"])
