@@ -45,7 +45,7 @@ class Composite(Scheme):
         if self.base.shared:
             raise OptionError(
                 f"{self.name}: {self.base.name} is one module for all layers, and add-ons belong to one layer each. "
-                "Use them alone (native='keep'), or beside another scheme."
+                "Use them alone (native='keep'), or with another scheme."
             )
         self.reads_keys, self.axes, self.history = self.base.reads_keys, self.base.axes, self.base.history
 
@@ -184,13 +184,13 @@ def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
         twice = next((option for option in names if option in parameters), None)
         if twice is not None:
             raise OptionError(
-                f"{name}: two of its parts have an option {twice!r}. Use the add-on beside another scheme."
+                f"{name}: two of its parts have an option {twice!r}. Use the add-on with another scheme."
             )
         given, types = inspect.signature(kind.__init__).parameters, typing.get_type_hints(kind.__init__)
         parameters |= {option: given[option] for option in names}
         hints |= {option: types[option] for option in names}
     if sum(kind.weigh is not Scheme.weigh for kind in kinds) > 1:
-        raise OptionError(f"{name}: two of its parts replace the softmax. Use the add-on beside another scheme.")
+        raise OptionError(f"{name}: two of its parts replace the softmax. Use the add-on with another scheme.")
 
     def __init__(self: Composite, geometry: Geometry, **options: Any) -> None:
         Composite.__init__(self, geometry, **options)

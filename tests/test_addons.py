@@ -1,4 +1,4 @@
-"""Add-ons: alone, beside every other scheme, and in a model."""
+"""Add-ons: alone, with every other scheme, and in a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_temperature_multiplies_queries_after_any_projection() -> None:
 
 
 def test_a_sink_beside_a_bias() -> None:
-    """Beside a bias, and on the blocks, whose backward pass is their own."""
+    """With a bias, and on the blocks, whose backward pass is their own."""
     scheme, places = make("kerple+attention_sinks", "causal", {}), torch.arange(9)[None]
     assert executors(scheme) == ("dense", "blocks")
     results = []

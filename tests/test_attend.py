@@ -62,6 +62,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"share_qk_norm": True, "v_shift": False, "output_norm": False, "gate_activation": "silu"},
         {"output_gate": False, "qk_norm": False, "k_shift": False},
     ],
+    "grape_a": [{}, {"gate": True}],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
     "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
     "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}],
@@ -275,6 +276,14 @@ def additive(bias: Callable[..., float]) -> Callable[..., float]:
     return logit
 
 
+def grape_a(scheme, values, head, i, j, x, y) -> float:
+    u, omega = values["u"][head], values["omega"][head]
+    opened = math.log1p(math.exp(u @ y / math.sqrt(u @ u) / math.sqrt(len(y))))
+    rate = math.log1p(math.exp(omega)) * alibi_slope(head, scheme.geometry.heads) * opened
+    gate = values["gate_weight"][head] if scheme.gate else 1.0
+    return content(scheme, x, y) - gate * abs(i - j) * rate
+
+
 def alibi_slope(head: int, heads: int) -> float:
     closest = 1
     while 2 * closest <= heads:
@@ -396,6 +405,7 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "disentangled": disentangled,
     "fire": additive(fire),
     "fire_s": additive(fire),
+    "grape_a": grape_a,
     "kerple": kerple_logit,
     "learned": plain,
     "log_temperature": log_temperature,

@@ -466,6 +466,26 @@ def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> No
         torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)
 
 
+# -- grape_a -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_grape_a(heads: int) -> None:
+    values, atol, places = golden("grape_a"), about("grape_a")["atol"], torch.arange(11)[None]
+    k, want, seen = values[f"h{heads}.k"], values[f"h{heads}.bias"], torch.ones(11, 11).tril().bool()
+    scheme = load(
+        build("grape_a", geometry(heads)).double(), {name: values[f"h{heads}.{name}"] for name in ("omega", "u")}
+    )
+    state = scheme.project(Tokens(positions=Positions(places, places)), k, k, k).state
+    block = Block(Positions(places, places), reach=10, state=state)
+    got = scheme.score(torch.zeros_like(want), k, k, block)
+    torch.testing.assert_close(got[..., seen], want[..., seen], rtol=0, atol=atol)
+    weights = (k @ k.mT + want).masked_fill(~seen, float("-inf")).softmax(-1)
+    for executor in executors(scheme):
+        got = attend(scheme, k, k, k, query_positions=places, key_positions=places, executor=executor)
+        torch.testing.assert_close(got, weights @ k, rtol=0, atol=10 * atol)
+
+
 # -- add-ons -----------------------------------------------------------------------------------------------------------
 
 

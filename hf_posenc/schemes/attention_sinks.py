@@ -16,7 +16,7 @@ class AttentionSinks(Scheme):
     The weight of key j is `exp(l_j) / (exp(s_h) + sum over keys of exp(l))`, so weights sum to less than 1 and a head
     can attend to nothing, where others rest on the first token (StreamingLLM, arXiv 2309.17453). Positions do not
     enter: `patch(model, "rope+attention_sinks")` adds it to another scheme, and `native="keep"` to the model's own
-    encoding. It is not defined beside schemes without a softmax.
+    encoding. It is not defined for schemes without a softmax.
 
     Parameters: `sinks` `[H]`.
 
