@@ -183,9 +183,7 @@ def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
         names = [option for option in option_names(kind) if option != "shared"]
         twice = next((option for option in names if option in parameters), None)
         if twice is not None:
-            raise OptionError(
-                f"{name}: two of its parts have an option {twice!r}. Use the add-on with another scheme."
-            )
+            raise OptionError(f"{name}: two of its parts have an option {twice!r}. Use the add-on with another scheme.")
         given, types = inspect.signature(kind.__init__).parameters, typing.get_type_hints(kind.__init__)
         parameters |= {option: given[option] for option in names}
         hints |= {option: types[option] for option in names}

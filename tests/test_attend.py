@@ -65,7 +65,7 @@ VARIANTS: dict[str, list[dict]] = {
     "grape_a": [{}, {"gate": True}],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
     "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
-    "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}],
+    "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}, {"proportion": 0.5}],
     "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],
     "shaw": [{"max_distance": 3}, {"values": False, "init": "normal"}],
     "sinusoidal": [{}, {"layout": "concat", "freq": "t2t", "scale": 0.3, "gate": True}],
@@ -355,6 +355,7 @@ def rope(scheme, values, head, i, j, x, y) -> float:
     for pair in range(width // 2):
         u, w = (pair, pair + width // 2) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
         frequency = theta ** (-2 * pair / width) * (values["gate_weight"][0] if scheme.gate else 1.0)
+        frequency *= pair < int(scheme.proportion * (width // 2))
         # Two rotated complex numbers: the product depends on the difference of their angles.
         turned = complex(x[u], x[w]) * complex(y[u], -y[w]) * np.exp(1j * frequency * (i - j))
         total += turned.real

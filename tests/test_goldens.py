@@ -439,6 +439,17 @@ def test_rope_types(name: str) -> None:
         torch.testing.assert_close(got[~near], want[~near], rtol=0, atol=ROPE_TYPES_ATOL_FAR)
 
 
+def test_proportional_rope_by_an_option() -> None:
+    values, about_it = golden("rope_types"), about("rope_types")["hyper"]["proportional"]["rope_parameters"]
+    options = {"theta": about_it["rope_theta"], "proportion": about_it["partial_rotary_factor"]}
+    scheme = build("rope", geometry(1, head_dim=64), **options)
+    torch.testing.assert_close(scheme.frequencies(torch.zeros(1)), values["proportional.inv_freq"], rtol=1e-6, atol=0)
+    own = build("rope", geometry(1, head_dim=64, inv_freq=values["default.inv_freq"]), proportion=0.25)
+    assert torch.equal(own.frequencies(torch.zeros(1))[:8], values["default.inv_freq"][:8])
+    assert not own.frequencies(torch.zeros(1))[8:].any()
+    assert not own.starts_exact(native_kept=False)
+
+
 @pytest.mark.parametrize(
     ("name", "frequencies"),
     [
