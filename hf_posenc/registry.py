@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hf_posenc.composition import Composite, compose
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
 from hf_posenc.scheme import Scheme, option_names
@@ -37,7 +38,8 @@ class SchemeInfo:
         name: The name that `patch` takes.
         cls: The class of the scheme.
         paper: arXiv id, or another short reference.
-        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"` or `"rotary"`.
+        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"`, `"rotary"`, or `"add-on"`: a scheme
+            without positions that others can be combined with, as in `"rope+gated_output"`.
         directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
         usual: Whether `hf-posenc compare` takes the scheme by default.
     """
@@ -128,17 +130,39 @@ def schemes() -> dict[str, SchemeInfo]:
 
 
 def get(name: str) -> SchemeInfo:
-    """Return the record of a scheme.
+    """Return the record of a scheme, or of one with add-ons: `"rope+gated_output"`.
 
     Raises:
         UnknownSchemeError: No scheme has that name; the message suggests the nearest one.
+        OptionError: The parts of a name do not go together.
     """
     known = schemes()
     if not isinstance(name, str):
         raise UnknownSchemeError(f"Expected the name of a scheme, got {name!r}. {suggest('', known)}")
+    if "+" in name:
+        return _combined(name, [get(part) for part in name.split("+")])
     if name not in known:
         raise UnknownSchemeError(f"There is no scheme {name!r}. {suggest(name, known)}")
     return known[name]
+
+
+def _combined(name: str, parts: list[SchemeInfo]) -> SchemeInfo:
+    """Return the record of a scheme with add-ons."""
+    base, *others = parts
+    for other in others:
+        if other.family != "add-on":
+            addons = ", ".join(known.name for known in schemes().values() if known.family == "add-on")
+            raise OptionError(f"{name}: {other.name} is no add-on to another scheme. These are: {addons}.")
+    kinds = tuple(part.cls for part in parts)
+    directions = tuple(way for way in base.directions if all(way in other.directions for other in others))
+    return SchemeInfo(name, compose(name, kinds), ", ".join(p.paper for p in parts), base.family, directions)
+
+
+def __getattr__(name: str) -> type[Scheme]:
+    # Pickle finds the class of a scheme with add-ons here; it is made where it is asked for.
+    if "+" in name:
+        return get(name).cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
@@ -279,11 +303,13 @@ class Description:
     options: tuple[Option, ...]
 
     def __str__(self) -> str:
-        paper = self.info.paper
+        sources = (
+            f"https://arxiv.org/abs/{p}" if re.match(r"[0-9]{4}[.]", p) else p for p in self.info.paper.split(", ")
+        )
         lines = [
             f"{self.info.name}: {self.text}",
             "",
-            f"source:     {'https://arxiv.org/abs/' + paper if re.match(r'[0-9]{4}[.]', paper) else paper}",
+            f"source:     {', '.join(sources)}",
             f"family:     {self.info.family}",
             f"directions: {', '.join(self.info.directions)}",
             f"start:      {self.info.start}",
@@ -304,13 +330,19 @@ def describe(scheme: str) -> Description:
     """
     info = get(scheme)
     text, arguments = _documentation(info.cls)
-    for base in info.cls.__mro__[1:]:
+    kinds = info.cls.kinds if issubclass(info.cls, Composite) else (info.cls,)
+    for base in (base for kind in kinds for base in kind.__mro__):
         # A variant documents only the options that differ from its base.
         for name, meaning in _documentation(base)[1].items():
             arguments.setdefault(name, meaning)
     hints = inspect.get_annotations(info.cls.__init__)
     options = tuple(
-        Option(name, str(hints.get(name, "")), default, arguments.get(name, ""))
+        Option(
+            name,
+            hint if isinstance(hint := hints.get(name, ""), str) else _readable(hint),
+            default,
+            arguments.get(name, ""),
+        )
         for name, default in info.option_defaults().items()
     )
     return Description(info, text, options)

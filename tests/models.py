@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-import hf_posenc
+from hf_posenc import registry
 
 HERE = Path(__file__).parent
 DIRECTORIES = {
@@ -80,5 +80,5 @@ def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def stacks_for(architecture: str, scheme: str) -> dict[str, str]:
     """Return the argument of `patch` that a scheme needs on an architecture: one for decoders only says so on T5."""
-    causal_only = "bidirectional" not in hf_posenc.schemes()[scheme].directions
+    causal_only = "bidirectional" not in registry.get(scheme).directions
     return {"stacks": "decoder"} if architecture == "t5" and causal_only else {}

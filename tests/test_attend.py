@@ -62,8 +62,10 @@ VARIANTS: dict[str, list[dict]] = {
         {"share_qk_norm": True, "v_shift": False, "output_norm": False, "gate_activation": "silu"},
         {"output_gate": False, "qk_norm": False, "k_shift": False},
     ],
+    "grape_a": [{}, {"gate": True}],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
-    "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}],
+    "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
+    "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}, {"proportion": 0.5}],
     "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],
     "shaw": [{"max_distance": 3}, {"values": False, "init": "normal"}],
     "sinusoidal": [{}, {"layout": "concat", "freq": "t2t", "scale": 0.3, "gate": True}],
@@ -259,12 +261,27 @@ def plain(scheme, values, head, i, j, x, y) -> float:
     return content(scheme, x, y)
 
 
+def log_temperature(scheme, values, head, i, j, x, y) -> float:
+    if scheme.temperature == "llama4":
+        return content(scheme, x, y) * (1 + scheme.slope * math.log(1 + (i + 1) // scheme.floor))
+    offset = values["offsets"][head] if scheme.temperature == "affine" else 0.0
+    return content(scheme, x, y) * (offset + values["slopes"][head] * math.log(i + 1))
+
+
 def additive(bias: Callable[..., float]) -> Callable[..., float]:
     def logit(scheme, values, head, i, j, x, y) -> float:
         gate = values["gate_weight"][head] if scheme.gate else 1.0
         return content(scheme, x, y) + gate * bias(scheme, values, head, i, j)
 
     return logit
+
+
+def grape_a(scheme, values, head, i, j, x, y) -> float:
+    u, omega = values["u"][head], values["omega"][head]
+    opened = math.log1p(math.exp(u @ y / math.sqrt(u @ u) / math.sqrt(len(y))))
+    rate = math.log1p(math.exp(omega)) * alibi_slope(head, scheme.geometry.heads) * opened
+    gate = values["gate_weight"][head] if scheme.gate else 1.0
+    return content(scheme, x, y) - gate * abs(i - j) * rate
 
 
 def alibi_slope(head: int, heads: int) -> float:
@@ -338,6 +355,7 @@ def rope(scheme, values, head, i, j, x, y) -> float:
     for pair in range(width // 2):
         u, w = (pair, pair + width // 2) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
         frequency = theta ** (-2 * pair / width) * (values["gate_weight"][0] if scheme.gate else 1.0)
+        frequency *= pair < int(scheme.proportion * (width // 2))
         # Two rotated complex numbers: the product depends on the difference of their angles.
         turned = complex(x[u], x[w]) * complex(y[u], -y[w]) * np.exp(1j * frequency * (i - j))
         total += turned.real
@@ -388,8 +406,10 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "disentangled": disentangled,
     "fire": additive(fire),
     "fire_s": additive(fire),
+    "grape_a": grape_a,
     "kerple": kerple_logit,
     "learned": plain,
+    "log_temperature": log_temperature,
     "nope": plain,
     "rope": rope,
     "sandwich": additive(sandwich),
@@ -673,7 +693,7 @@ def test_the_future_does_not_change_the_past(name: str, direction: str, options:
             assert not torch.equal(before[:, :, seen:], after[:, :, seen:])
 
 
-SEES_POSITIONS = {"cape", "fire", "fire_s", "fope", "learned", "sinusoidal", "tape"}
+SEES_POSITIONS = {"cape", "fire", "fire_s", "fope", "learned", "log_temperature", "sinusoidal", "tape"}
 distance_variants = [variant for variant in variants() if variant[0] not in SEES_POSITIONS]
 
 
@@ -891,6 +911,7 @@ def test_blocks_are_of_bounded_size() -> None:
 
 # Schemes whose logits depend on more than one pair of query and key have slow references in a file of their own.
 ELSEWHERE = {
+    "addons": ["attention_sinks", "gated_output"],
     "cape": ["cape"],
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],

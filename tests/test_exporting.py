@@ -147,6 +147,7 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "own frequencies": (lambda: trained(llama, "rope"), {}),
     "other frequencies": (lambda: trained(llama, "rope", theta=500.0), {}),
     "interleaved": (lambda: trained(llama, "rope", layout="interleaved"), {}),
+    "proportional": (lambda: trained(llama, "rope", proportion=0.5), {}),
     "partial": (lambda: trained(llama, "rope", theta=100.0, rotary_dim=4, layout="interleaved"), {}),
     "gates per layer": (lambda: trained(llama, "rope", gate=True), {"max_head_dim": WIDE}),
     "some layers without": (lambda: trained(llama, "nope", layers=[1]), {"max_head_dim": WIDE}),

@@ -439,6 +439,17 @@ def test_rope_types(name: str) -> None:
         torch.testing.assert_close(got[~near], want[~near], rtol=0, atol=ROPE_TYPES_ATOL_FAR)
 
 
+def test_proportional_rope_by_an_option() -> None:
+    values, about_it = golden("rope_types"), about("rope_types")["hyper"]["proportional"]["rope_parameters"]
+    options = {"theta": about_it["rope_theta"], "proportion": about_it["partial_rotary_factor"]}
+    scheme = build("rope", geometry(1, head_dim=64), **options)
+    torch.testing.assert_close(scheme.frequencies(torch.zeros(1)), values["proportional.inv_freq"], rtol=1e-6, atol=0)
+    own = build("rope", geometry(1, head_dim=64, inv_freq=values["default.inv_freq"]), proportion=0.25)
+    assert torch.equal(own.frequencies(torch.zeros(1))[:8], values["default.inv_freq"][:8])
+    assert not own.frequencies(torch.zeros(1))[8:].any()
+    assert not own.starts_exact(native_kept=False)
+
+
 @pytest.mark.parametrize(
     ("name", "frequencies"),
     [
@@ -464,3 +475,63 @@ def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> No
     for got, part in zip(unit_rotation(scheme, positions), ("cos", "sin"), strict=True):
         want = values[f"default.{part}"][0]
         torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)
+
+
+# -- grape_a -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_grape_a(heads: int) -> None:
+    values, atol, places = golden("grape_a"), about("grape_a")["atol"], torch.arange(11)[None]
+    k, want, seen = values[f"h{heads}.k"], values[f"h{heads}.bias"], torch.ones(11, 11).tril().bool()
+    scheme = load(
+        build("grape_a", geometry(heads)).double(), {name: values[f"h{heads}.{name}"] for name in ("omega", "u")}
+    )
+    state = scheme.project(Tokens(positions=Positions(places, places)), k, k, k).state
+    block = Block(Positions(places, places), reach=10, state=state)
+    got = scheme.score(torch.zeros_like(want), k, k, block)
+    torch.testing.assert_close(got[..., seen], want[..., seen], rtol=0, atol=atol)
+    weights = (k @ k.mT + want).masked_fill(~seen, float("-inf")).softmax(-1)
+    for executor in executors(scheme):
+        got = attend(scheme, k, k, k, query_positions=places, key_positions=places, executor=executor)
+        torch.testing.assert_close(got, weights @ k, rtol=0, atol=10 * atol)
+
+
+# -- add-ons -----------------------------------------------------------------------------------------------------------
+
+
+def test_log_temperature() -> None:
+    values, atol = golden("log_temperature"), about("log_temperature")["atol"]
+    q, places = values["llama4.q"], torch.arange(40)[None]
+    scheme = build("log_temperature", geometry(3), **about("log_temperature")["options"]).double()
+    got = scheme.project(Tokens(positions=Positions(places, places)), q, q, q).q
+    torch.testing.assert_close(got, values["llama4.scaled"], rtol=0, atol=atol["llama4"])
+    stored = {"slopes": values["slopes"], "offsets": values["offsets"]}
+    for form, names in {"ssmax": ["slopes"], "affine": ["slopes", "offsets"]}.items():
+
+        def build_with(form: str = form, names: list[str] = names, **changes) -> Scheme:
+            scheme = build("log_temperature", geometry(3, **changes), temperature=form).double()
+            return load(scheme, {name: stored[name] for name in names})
+
+        places = torch.arange(9)
+        for executor in (*EXECUTORS, "sdpa"):
+            got = weights_of(build_with, places, places, values["logits"], executor)
+            torch.testing.assert_close(got, values[f"{form}.weights"], rtol=0, atol=atol["ssmax"])
+
+
+def test_gated_output() -> None:
+    values = golden("gated_output")
+    shape = geometry(3, kv_heads=1, hidden_size=24)
+    scheme = build("gated_output", shape, gate_per="channel", gate_start="official").double()
+    load(scheme, {"gate_proj.weight": values["gate_proj.weight"]})
+    got = scheme.finish(values["plain"], values["hidden"])
+    torch.testing.assert_close(got, values["gated"], rtol=0, atol=about("gated_output")["atol"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_attention_sinks(executor: str) -> None:
+    values, places = golden("attention_sinks"), torch.arange(9)[None]
+    scheme = load(build("attention_sinks", geometry(4, kv_heads=2, scale=None)).double(), {"sinks": values["sinks"]})
+    at = {"query_positions": places, "key_positions": places, "executor": executor}
+    got = attend(scheme, values["q"], values["k"], values["v"], **at)
+    torch.testing.assert_close(got, values["output"], rtol=0, atol=about("attention_sinks")["atol"])

@@ -77,6 +77,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("xpos", {"native": "keep"}),
     ("xpos", {"layout": "interleaved", "scale_base": 20.0}),
     ("nope", {"layers": "every:2"}),
+    ("fire+log_temperature+gated_output", {"temperature": "ssmax"}),
     ("kerple", {"layers": [0], "native": "keep", "gate": False}),
 ]
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]

@@ -148,6 +148,7 @@ OUT_OF_RANGE = [
     ("learned", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no learned table of 64 positions"),
     ("rope", CAUSAL, "theta", 1.0, {}, "a number above 1"),
     ("rope", CAUSAL, "theta", -10000.0, {}, "a number above 1"),
+    ("rope", CAUSAL, "proportion", 0.0, {}, "a number above 0, at most 1"),
     ("rope", CAUSAL, "rotary_dim", 0, {}, "an even number from 2 to head_dim = 6"),
     ("rope", CAUSAL, "rotary_dim", 3, {}, "an even number from 2 to head_dim = 6"),
     ("rope", CAUSAL, "rotary_dim", 8, {}, "an even number from 2 to head_dim = 6"),

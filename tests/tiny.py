@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
+from hf_posenc import registry
 from hf_posenc.patches.architecture import architectures
 from hf_posenc.patches.surgery import stock_class
 from hf_posenc.scheme import Scheme
@@ -72,7 +73,7 @@ def stock(name: str, kind: Any = None, **changes: Any) -> Any:
 
 def converted(name: str, scheme: str = "fire", *, moved: bool = False, **options: Any) -> Any:
     """Return a patched model; the parameters of its schemes can be moved from their start."""
-    causal_only = "bidirectional" not in hf_posenc.schemes()[scheme].directions
+    causal_only = "bidirectional" not in registry.get(scheme).directions
     stacks = {"stacks": "decoder"} if name == "t5" and causal_only else {}
     model = stock(name)
     torch.manual_seed(1)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
-from hf_posenc.schemes.families.additive import GridBias
+from hf_posenc.schemes.families.additive import GridBias, slopes
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive", usual=True)
@@ -53,15 +51,3 @@ class ALiBi(GridBias):
         else:
             slope = self.log_slopes.to(distance.device, dtype).exp()
         return -slope[:, None] * distance.abs().to(dtype)
-
-
-def slopes(heads: int) -> list[float]:
-    """Return the slope of each head: a geometric series, then odd terms of that for twice as many heads (section 3).
-
-    Imported weights of ALiBi models depend on this order: slopes are sorted only if the number of heads is a power of
-    two.
-    """
-    power = 2 ** int(math.log2(heads))
-    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    rest = [2.0 ** (-4.0 * (head + 1) / power) for head in range(0, 2 * power, 2)]
-    return (first + rest)[:heads]

@@ -68,6 +68,7 @@ class FIRE(AdditiveBias):
                 normalizer=normalizer,
                 gate=gate,
             )
+        self.require(shared is not False or not self._shared, "shared", shared, "True or None, in this variant")
         super().__init__(geometry, gate=gate, shared=self._shared if shared is None else shared, ahead=ahead)
         self.require(init_c != 0, "init_c", init_c, "another number than 0, from which c never learns")
         self.require(threshold > 0, "threshold", threshold, "a positive number")

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
@@ -31,9 +34,12 @@ class RoPE(RotaryScheme):
         gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
         freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
             for short inputs change, so the start counts as a break.
+        proportion: Share of the pairs that turn, from the fastest on: p of p-RoPE (Barbero et al. 2024, arXiv
+            2410.06205, section 6), the type "proportional" of transformers. Below 1 the slow pairs have no position, so
+            that no angle is new beyond the trained length, and the start counts as a break.
     """
 
-    portrait = Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}))
+    portrait = Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}, {"proportion": 0.75}))
 
     def __init__(
         self,
@@ -44,9 +50,17 @@ class RoPE(RotaryScheme):
         rotary_dim: int | None = None,
         gate: bool = False,
         freeze: Literal["short", "long"] = "short",
+        proportion: float = 1.0,
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=rotary_dim, gate=gate, freeze=freeze)
+        self.require(0 < proportion <= 1, "proportion", proportion, "a number above 0, at most 1")
         self.layout: Layout = layout or geometry.layout
+        self.proportion = proportion
+
+    def frequencies(self, like: Tensor) -> Tensor:
+        frequencies = super().frequencies(like)
+        turned = int(self.proportion * len(frequencies))
+        return torch.cat((frequencies[:turned], torch.zeros_like(frequencies[turned:])))
 
     def stock_equivalent(self) -> Rotation:
         return self.rotation()
@@ -54,4 +68,5 @@ class RoPE(RotaryScheme):
     def starts_exact(self, *, native_kept: bool) -> bool:
         if native_kept:
             return self.gate
-        return self._native and self.layout == self.geometry.layout and not self.gate and self.freeze == "short"
+        whole = self.proportion == 1 and self.freeze == "short"
+        return whole and self._native and self.layout == self.geometry.layout and not self.gate

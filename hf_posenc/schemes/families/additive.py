@@ -188,3 +188,15 @@ def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: fl
         set_start(table, native.detach())
     else:
         draw_start(table, init, std)
+
+
+def slopes(heads: int) -> list[float]:
+    """Return the slope of each head: a geometric series, then odd terms of that for twice as many heads (ALiBi).
+
+    Imported weights of ALiBi models depend on this order: slopes are sorted only if the number of heads is a power of
+    two.
+    """
+    power = 2 ** int(math.log2(heads))
+    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    rest = [2.0 ** (-4.0 * (head + 1) / power) for head in range(0, 2 * power, 2)]
+    return (first + rest)[:heads]

@@ -1,0 +1,212 @@
+"""A positional scheme with add-ons, as one scheme: `"fire+log_temperature"`.
+
+An add-on is a scheme that changes queries, the softmax or the output of attention, and leaves positions to another.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import OptionError
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.scheme import Result, Scheme, option_names
+from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
+
+
+class Composite(Scheme):
+    """A scheme and its add-ons in one layer; each add-on acts on what those before it return.
+
+    Its options are those of all parts, but `shared`: every layer has a module of its own.
+
+    Args:
+        geometry: Shape of the layer.
+        **options: Options of the parts.
+    """
+
+    # The classes of the parts: the scheme, then its add-ons.
+    kinds: ClassVar[tuple[type[Scheme], ...]]
+
+    def __init__(self, geometry: Geometry, **options: Any) -> None:
+        super().__init__(geometry)
+        parts = []
+        for kind in self.kinds:
+            own = {name: options[name] for name in option_names(kind) if name in options}
+            if "shared" in option_names(kind):
+                own["shared"] = False
+            parts.append(kind(geometry, **own))
+        self.parts = nn.ModuleList(parts)
+        if self.base.shared:
+            raise OptionError(
+                f"{self.name}: {self.base.name} is one module for all layers, and add-ons belong to one layer each. "
+                "Use them alone (native='keep'), or with another scheme."
+            )
+        self.reads_keys, self.axes, self.history = self.base.reads_keys, self.base.axes, self.base.history
+
+    def schemes(self) -> list[Scheme]:
+        """Return all parts, the base first."""
+        return [part for part in self.parts if isinstance(part, Scheme)]
+
+    @property
+    def base(self) -> Scheme:
+        """The scheme that the others are added to."""
+        return self.schemes()[0]
+
+    @property
+    def added_on(self) -> list[Scheme]:
+        """The add-ons."""
+        return self.schemes()[1:]
+
+    def reset_parameters(self) -> None:
+        for part in self.schemes():
+            part.reset_parameters()
+
+    def make_common(self) -> Scheme | None:
+        return self.base.make_common()
+
+    # -- seams ---------------------------------------------------------------------------------------------------------
+
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
+        return self.base.embed(inputs, positions, coords)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        there = self.base.project(tokens, q, k, v)
+        for part in self.added_on:
+            there = replace(there, q=part.project(tokens, there.q, there.k, there.v).q)
+        return there
+
+    def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return self.base.recall(k, state)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return self.base.score(logits, q, k, block)
+
+    def weigh(self, logits: Tensor, block: Block) -> Tensor:
+        return next((part for part in self.added_on if part.overrides("weigh")), self.base).weigh(logits, block)
+
+    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
+        return self.base.mix(weights, v, block)
+
+    def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
+        return self.base.carry(output, tokens)
+
+    def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
+        for part in self.schemes():
+            output = part.finish(output, hidden)
+        return output
+
+    def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
+        return self.base.feed(carried, fed)
+
+    # -- what it says of itself ------------------------------------------------------------------------------------
+
+    def overrides(self, seam: str) -> bool:
+        return any(part.overrides(seam) for part in self.schemes())
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return self._is_neutral() and self.base.starts_exact(native_kept=native_kept)
+
+    def start_tolerance(self, *, native_kept: bool) -> float | None:
+        return self.base.start_tolerance(native_kept=native_kept) if self._is_neutral() else None
+
+    def _is_neutral(self) -> bool:
+        """Whether no add-on does anything at the start."""
+        return all(part.starts_exact(native_kept=True) for part in self.added_on)
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        return self.base.cautions(native_kept=native_kept)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the softmax is left to the base."""
+        return not any(part.overrides("weigh") for part in self.added_on)
+
+    def added(self) -> Bias | None:
+        return self.base.added() if self._plain else None
+
+    def folded(self) -> Folded | None:
+        return self.base.folded() if self._plain else None
+
+    def locality(self) -> Locality | None:
+        return self.base.locality() if self._plain else None
+
+    def key_scan(self) -> KeyScan | None:
+        return self.base.key_scan() if self._plain else None
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        return self.base.state_bytes(element)
+
+    def stock_equivalent(self) -> Equivalent:
+        for part in self.added_on:
+            part.stock_equivalent()  # Nothing, or an error
+        return self.base.stock_equivalent()
+
+    def end_of_positions(self) -> int | None:
+        return self.base.end_of_positions()
+
+    def weights_sum_to_one(self) -> bool:
+        return all(part.weights_sum_to_one() for part in self.schemes())
+
+    def options(self) -> dict[str, Any]:
+        found = {name: value for part in self.schemes() for name, value in part.options().items()}
+        found.pop("shared", None)
+        return found
+
+    def forward(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        # Offloading gives each part its weights for the time of its own forward.
+        inside: Callable[..., Result] = lambda *_: function(self, *args, **kwargs)  # noqa: E731
+        for part in self.schemes():
+            inside = functools.partial(part, inside)
+        return inside()
+
+
+@functools.cache
+def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
+    """Return the class of a scheme with add-ons.
+
+    Args:
+        name: Its name.
+        kinds: The classes of its parts, the scheme first.
+
+    Raises:
+        OptionError: Two parts have an option of one name, or both replace the softmax.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    hints: dict[str, Any] = {}
+    for kind in kinds:
+        names = [option for option in option_names(kind) if option != "shared"]
+        twice = next((option for option in names if option in parameters), None)
+        if twice is not None:
+            raise OptionError(f"{name}: two of its parts have an option {twice!r}. Use the add-on with another scheme.")
+        given, types = inspect.signature(kind.__init__).parameters, typing.get_type_hints(kind.__init__)
+        parameters |= {option: given[option] for option in names}
+        hints |= {option: types[option] for option in names}
+    if sum(kind.weigh is not Scheme.weigh for kind in kinds) > 1:
+        raise OptionError(f"{name}: two of its parts replace the softmax. Use the add-on with another scheme.")
+
+    def __init__(self: Composite, geometry: Geometry, **options: Any) -> None:
+        Composite.__init__(self, geometry, **options)
+
+    first = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", "geometry")]
+    __init__.__signature__ = inspect.Signature([*first, *parameters.values()])  # type: ignore[attr-defined]
+    __init__.__annotations__ = hints
+    base, *others = ((inspect.getdoc(kind) or "").partition("\n")[0] for kind in kinds)
+    members: dict[str, Any] = {
+        "__init__": __init__,
+        "__doc__": "\n\n".join((base, *(f"And: {other}" for other in others))),
+        # Where pickle looks a class up.
+        "__module__": "hf_posenc.registry",
+        "kinds": kinds,
+        "name": name,
+        "reproduces": kinds[0].reproduces,
+        "neutral_options": kinds[0].neutral_options,
+    }
+    if kinds[0].start_tolerance is Scheme.start_tolerance:
+        members["start_tolerance"] = Scheme.start_tolerance
+    return type(name, (Composite,), members)

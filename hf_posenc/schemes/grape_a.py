@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
+from hf_posenc.schemes.families.additive import slopes
+from hf_posenc.structures import Bias, Equivalent, Nothing, Numbers, Picture
+
+# The slope of the penalty of each key, `[B, S, H]`.
+_RATES = "penalty_rates"
+
+
+@register_scheme("grape_a", paper="2512.07805", family="contextual")
+class GRAPEA(Scheme):
+    """A penalty proportional to the distance, with a slope that each key sets (Zhang et al. 2025, GRAPE-A, key-gated).
+
+    `bias = -|i - j| * w_h * softplus(u_h . k_j / sqrt(D))`, where w_h is the slope of ALiBi times a learned positive
+    number, and u_h has length 1. So ALiBi is the case in which all keys have one slope, and a head keeps far keys of
+    its choice. Slopes belong to query heads, also if these share keys. The computation is in float32 or wider; the
+    cache holds one number per head and token.
+
+    Parameters: `omega` `[H]`, whose softplus is the learned number, `u` `[H, D]`.
+
+    Starts: a break with the official start, omega at 1 and u in random directions. With `gate` the bias is multiplied
+    by a learned factor per head that starts at 0, an exact no-op if the native encoding is kept.
+
+    Deviations from the official code: grouped queries; encoders, where the official distance is 0 ahead of a query; the
+    gate. Its forms with slopes from queries are left out.
+
+    Args:
+        geometry: Shape of the layer.
+        gate: Multiply the bias by a learned factor per head that starts at 0.
+    """
+
+    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+
+    def __init__(self, geometry: Geometry, *, gate: bool = False) -> None:
+        super().__init__(geometry)
+        self.gate = gate
+        self.omega = nn.Parameter(torch.empty(geometry.heads))
+        self.u = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
+        if gate:
+            self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
+        # Constants stay on the CPU, so a model built on the meta device has their values.
+        self._slopes = torch.tensor(slopes(geometry.heads), dtype=torch.float64, device="cpu")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.omega, math.log(math.expm1(1)))
+        nn.init.normal_(self.u, std=self.geometry.head_dim**-0.5)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        precise = torch.promote_types(k.dtype, torch.float32)
+        with torch.autocast(k.device.type, enabled=False):
+            directions = F.normalize(self.u.to(precise), dim=-1).view(k.shape[1], -1, k.shape[-1])
+            opened = torch.einsum("bgsd,grd->bsgr", k.to(precise), directions).flatten(2) * k.shape[-1] ** -0.5
+            scale = F.softplus(self.omega.to(precise)) * self._slopes.to(k.device, precise)
+            return Projection(q, k, v, {_RATES: self.gated((scale * F.softplus(opened)).mT, 1).mT})
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return logits + self._bias(block, logits)
+
+    def _bias(self, block: Block, like: Tensor) -> Tensor:
+        rates = block.state[_RATES].to(like).transpose(1, 2)[:, :, None]  # [B, H, 1, K]
+        return -block.distance().abs().to(like)[:, None] * rates
+
+    def added(self) -> Bias | None:
+        return Bias(self._bias)
+
+    def stock_equivalent(self) -> Equivalent:
+        closed = self.gate_weight is not None and not bool(self.gate_weight.any())
+        return Nothing() if closed else super().stock_equivalent()
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.gate
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        return 4 * self.geometry.heads, 0
+
+    pictures = (
+        Picture(
+            "slopes",
+            "slopes of the penalty that each token of a text gets",
+            "slopes of keys",
+            "tokens",
+            (
+                Numbers(
+                    lambda scheme, logits, q, k, block: block.state[_RATES].transpose(1, 2),
+                    "penalty per token of distance (nats)",
+                    high=None,
+                ),
+            ),
+        ),
+    )

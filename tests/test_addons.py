@@ -1,0 +1,153 @@
+"""Add-ons: alone, with every other scheme, and in a model."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_contracts import make, operands, run
+from tiny import auto, converted, ids, stock
+
+import hf_posenc
+from hf_posenc import OptionError, build, registry, schemes
+from hf_posenc.attention import executors
+from hf_posenc.operands import Positions, Tokens
+
+ADDONS = [name for name, info in schemes().items() if info.family == "add-on"]
+# One module serves all layers.
+ONE_FOR_ALL = {"fire_s", "learned", "sinusoidal"}
+BASES = [
+    (name, direction)
+    for name, info in schemes().items()
+    if info.family != "add-on" and name not in ONE_FOR_ALL
+    for direction in info.directions
+]
+
+
+@pytest.mark.parametrize("options", [{"gate_per": "head"}, {"gate_per": "channel", "gate_start": "official"}], ids=str)
+def test_slow_reference_of_gates(options: dict[str, Any]) -> None:
+    scheme = make("gated_output", "causal", options)
+    given, places = operands(scheme, 5), torch.arange(5)[None]
+    plain = run(make("nope", "causal", {}), given, places).numpy()
+    logits = given[3].numpy() @ scheme.get_parameter("gate_proj.weight").detach().numpy().T  # [B, S, gates]
+    gates = (2 if scheme.gate_start == "exact" else 1) / (1 + np.exp(-logits))
+    want = np.zeros_like(plain)
+    for b, h, i, c in np.ndindex(*plain.shape):
+        want[b, h, i, c] = (
+            plain[b, h, i, c] * gates[b, i, h * plain.shape[3] + c if scheme.gate_per == "channel" else h]
+        )
+    np.testing.assert_allclose(run(scheme, given, places).detach().numpy(), want, rtol=0, atol=1e-13)
+
+
+def test_sinks_are_a_key_without_a_value() -> None:
+    """A key of zeros has the logit 0, and that of a sink is 0 at the start."""
+    scheme = build("attention_sinks", hf_posenc.Geometry(heads=4, kv_heads=2, head_dim=4, hidden_size=7)).double()
+    given, places = operands(scheme, 5), torch.arange(5)[None]
+    zero = torch.nn.functional.pad
+    wide = [given[0], *(zero(x, (0, 0, 1, 0)) for x in given[1:3]), given[3]]
+    at = {"query_positions": places + 1, "key_positions": torch.arange(6)[None]}
+    want = hf_posenc.attend(make("nope", "causal", {}), *wide[:3], **at)
+    torch.testing.assert_close(run(scheme, given, places), want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("base", "direction"), BASES)
+def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> None:
+    places = torch.tensor([[0, 1, 2, 5, 9]])
+    alone = make(base, direction, {})
+    for addon in ("gated_output", "log_temperature"):
+        if direction not in schemes()[addon].directions:
+            continue
+        both = registry.build(f"{base}+{addon}", alone.geometry).double()
+        own = {key: value for key, value in alone.state_dict().items() if not key.startswith("common.")}
+        both.base.load_state_dict(own)
+        both.common = alone.common
+        given = operands(alone, 5)
+        assert torch.equal(run(both, given, places), run(alone, given, places))
+        assert executors(both) == executors(alone)
+
+
+def test_the_temperature_multiplies_queries_after_any_projection() -> None:
+    name, places = "rope+log_temperature", torch.tensor([[0, 1, 2, 5, 9]])
+    scheme = make(name, "causal", {"temperature": "ssmax", "slope": 0.5})
+    q, k, v, hidden = operands(scheme, 5)
+    tokens = Tokens(positions=Positions(places, places), hidden=hidden)
+    there, turned = scheme.project(tokens, q, k, v), make("rope", "causal", {}).project(tokens, q, k, v)
+    slopes = scheme.get_parameter("parts.1.slopes").double()
+    torch.testing.assert_close(there.q, turned.q * slopes[:, None, None] * (places + 1).double().log()[..., None])
+    assert torch.equal(there.k, turned.k)
+
+
+def test_a_sink_beside_a_bias() -> None:
+    """With a bias, and on the blocks, whose backward pass is their own."""
+    scheme, places = make("kerple+attention_sinks", "causal", {}), torch.arange(9)[None]
+    assert executors(scheme) == ("dense", "blocks")
+    results = []
+    for executor in ("dense", "blocks"):
+        output = run(scheme, operands(scheme, 9), places, executor=executor)
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(scheme.parameters()))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    moved = registry.build("kerple+attention_sinks", scheme.geometry, sink_start=-40.0).double()
+    moved.base.load_state_dict(scheme.base.state_dict())
+    plain = make("kerple", "causal", {})
+    plain.load_state_dict(scheme.base.state_dict())
+    given = operands(scheme, 9)
+    torch.testing.assert_close(run(moved, given, places), run(plain, given, places), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
+def test_a_model_with_add_ons(architecture: str, tmp_path: Path) -> None:
+    name = "kerple+log_temperature+gated_output+attention_sinks"
+    model = converted(architecture, name, moved=True, layers=[0, 2])
+    record = model.config.posenc["groups"][0]
+    assert record["scheme"] == name
+    assert "shared" not in next(iter(record["stacks"].values()))["options"]
+    tokens = ids(2)
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **settings), model.generate(tokens, use_cache=False, **settings))
+    model.save_pretrained(tmp_path)
+    loaded = auto(architecture).from_pretrained(tmp_path)
+    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if architecture == "t5" else {})}
+    want = model(**inputs).logits
+    assert torch.equal(loaded(**inputs).logits, want)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs).logits, want)
+    hf_posenc.unpatch(model)
+    assert torch.equal(model(**inputs).logits, stock(architecture)(**inputs).logits)
+
+
+def test_add_ons_start_as_the_other_scheme_does() -> None:
+    model = stock("llama")
+    assert hf_posenc.plan(model, "rope+log_temperature+gated_output").start == "exact"
+    assert hf_posenc.plan(model, "rope+attention_sinks").start == "break"
+    assert hf_posenc.plan(model, "kerple+gated_output", native="keep").start == "exact with native kept"
+    assert "exact on models with rotary encoding" in str(hf_posenc.describe("rope+gated_output"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("alibi+kerple", "kerple is no add-on to another scheme. These are: attention_sinks, gated_output"),
+        ("stick_breaking+attention_sinks", "two of its parts replace the softmax"),
+        ("rope+gated_output+gated_output", "two of its parts have an option 'gate_per'"),
+        ("learned+gated_output", "learned is one module for all layers"),
+        ("sinusoidal+gated_output", "sinusoidal is one module for all layers"),
+        ("fire_s+gated_output", "fire_s: option shared=False: expected True or None"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(name: str, why: str) -> None:
+    model = stock("llama")
+    with pytest.raises(OptionError, match=why):
+        hf_posenc.patch(model, name)
+    assert not hasattr(model.config, "posenc")
+
+
+def test_every_add_on_goes_with_every_scheme() -> None:
+    """No two of them have an option of one name."""
+    for base, direction in BASES:
+        for addon in set(ADDONS) - ({"attention_sinks"} if base == "stick_breaking" else set()):
+            if direction in schemes()[addon].directions:
+                make(f"{base}+{addon}", direction, {})
