@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from hf_posenc.recipes.comparison.contestants import NATIVE
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
-from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.runs.verdict import HOLDS
 
-HOLDS = 1.10
 ACCEPTABLE = 1.02
 
 
@@ -139,7 +138,7 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
     native, best, others = found[NATIVE], names[0], names[1:]
     text = f"At {context:,} tokens {_called(best)} has the lowest perplexity"
     if best != NATIVE and native.perplexity.reads(context):
-        text += f": {_share(found[best].ratio(context, native))} of the equally trained native model's"
+        text += f": {RATIO.say(found[best].ratio(context, native))} of the equally trained native model's"
     text += (
         f". {_list(others)} {_is(others)} equal within noise." if others else ". All others are significantly worse."
     )
@@ -162,12 +161,12 @@ def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest
         windows = native.perplexity.samples.shape[-1]
         holds = f"{windows} windows are too few to tell whether it loses on longer texts"
     yield (
-        f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}: "
+        f"The perplexity of {_called(far)} at {farthest:,} tokens is {RATIO.say(growth)} of its own at {trained:,}: "
         f"{holds}."
     )
     if far != NATIVE:
         noise = "" if differ(found[far], native, trained) else ", within noise"
-        share = _share(found[far].ratio(trained, native))
+        share = RATIO.say(found[far].ratio(trained, native))
         yield f"At {trained:,} tokens the perplexity of {far} is {share} of the native model's{noise}."
 
 
@@ -208,11 +207,6 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
         f"With {pairs} comparisons to one model, about one in twenty differs by chance alone.",
         "The best scheme after this budget need not be the best after a longer one.",
     )
-
-
-def _share(interval: Interval) -> str:
-    mean, bracket, rest = RATIO.write(interval).partition(" [")
-    return f"{mean} %{bracket}{rest}"
 
 
 def _called(name: str) -> str:

@@ -85,6 +85,11 @@ class Quantity:
         mean, low, high = (round(end, decimals) + 0.0 for end in (mean, low, high))
         return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
 
+    def say(self, found: Interval) -> str:
+        """Return an estimate like `write`, with the unit behind the number, for a sentence."""
+        mean, bracket, rest = self.write(found).partition(" [")
+        return f"{mean} {self.unit}".rstrip() + bracket + rest
+
 
 def _decimals(width: float) -> int:
     """Return the decimals to write for a number with an interval of some width: two of its digits, at most three."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
+from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.callbacks import Handover
 
@@ -37,6 +37,7 @@ def write(
     *,
     log: Log = (),
     pace: Pace | None = None,
+    verdict: Verdict | None = None,
 ) -> None:
     """Write table.md and perplexity.png, each atomically.
 
@@ -47,12 +48,13 @@ def write(
         facts: Facts of the run.
         log: Log of the trainer (`trainer.state.log_history`), for the loss by step.
         pace: Speed of the run (`Progress.pace`).
+        verdict: Verdict on the run.
     """
     if _models(measurements, facts):
         _draw(folder / PICTURE, recipe, measurements, facts, log)
     course = {f"{step:,}": grid for step, grid in measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
-    text = render("run", **_values(measurements, facts, log, pace), course=by_step, picture=PICTURE)
+    text = render("run", **_values(measurements, facts, log, pace), verdict=verdict, course=by_step, picture=PICTURE)
     write_text(folder / TABLE, text)
 
 
@@ -111,8 +113,7 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
     models = _models(measurements, facts)
     first = next(iter(models.values()))
     contexts, name = first.points, first.quantity.name
-    # The measured length nearest to the trained length.
-    length = min(contexts, key=lambda context: abs(math.log(context / facts.trained_length)))
+    length = nearest(contexts, facts.trained_length)
     native = measurements.curve("native")
     strength = []
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
@@ -140,6 +141,7 @@ def model_card(
     existing: str = "",
     log: Log = (),
     pace: Pace | None = None,
+    verdict: Verdict | None = None,
 ) -> str:
     """Return the model's README.md: loading, measurements and origin.
 
@@ -151,6 +153,7 @@ def model_card(
             PEFT's empty form is not.
         log: Log of the trainer.
         pace: Speed of the run.
+        verdict: Verdict on the run.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
     _describe(card.data, recipe)
@@ -160,6 +163,7 @@ def model_card(
     text = render(
         "card",
         **values,
+        verdict=verdict,
         recipe=recipe,
         text=_text(recipe),
         name=name_of(facts.model),
