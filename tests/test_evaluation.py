@@ -54,10 +54,11 @@ from hf_posenc.recipes.evaluation.needle import Passkey
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions
 from hf_posenc.recipes.evaluation.report import Report, Section, is_report, load
-from hf_posenc.recipes.evaluation.request import MEASURES, Request
+from hf_posenc.recipes.evaluation.request import MEASURES, Request, _caution
 from hf_posenc.recipes.evaluation.subjects import subjects
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.plots import curves
+from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe
 
 VOCABULARY = 50
 TOKENIZER = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
@@ -772,6 +773,22 @@ def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> N
         )
         assert torch.equal(plain.load(torch.device("cpu"))(ids).logits, stock("llama")(ids).logits)
     assert adapter.tokenizer().get_vocab() == plain.tokenizer().get_vocab()
+
+
+def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path) -> None:
+    for name in ("text/mine.txt", "text/apart.txt", "other.txt", "run/model/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    data = Data(source=str(tmp_path / "text"), held_out=str(tmp_path / "text/apart.txt"))
+    recipe = Recipe(model="tiny-llama", conversion=Conversion(scheme=None), data=data)
+    (tmp_path / "run/recipe.yaml").write_text(recipe.text())
+    (trained, plain) = subjects([str(tmp_path / "run"), "tiny-llama"])
+    seen = {name: trained.has_trained_on(str(tmp_path / name)) for name in ("text", "text/mine.txt", "text/../text")}
+    assert all(seen.values()), seen
+    assert not any(map(trained.has_trained_on, ("builtin", str(tmp_path / "other.txt"), str(data.held_out))))
+    assert not plain.has_trained_on(str(tmp_path / "text"))
+    assert "run. Give a text" in _caution([trained, plain], str(tmp_path / "text"))
+    assert _caution([plain], str(tmp_path / "text")) == ""
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -98,6 +98,9 @@ class Request:
         inputs = self._inputs(found)
         measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
         models = {subject.name: partial(inputs.load, subject) for subject in found}
+        caution = _caution(found, self.text)
+        if caution and console is not None:
+            console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         settings = {
             "models": ", ".join(self.models),
             "text": f"{self.text}, {len(inputs.ids):,} tokens",
@@ -105,6 +108,7 @@ class Request:
             "seed": self.seed,
             "command": command,
             "device": str(inputs.device),
+            **({"caution": caution} if caution else {}),
             "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
@@ -246,6 +250,13 @@ def check_measures(names: Iterable[str]) -> None:
     for name in names:
         if name not in MEASURES:
             raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
+
+
+def _caution(found: Iterable[Subject], text: str) -> str:
+    """Return a caution about models that know the text, or nothing."""
+    knowing = [subject.name for subject in found if subject.has_trained_on(text)]
+    names = ", ".join(knowing)
+    return f"{text} is in the training text of {names}. Give a text that no model has seen." if names else ""
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -185,7 +185,7 @@ class _Run:
         model, tokenizer = self._load()
         suitability.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
-        length, own_length = suitability.lengths(recipe, model.config, model)
+        length, own_length = suitability.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
         with enough_threads(model, micro_batch * length):
             return self._adapt(model, tokenizer, length, own_length)
