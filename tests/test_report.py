@@ -59,7 +59,7 @@ def rows_under(text: str, heading: str) -> dict[str, list[str]]:
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        first, *cells = (cell.strip(" -") or cell.strip()[:3] for cell in line.strip("|").split("|"))
         found[first] = cells
     return found
 

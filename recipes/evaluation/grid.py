@@ -69,6 +69,11 @@ class Quantity:
         """Name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
+    @property
+    def noun(self) -> str:
+        """Name without what it is of."""
+        return self.name.partition(" of ")[0]
+
     def interval(self, samples: Tensor) -> Interval:
         """Return the estimate from samples `[n]`."""
         return _ESTIMATORS[self.estimator](samples)
