@@ -20,6 +20,8 @@ from hf_posenc.recipes.reports import Table
 # A point on an axis: a number of tokens, a depth, the name of a task.
 Point = int | float | str
 
+# A share this much better than guessing, of what is possible, is seen without an interval.
+_SEEN = 0.05
 _ESTIMATORS = {
     "mean": intervals.of_mean,
     "mean share": intervals.of_mean_share,
@@ -77,6 +79,13 @@ class Quantity:
     def interval(self, samples: Tensor) -> Interval:
         """Return the estimate from samples `[n]`."""
         return _ESTIMATORS[self.estimator](samples)
+
+    def shows(self, samples: Tensor) -> bool:
+        """Whether samples of a share are better than guessing: significantly, or by a twentieth of what is possible."""
+        if self.guess is None or "share" not in self.estimator:
+            return False
+        found = self.interval(samples.flatten())
+        return found.low > self.guess or found.mean > self.guess + _SEEN * (1 - self.guess)
 
     def write(self, found: Interval) -> str:
         """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
