@@ -428,31 +428,28 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert "another comparison: budget is 2 there and 3 here" in more.output
 
 
+def section(table: Table, kind: Any = "markdown") -> str:
+    parts = SimpleNamespace(title="<title>", note="a <\n b", remarks=list, tables=lambda: [table])
+    return render("section", kind, section=parts)
+
+
 def test_a_report_escapes_its_texts() -> None:
     table = Table(("", "a|b"), (("<fire>", Cell("1.02 [1, 2]", "good")),), ("<fire>",), "x < y:")
-    values: dict[str, Any] = {"title": "<title>", "tables": [table, table], "note": "a <\n b", "picture": "none.png"}
-    written = render("demo", **values)
     head = "|        |               a\\|b |\n| ------ | -----------------: |"
-    rows = f"x < y:\n\n{head}\n| <fire> | 1.02 [1, 2] (good) |\n\n"
-    picture = "![perplexity by context length](none.png)"
-    assert written == f"# <title>\n\n{rows}a < b\n\n{rows}{picture}\n"
-    shown = render("demo", "html", **values | {"folder": Path(__file__).parent, "picture": Path(__file__).name})
-    assert "<title>&lt;title&gt;</title>" in shown
+    assert section(table) == f"## <title>\n\na < b\n\nx < y:\n\n{head}\n| <fire> | 1.02 [1, 2] (good) |\n"
+    shown = section(table, "html")
+    assert "<h2>&lt;title&gt;</h2>" in shown
     assert "<p>a &lt; b</p>" in shown
     assert '<tr class=marked><td>&lt;fire&gt;</td><td class=good title="good">1.02 <span' in shown
 
 
 def test_a_wide_table_has_parts_that_fit() -> None:
     header = ["", *(f"{2**power:,}" for power in range(6, 12))]
-    table = Table(header, [["native", *["1,234.5 [1,200.0, 1,270.0]"] * 6], ["kerple", *["99"] * 6]], (), "Perplexity:")
-    text = render("demo", title="", tables=[table, table], note="", picture="")
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 100
-    parts = text.partition("Perplexity:\n\n")[2].partition("\n\nPerplexity:")[0].split("\n\n")
-    assert [[cell.strip() for cell in part.splitlines()[0].split("|")[2:-1]] for part in parts] == [
-        header[1:4],
-        header[4:],
-    ]
+    text = section(Table(header, [["native", *["1,234.5 [1,200.0, 1,270.0]"] * 6], ["kerple", *["99"] * 6]]))
+    assert max(map(len, text.splitlines())) <= 100
+    parts = text.partition("b\n\n")[2].split("\n\n")
+    heads = [[cell.strip() for cell in part.splitlines()[0].split("|")[2:-1]] for part in parts]
+    assert heads == [header[1:4], header[4:]]
     assert all(part.splitlines()[2].startswith("| native | 1,234.5") for part in parts)
 
 
