@@ -23,6 +23,7 @@ also a `RuntimeError`, which callers of transformers catch when weights do not f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -97,3 +98,21 @@ def suggest(got: str, known: Iterable[str]) -> str:
     near = get_close_matches(got.lower(), words, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(words) if words else 'none'}."
+
+
+def restated(message: str, keyword: str, option: str) -> str:
+    """Return a message with the keywords of `patch` in the syntax of a command.
+
+    Args:
+        message: A message that names them as in Python.
+        keyword: Form of `native=`, `layers=` and `stacks=`, such as `"--{} {}"`.
+        option: Form of an option of a scheme, such as `"-o {}={}"`.
+    """
+
+    def word(found: re.Match[str]) -> str:
+        name, value = found[1], (found[2] or found[3]).strip("'")
+        return (keyword if name in ("native", "layers", "stacks") else option).format(name, value)
+
+    start = re.compile(r"(?<=An exact start: ).*?(?=\.$)")
+    message = start.sub(lambda found: re.sub(r"(\w+)=(?:('[^']*')|([^ ,]+)),?", word, found[0]), message)
+    return re.sub(r"\b(native|layers|stacks)=(?:('[^']*')|(\[[^\]]*\]))", word, message)

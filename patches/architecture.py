@@ -75,6 +75,10 @@ class Architecture(ABC):
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()
 
+    def trained_length(self, config: Any) -> int | None:
+        """Return the trained length in a config, in tokens; `None` if it states none."""
+        return stated_length(config)
+
     def first_position(self, model: Any) -> int:
         """Return the number that the model gives to the first position in `position_ids`."""
         return 0
@@ -92,6 +96,12 @@ class Architecture(ABC):
         assert isinstance(body, PreTrainedModel)
         weight: Any = body.get_input_embeddings().weight
         return {"input_ids": torch.arange(8, device=weight.device)[None] % weight.shape[0]}
+
+
+def stated_length(config: Any) -> int | None:
+    """Return the number of positions that a config states; `None` if it states none."""
+    names = ("max_position_embeddings", "n_positions")
+    return next((int(length) for name in names if (length := getattr(config, name, None))), None)
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:

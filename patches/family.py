@@ -8,6 +8,7 @@ must know of a layer is read from the same forward, on the meta device.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -514,6 +515,14 @@ class TableFamily(TableArchitecture, Family):
 
     acting = TableBody
     shared = {nn.Embedding: PosencPositionTable}
+
+    def trained_length(self, config: Any) -> int:
+        # Some configs count rows for padding, too. A body of one layer has the whole table.
+        small = copy.deepcopy(config)
+        small.num_hidden_layers = 1
+        with torch.device("meta"):
+            table = table_of(self.body(small))
+        return table.num_embeddings - first_row(table)
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         table = table_of(body)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -25,8 +27,27 @@ from hf_posenc.scheme import Scheme
 _POSITION_BYTES = 8
 
 
+class Shown:
+    """Mixin of results that can be read in a terminal, in a notebook and by programs."""
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of a table."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes as JSON values."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(cast(Any, self)), default=str))
+        return found
+
+    def _repr_html_(self) -> str:
+        cells = (
+            "".join(f"<td style='text-align: left'>{html.escape(cell)}</td>" for cell in row) for row in self.rows()
+        )
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """Result of a dry run of `patch`.
 
     Attributes:
@@ -60,8 +81,9 @@ class Plan:
     cache_bytes_per_sequence: int
     warnings: tuple[str, ...]
 
-    def __str__(self) -> str:
-        rows = [
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return names and values."""
+        return [
             ("scheme", self.scheme),
             ("native encoding", self.native),
             *((f"layers ({name})", f"{len(layers)}: {_short(layers)}") for name, layers in self.layers.items()),
@@ -84,11 +106,13 @@ class Plan:
             ),
             *(("warning", warning) for warning in self.warnings),
         ]
-        return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name + ':':<20} {value}" for name, value in self.rows())
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """Result of `verify`.
 
     Attributes:
@@ -100,6 +124,10 @@ class Verification:
     groups: tuple[tuple[str, str, int], ...]
     calls: int
     difference: float
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the only line."""
+        return [(str(self),)]
 
     def __str__(self) -> str:
         groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
@@ -301,7 +329,7 @@ class LayerExecution:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """Result of `explain`.
 
     Attributes:
@@ -312,10 +340,13 @@ class Explanation:
     layers: tuple[LayerExecution, ...]
     length: int
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return a row of headings, and one per layer."""
+        head = ("layer", "scheme", f"{self.length} tokens", "one more token")
+        return [head, *((f"{x.stack} {x.layer}", x.scheme, x.sequence, x.step or "-") for x in self.layers)]
+
     def __str__(self) -> str:
-        lines = [f"{'layer':<16} {'scheme':<16} {f'{self.length} tokens':<28} one more token"]
-        lines += [f"{f'{x.stack} {x.layer}':<16} {x.scheme:<16} {x.sequence:<28} {x.step or '-'}" for x in self.layers]
-        return "\n".join(lines)
+        return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in self.rows())
 
 
 def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:

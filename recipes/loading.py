@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME
 
-from hf_posenc.errors import CheckpointError, PosencError, RecipeError
+from hf_posenc.errors import ArchitectureError, CheckpointError, PosencError, RecipeError
+from hf_posenc.patches.architecture import of_config, stated_length
 
 # Name of the built-in model.
 TINY_LLAMA = "tiny-llama"
@@ -134,5 +135,7 @@ def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
 
 def trained_length(config: PreTrainedConfig) -> int | None:
     """Return the trained length in a model's config; `None` if it states none."""
-    names = ("max_position_embeddings", "n_positions")
-    return next((int(length) for name in names if (length := getattr(config, name, None))), None)
+    try:
+        return of_config(config).trained_length(config)
+    except ArchitectureError:  # A teacher may be any model.
+        return stated_length(config)

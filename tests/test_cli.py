@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -33,6 +34,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
+from hf_posenc.cli.application import in_syntax_of
 from hf_posenc.recipes import library
 from hf_posenc.recipes.schema.recipe import Recipe
 
@@ -115,6 +117,49 @@ def test_plan_reads_the_config_alone(tmp_path: Path) -> None:
     assert "width=16" in result.stdout
     assert "init='zero'" in result.stdout
     assert not result.stderr
+
+
+def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    planned = json.loads(run("plan", checkpoints["llama"], "kerple", "--json").stdout)
+    assert (planned["scheme"], planned["layers"]) == ("kerple", {"decoder": [0, 1, 2, 3]})
+    model = hf_posenc.patch(MODELS["llama"](), "kerple")
+    assert planned == hf_posenc.plan(MODELS["llama"](), "kerple").to_dict()
+    model.save_pretrained(tmp_path)
+    verified = json.loads(run("verify", tmp_path, "--json").stdout)
+    assert verified["groups"] == [["kerple", "remove", 4]]
+    explained = json.loads(run("explain", tmp_path, "--length", 32, "--json").stdout)
+    assert explained == hf_posenc.explain(model, length=32).to_dict()
+    assert [layer["scheme"] for layer in explained["layers"]] == ["kerple"] * 4
+    assert "one more token" in run("explain", tmp_path).stdout
+    listed = json.loads(run("schemes", "--json").stdout)
+    assert [each["name"] for each in listed] == list(hf_posenc.schemes())
+    results = (hf_posenc.plan(model, "fire"), hf_posenc.verify(model), hf_posenc.explain(model, length=8))
+    for result in results:
+        shown = result._repr_html_()
+        assert shown.startswith("<table><tr><td")
+        assert all(html.escape(cell) in shown for row in result.rows() for cell in row)
+
+
+def test_remedies_are_in_the_syntax_of_the_command(checkpoints: dict[str, Path]) -> None:
+    said = run("plan", checkpoints["llama"], "fox").stdout
+    assert "An exact start: --native keep -o init=horizon." in said
+    assert "An exact start: native='keep', init='horizon'." in str(hf_posenc.plan(MODELS["llama"](), "fox"))
+    refused = run("plan", checkpoints["llama"], "nope", "--stacks", "encoder")
+    assert "--stacks ['encoder']: a LlamaForCausalLM has" in refused.stderr
+    words = "patch with native='keep', or layers=[0, 1]."
+    assert in_syntax_of("train", words) == "patch with conversion.native=keep, or conversion.layers=[0, 1]."
+    assert in_syntax_of("plan", "got native='x'.") == "got --native x."
+
+
+def test_a_shell_completes_commands_and_schemes() -> None:
+    def completed(*typed: str) -> list[str]:
+        variables = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1)}
+        variables["_HF_POSENC_COMPLETE"] = "complete_bash"
+        result = CliRunner().invoke(cli.app, [], env=variables, prog_name="hf-posenc")
+        return result.stdout.split()
+
+    assert completed("hf-posenc", "ver") == ["verify"]
+    assert completed("hf-posenc", "info", "fox") == ["fox", "fox_pro"]
 
 
 @pytest.mark.parametrize(

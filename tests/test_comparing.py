@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import dataclasses
 import gc
 import json
@@ -28,11 +27,11 @@ from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
 from hf_posenc.patches.directories import OutputError
 from hf_posenc.recipes.comparison import cost, verdict
 from hf_posenc.recipes.comparison import examiner as examining
-from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants
+from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants, settings
 from hf_posenc.recipes.comparison.decay import decay
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
-from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
@@ -51,19 +50,31 @@ def entered(
     return {each.name: each for each in found}
 
 
-def test_all_have_one_budget_and_their_own_recipe() -> None:
-    found = entered("training.batch_size=4")
-    assert list(found) == [NATIVE, "fire", "rope"]
+def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path: Path) -> None:
+    """A recipe that is named itself is what was asked for."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model: tiny-llama\nconversion: {scheme: rope}\ntraining: {skip_to: 512}\n")
+    found = entered("training.batch_size=4", schemes=("fire", "cope", "rope", str(mine)))
+    assert list(found) == [NATIVE, "fire", "cope", "rope", "mine"]
     for name, each in found.items():
         training = each.recipe.training
         assert (each.recipe.model, training.steps, training.batch_size, training.length) == ("here", 7, 4, 128)
         assert each.folder == Path("runs", name)
+        assert training.skip_to == (512 if name == "mine" else None)
+        assert (each.recipe.distillation.share > 0) == (name not in (NATIVE, "mine"))
+    # The built-in recipe of this scheme has neither teacher, and that of the other one skips positions.
+    assert found["rope"].recipe.distillation == found["fire"].recipe.distillation
     assert found["fire"].recipe.conversion == Recipe.parse("llama-fire").conversion
-    assert found["fire"].recipe.training.skip_to == 1024
-    control = found[NATIVE].recipe
-    assert control.conversion.scheme is None
-    assert control.distillation.share == control.distillation.hidden == 0
-    assert control.training.skip_to is None
+    assert found[NATIVE].recipe.conversion.scheme is None
+    assert settings(list(found.values())) == {
+        NATIVE: "no scheme, no teacher",
+        "fire": "fit=native, share=1.0, hidden=2.0, until=0.8, threshold=64.0",
+        "cope": "native=keep, share=1.0, hidden=2.0, until=0.8",
+        "rope": "share=1.0, hidden=2.0, until=0.8, theta=80000.0",
+        "mine": "skip_to=512",
+    }
+    skipping = entered("training.skip_to=4096", schemes=("fire", "alibi"))
+    assert {each.recipe.training.skip_to for each in skipping.values()} == {4096}
 
 
 def test_all_are_trained_on_the_same_text_in_the_same_batches(tmp_path: Path) -> None:
@@ -79,30 +90,6 @@ def test_all_are_trained_on_the_same_text_in_the_same_batches(tmp_path: Path) ->
         entered("data.source=docs.jsonl", schemes=(str(mine), "rope"))
     found = entered("data.source=docs.jsonl", "training.batch_size=16", schemes=(str(mine), "rope"))
     assert {each.recipe.training.batch_size for each in found.values()} == {16}
-
-
-@pytest.mark.parametrize(
-    ("trained", "overrides", "wanted"),
-    [
-        # As far as is measured, however long the windows are; and nothing where they reach as far.
-        (2048, [], 16384),
-        (2048, ["training.length=256"], 16384),
-        (128, ["training.length=64"], 1024),
-        (128, ["training.length=256"], 1024),
-        (128, ["training.length=1024"], None),
-        # What is said is what is done.
-        (2048, ["training.skip_to=4096"], 4096),
-        (2048, ["training.skip_to=4096", "training.length=256"], 4096),
-        (2048, ["training.skip_to=null"], None),
-        (2048, ["training={skip_to: 4096}"], 4096),
-    ],
-)
-def test_positions_are_skipped_in_proportion_to_the_trained_length(
-    trained: int, overrides: list[str], wanted: int | None
-) -> None:
-    config = copy.deepcopy(CONFIG)
-    config.max_position_embeddings = trained
-    assert entered(*overrides, config=config)["fire"].recipe.training.skip_to == wanted
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
@@ -227,6 +214,26 @@ def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[
     text = " ".join(given.sentences)
     assert all(part in text for part in said), text
     assert ("it reads longer texts" in text) == (found[given.far or NATIVE].growth(1024, 128).mean <= 1.1)
+
+
+def test_a_short_training_makes_a_provisional_headline() -> None:
+    found = {NATIVE: findings(NATIVE, 2.0, 4.0), "a": findings("a", 1.8, 2.0)}
+    long, short = (judge(found, 128, 1024, is_short=is_short) for is_short in (False, True))
+    assert long.headline.startswith("Take a: ")
+    assert short.headline == f"Provisional, after a short training: t{long.headline[1:]}"
+    assert short.reasons[1:] == long.reasons
+
+
+def test_a_masked_language_model_has_a_pseudo_perplexity() -> None:
+    def masked(one: Findings) -> Findings:
+        (grid,) = one.report["perplexity"].models[one.name]
+        grid = dataclasses.replace(grid, quantity=MASKED_PERPLEXITY)
+        return dataclasses.replace(one, report=Report((Section("perplexity", "", "", {one.name: (grid,)}),)))
+
+    found = {each.name: masked(each) for each in (findings(NATIVE, 2.0, 4.0), findings("a", 2.1, 2.5))}
+    words = " ".join(judge(found, 128, 1024).sentences)
+    assert "has the lowest pseudo-perplexity" in words
+    assert re.findall(r"(?<!pseudo-)perplexity", words) == []
 
 
 def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
@@ -382,8 +389,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
     for part in (
         "Quality by length",
-        "Report card",
-        "Cost and start",
+        "Cost, length and start",
         "Failed",
         "Copying a random sequence",
         UNTRAINED,
@@ -393,9 +399,9 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     native, alibi = (Findings.load(out / "runs" / name / "results.json") for name in (NATIVE, "alibi"))
     ratio = alibi.ratio(128, native)
     assert re.search(
-        rf"^\| alibi \|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M
+        rf"^\| alibi +\|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M
     )
-    assert "| broken |" not in written
+    assert "| broken" not in written
     assert "- broken: " in written
     assert all((out / name).is_file() for name in re.findall(r"\]\((.+?)\)", written))
     # A break that two steps do not mend.
@@ -422,17 +428,29 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     assert "another comparison: budget is 2 there and 3 here" in more.output
 
 
+def section(table: Table, kind: Any = "markdown") -> str:
+    parts = SimpleNamespace(title="<title>", note="a <\n b", remarks=list, tables=lambda: [table])
+    return render("section", kind, section=parts)
+
+
 def test_a_report_escapes_its_texts() -> None:
     table = Table(("", "a|b"), (("<fire>", Cell("1.02 [1, 2]", "good")),), ("<fire>",), "x < y:")
-    values: dict[str, Any] = {"title": "<title>", "tables": [table, table], "note": "a <\n b", "picture": "none.png"}
-    written = render("demo", **values)
-    rows = "x < y:\n\n|  | a\\|b |\n| --- | ---: |\n| <fire> | 1.02 [1, 2] (good) |\n\n"
-    picture = "![perplexity by context length](none.png)"
-    assert written == f"# <title>\n\n{rows}a < b\n\n{rows}{picture}\n"
-    shown = render("demo", "html", **values | {"folder": Path(__file__).parent, "picture": Path(__file__).name})
-    assert "<title>&lt;title&gt;</title>" in shown
+    head = "|        |               a\\|b |\n| ------ | -----------------: |"
+    assert section(table) == f"## <title>\n\na < b\n\nx < y:\n\n{head}\n| <fire> | 1.02 [1, 2] (good) |\n"
+    shown = section(table, "html")
+    assert "<h2>&lt;title&gt;</h2>" in shown
     assert "<p>a &lt; b</p>" in shown
     assert '<tr class=marked><td>&lt;fire&gt;</td><td class=good title="good">1.02 <span' in shown
+
+
+def test_a_wide_table_has_parts_that_fit() -> None:
+    header = ["", *(f"{2**power:,}" for power in range(6, 12))]
+    text = section(Table(header, [["native", *["1,234.5 [1,200.0, 1,270.0]"] * 6], ["kerple", *["99"] * 6]]))
+    assert max(map(len, text.splitlines())) <= 100
+    parts = text.partition("b\n\n")[2].split("\n\n")
+    heads = [[cell.strip() for cell in part.splitlines()[0].split("|")[2:-1]] for part in parts]
+    assert heads == [header[1:4], header[4:]]
+    assert all(part.splitlines()[2].startswith("| native | 1,234.5") for part in parts)
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:

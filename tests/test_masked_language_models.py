@@ -123,7 +123,7 @@ def test_the_scored_tokens_are_the_masked_ones_at_every_length(
         longer = context_curve(model, ids, [64, 65], windows=2, targets=32, corrupt=corrupt)
         assert bool(longer.values(65).isnan().all())
         assert bool(longer.values(64).isfinite().all())
-        assert lengths(recipe(folders, name), model.config, model) == (64, 64)
+        assert lengths(recipe(folders, name), model.config) == (64, 64)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])

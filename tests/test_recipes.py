@@ -209,27 +209,19 @@ def test_the_demo_measures_every_scheme_at_every_length() -> None:
     for name in hf_posenc.schemes():
         model = hf_posenc.patch(small(), name, **demo.options_of(name))
         ends = [module.end_of_positions() for module in model.modules() if isinstance(module, hf_posenc.Scheme)]
-        assert all(end is None or end >= max(demo.CONTEXTS) for end in ends), name
+        assert all(end is None or end >= 8 * 128 for end in ends), name
 
 
 def test_demo(tmp_path: Path) -> None:
     screen = io.StringIO()
-    outcome = demo.run(tmp_path, Console(file=screen, width=120), scheme="fire", steps=4, contexts=(64, 128), windows=4)
-    assert outcome.difference == 0.0
-    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "perplexity.png", "model", ".posenc-demo"}
-    assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
-    table = (tmp_path / "table.md").read_text(encoding="utf-8")
-    original, control, untrained, adapted = outcome.subjects
-    for subject in outcome.subjects:
-        cell = table.split(f"| {subject.name} |")[1].split(" [")[0]
-        assert float(cell) == pytest.approx(subject.curve.at(64).mean, abs=0.5)
-        assert subject.name in screen.getvalue()
-    assert "logits bit-equal, largest difference 0" in screen.getvalue()
-    # Without training the original is best where it was trained; even four steps help the converted model.
-    assert original.curve.at(128).mean < untrained.curve.at(128).mean
-    assert adapted.curve.minus(untrained.curve).at(128).mean < 0
-    assert not hf_posenc.patches.patch.surgery.is_patched(control.model)
-
+    outcome = demo.run(tmp_path, Console(file=screen, width=120), scheme="fire", steps=2, windows=4)
+    assert {path.name for path in tmp_path.iterdir()} == {"control", "run", ".posenc-demo"}
+    shown = " ".join(screen.getvalue().split())
+    # After two steps it is no match for the control, and that is said.
+    assert outcome.verdict.is_bad
+    assert "than the control: at 128 tokens" in shown
+    assert str(outcome.verdict) in shown
+    assert all(f" {name}: " in shown for name in ("original", "control", "run"))
     assert demo.is_demo(tmp_path)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert not demo.is_demo(tmp_path)
@@ -249,16 +241,3 @@ def test_demo_replaces_an_earlier_demo_only(tmp_path: Path, monkeypatch: pytest.
     assert refused.exit_code == 1
     assert "exists and is not empty" in refused.stderr
     assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
-
-
-@pytest.mark.grid  # runs the demo once more
-def test_demo_proof_notices_another_model(tmp_path: Path) -> None:
-    model = hf_posenc.patch(small(), "fire")
-    model.save_pretrained(tmp_path)
-    ids = counting(20)[None]
-    with torch.no_grad():
-        model.lm_head.weight[3, 0] += 1e-3
-    assert demo.difference_in_fresh_process(model, tmp_path, ids) > 0.0
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(hf_posenc.CheckpointError, match="fresh process"):
-        demo.difference_in_fresh_process(model, tmp_path, ids)

@@ -22,7 +22,7 @@ from hf_posenc.recipes.plots import curves as plots
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
-from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Recipe
+from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe
 
 # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -59,7 +59,7 @@ def rows_under(text: str, heading: str) -> dict[str, list[str]]:
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        first, *cells = (cell.strip(" -") or cell.strip()[:3] for cell in line.strip("|").split("|"))
         found[first] = cells
     return found
 
@@ -178,6 +178,11 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert card.data.datasets == ["roneneldan/TinyStories"]
     assert card.data.tags == ["hf_posenc", "fire"]
     assert card.data.license is None
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.metrics == ["perplexity"]
+    shown = [(each.dataset_type, each.metric_name, each.metric_value) for each in card.data.eval_results]
+    assert shown[1] == ("roneneldan/TinyStories", "perplexity at 128 tokens", pytest.approx(math.exp(1.7), abs=1e-4))
+    assert len(shown) == 3
     headings = [line for line in card.text.splitlines() if line.startswith("#")]
     assert headings == [
         "# meta/some-llama with fire",
@@ -234,6 +239,28 @@ def test_card_of_a_control_and_of_a_local_text(tmp_path: Path) -> None:
     assert ModelCard(text).data.datasets is None
     assert "The command" not in text
     assert "Nothing was measured." in text
+
+
+def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path: Path) -> None:
+    base, text = tmp_path / "base", tmp_path / "corpus" / "my.txt"
+    for path in (base / "README.md", text):
+        path.parent.mkdir()
+        path.write_text("---\nlicense: apache-2.0\n---\n")
+    distillation = Distillation(share=0.5, teacher=str(tmp_path / "teacher"))
+    given = recipe(model=str(base), data=Data(source=str(text), held_out=str(text)), distillation=distillation)
+    command = f"hf-posenc train llama-fire model={base} data.source={text} --out {tmp_path / 'run'}"
+    facts = dataclasses.replace(FACTS, model=str(base), command=command, teacher=f"{tmp_path / 'teacher'} (loss)")
+    written = report.model_card(given, measured(), facts)
+    assert str(tmp_path) not in written
+    assert "hf-posenc train llama-fire model=base data.source=my.txt --out run" in written
+    assert "Distilled from teacher (loss)." in written
+    card = ModelCard(written)
+    assert card.data.license == "apache-2.0"
+    assert card.data.eval_results[0].dataset_name == "my.txt, held out"
+    assert ModelCard(report.model_card(given, Measurements(), facts)).data.eval_results is None
+    # What the user has chosen stays.
+    mine = written.replace("license: apache-2.0", "license: mit")
+    assert ModelCard(report.model_card(given, measured(), facts, existing=mine)).data.license == "mit"
 
 
 def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

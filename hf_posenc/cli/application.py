@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -18,10 +19,11 @@ import typer
 from typer.core import TyperGroup
 
 from hf_posenc import __version__
-from hf_posenc.errors import OptionError, PosencError
+from hf_posenc.errors import OptionError, PosencError, restated
 from hf_posenc.patches import directories
 
 Word = TypeVar("Word")
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Commands(TyperGroup):
@@ -37,7 +39,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:
-            typer.echo(f"hf-posenc: {one_line(error)}", err=True)
+            typer.echo(f"hf-posenc: {in_syntax_of(ctx.invoked_subcommand, one_line(error))}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -45,9 +47,23 @@ app = typer.Typer(
     cls=Commands,
     help="Replace the positional encoding of a Hugging Face model, train it, and measure the effect.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+# Commands whose settings are keys of a recipe.
+_WITH_KEYS = ("train", "resume", "compare")
+
+
+def in_syntax_of(command: str | None, message: str) -> str:
+    """Return a message with the keywords of `patch` as a command takes them."""
+    keys = ("conversion.{}={}", "conversion.options.{}={}") if command in _WITH_KEYS else ("--{} {}", "-o {}={}")
+    return restated(message, *keys)
+
+
+def show(result: Any, *, as_json: bool) -> None:
+    """Print a result of `plan`, `verify` or `explain`."""
+    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else in_syntax_of(None, str(result)))
 
 
 def one_line(error: BaseException) -> str:
@@ -60,7 +76,12 @@ _WIDE = 120
 
 
 def print_table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], *, whole: Container[str], short: Container[str]
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    whole: Container[str],
+    short: Container[str],
+    as_json: bool = False,
 ) -> None:
     """Print a table.
 
@@ -69,7 +90,11 @@ def print_table(
         rows: Cells, one per column.
         whole: Headers of columns that are not wrapped.
         short: Headers of columns for narrow terminals.
+        as_json: Whether to print a list of objects instead, with all columns.
     """
+    if as_json:
+        typer.echo(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1))
+        return
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_posenc.cli.application import app, listing, print_table, quiet, whole_directory, words
+from hf_posenc.cli.application import AsJson, app, listing, print_table, quiet, show, whole_directory, words
 from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_config, load_converted, load_model
 from hf_posenc.errors import LayerSelectionError, OptionError
 
@@ -19,7 +19,20 @@ if TYPE_CHECKING:
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
 ]
-SchemeName = Annotated[str, typer.Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.")]
+
+
+def _scheme_names(incomplete: str) -> list[str]:
+    """Return the schemes for the completion of a shell."""
+    from hf_posenc import registry
+
+    return [name for name in registry.schemes() if name.startswith(incomplete)]
+
+
+SchemeName = Annotated[
+    str,
+    typer.Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names),
+]
+Converted = Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")]
 NativeSetting = Annotated[Literal["remove", "keep"], typer.Option(help="Remove or keep the model's own encoding.")]
 LayerChoice = Annotated[
     str | None, typer.Option("--layers", metavar="TEXT", help='"0,2,5", "0:8" or "every:4". Default: all layers.')
@@ -34,7 +47,7 @@ Options = Annotated[
 
 
 @app.command()
-def schemes() -> None:
+def schemes(as_json: AsJson = False) -> None:
     """List the positional schemes."""
     from hf_posenc import registry
 
@@ -45,7 +58,9 @@ def schemes() -> None:
         directions = "both" if len(info.directions) == 2 else info.directions[0]
         rows.append((info.name, info.family, directions, info.start, info.paper, sentence))
     headers = ("name", "family", "directions", "start", "paper", "what it is")
-    print_table(headers, rows, whole=("name", "family", "paper"), short=("name", "family", "what it is"))
+    print_table(
+        headers, rows, whole=("name", "family", "paper"), short=("name", "family", "what it is"), as_json=as_json
+    )
 
 
 @app.command()
@@ -64,6 +79,7 @@ def plan(
     layers: LayerChoice = None,
     stacks: StackChoice = None,
     option: Options = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a conversion would do. Only the model's config is read."""
     from hf_posenc.patches import plan as planning
@@ -72,9 +88,8 @@ def plan(
     quiet()
     options = _scheme_options(scheme, option)
     config = load_config(place(model))
-    typer.echo(
-        str(planning.plan(config, scheme, native=native, layers=_layers(layers), stacks=_stacks(stacks), **options))
-    )
+    found = planning.plan(config, scheme, native=native, layers=_layers(layers), stacks=_stacks(stacks), **options)
+    show(found, as_json=as_json)
 
 
 @app.command()
@@ -102,7 +117,7 @@ def convert(
     selection: dict[str, Any] = {"native": native, "layers": _layers(layers), "stacks": _stacks(stacks), **options}
     with whole_directory(out) as folder:
         config = load_config(model)
-        typer.echo(str(planning.plan(config, scheme, **selection)))
+        show(planning.plan(config, scheme, **selection), as_json=False)
         loaded = load_model(model, config, dtype)
         patching.patch(loaded, scheme, **selection)
         verification = planning.verify(loaded)
@@ -114,18 +129,33 @@ def convert(
 
 @app.command()
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")],
+    directory: Converted,
+    as_json: AsJson = False,
 ) -> None:
     """Load a converted checkpoint and check that its scheme is active."""
     from hf_posenc.patches import plan as planning
 
     quiet()
-    typer.echo(str(planning.verify(load_converted(directory, "Convert it first: hf-posenc convert."))))
+    show(planning.verify(load_converted(directory, "Convert it first: hf-posenc convert.")), as_json=as_json)
+
+
+@app.command()
+def explain(
+    directory: Converted,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the sequence to run.")] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Say which executor computes the attention of each layer of a converted checkpoint."""
+    from hf_posenc.patches import plan as planning
+
+    quiet()
+    model = load_converted(directory, "Convert it first: hf-posenc convert.")
+    show(planning.explain(model, length=length), as_json=as_json)
 
 
 @app.command()
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")],
+    directory: Converted,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     max_head_dim: Annotated[
         int | None,

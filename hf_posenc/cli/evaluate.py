@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posenc.cli.application import app, is_main, listing, quiet, whole_directory, words
+from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, whole_directory, words
 from hf_posenc.cli.checkpoints import load_config
 
 # Options that belong to a single measure.
@@ -34,7 +34,7 @@ def evaluate(
         typer.Option(
             # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
             metavar="NAMES",
-            help="Some of perplexity, position, needle, induction, tasks, attention. Default: the first four.",
+            help="Some of perplexity, position, needle, induction, mqar, tasks, attention. Default: the first five.",
         ),
     ] = None,
     text: Annotated[
@@ -62,6 +62,7 @@ def evaluate(
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each question.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
     quiet()
@@ -70,7 +71,7 @@ def evaluate(
 
     from rich.console import Console
 
-    from hf_posenc.recipes.evaluation.report import is_report
+    from hf_posenc.recipes.evaluation.report import DATA, is_report
     from hf_posenc.recipes.evaluation.request import Request
     from hf_posenc.recipes.evaluation.subjects import subjects
 
@@ -96,10 +97,12 @@ def evaluate(
     main = is_main()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(whole_directory(out, replaceable=is_report)) if main else None
-        report = request.run(Console() if main else None, command=context.obj)
+        report = request.run(Console(stderr=as_json) if main else None, command=context.obj)
         if folder is not None:
             report.write(folder)
-    if main:
+    if main and as_json:
+        typer.echo((out / DATA).read_text(encoding="utf-8"), nl=False)
+    elif main:
         # The first section is enough for the terminal; the report has the rest.
         typer.echo(report.sections[0].markdown())
         typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")

@@ -168,7 +168,11 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
 def _say_what_is_there(outcome: Outcome) -> None:
     if is_main() and not outcome.already:
         typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
-        typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
+        verdict = outcome.verdict
+        if verdict is not None:
+            typer.echo(f"\n{verdict}")
+        if verdict is None or not verdict.is_bad:
+            typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
 
 
 def _plan(recipe: Recipe) -> str:

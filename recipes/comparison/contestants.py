@@ -1,4 +1,4 @@
-"""The models of a comparison: the native one and the schemes, with recipes that differ only in keys of the scheme."""
+"""The models of a comparison: the native one and the schemes, with recipes that differ only in their conversion."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.recipes import library
-from hf_posenc.recipes.loading import TINY_LLAMA, load_tiny_llama, trained_length
-from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe
+from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Evaluation, Recipe, Training
 
 # The native model with the same training: the control.
 NATIVE = "native"
 # The model as it was given.
 UNTRAINED = "native, untrained"
+# Sections of a recipe in which schemes may differ.
+_VARYING = ("conversion", "training", "distillation", "adapter")
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
@@ -45,7 +47,9 @@ class Contestant:
 def contestants(
     model: str, config: Any, folder: Path, *, schemes: Sequence[str] | None, budget: int, overrides: Sequence[str]
 ) -> tuple[Contestant, ...]:
-    """Return the native model and each scheme, with the built-in recipe for the architecture.
+    """Return the native model and each scheme, with the conversion of its built-in recipe for the architecture.
+
+    Training, teacher and adapter are the same for all, except for recipes that are named themselves.
 
     Args:
         model: Model, as in a recipe.
@@ -76,9 +80,9 @@ def contestants(
             f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r}."
         )
     sources = {name: _source(source, architecture) for name, source in zip(names, wanted, strict=True)}
-    # Not the first one named: the control must stay the same when a comparison is extended.
-    control = Recipe.parse(f"{architecture}-{usual[0]}" if usual else next(iter(sources.values())), overrides)
-    length = control.training.length or trained_length(config)
+    # Not the first one named: all must stay the same when a comparison is extended.
+    common = Recipe.read(f"{architecture}-{usual[0]}" if usual else next(iter(sources.values())), overrides)
+    length = common.training.length or trained_length(config)
     if length is None:
         raise RecipeError(
             f"The config of {model} has no trained length. Give a number of tokens, for instance training.length=512."
@@ -91,20 +95,22 @@ def contestants(
         recipe = replace(recipe, model=model, training=training, evaluation=evaluation)
         return Contestant(name, recipe, folder / name)
 
-    # Other training keys stay, such as a learning rate that the architecture needs.
     control = replace(
-        control,
+        common,
         summary="The native model with the same training.",
         conversion=Conversion(scheme=None),
         distillation=Distillation(),
-        training=replace(control.training, skip_to=None, new_parameters_first=0.0),
+        training=replace(common.training, new_parameters_first=0.0),
     )
     first = entered(NATIVE, control)
-    reach = trained_length(config) or length
-    others = [
-        entered(name, Recipe.read(source, [*overrides, *_reaching(source, overrides, reach, length)]))
-        for name, source in sources.items()
-    ]
+    others = []
+    for name, source in sources.items():
+        if source == f"{architecture}-{name}":  # A scheme was named, not a recipe.
+            own = Recipe.read(source)
+            own = replace(common, summary=own.summary, conversion=own.conversion)
+        else:
+            own = Recipe.read(source, overrides)
+        others.append(entered(name, own))
     for other in others:
         _check_same(first, other)
     return first, *others
@@ -145,22 +151,22 @@ def _source(source: str, architecture: str) -> str:
     )
 
 
-def _reaching(source: str, overrides: Sequence[str], trained: int, length: int) -> list[str]:
-    """Return an override that adjusts position skipping to the trained length of the model.
+def settings(entered: Sequence[Contestant]) -> dict[str, str]:
+    """Return the settings in which the schemes of a comparison differ from each other, in words, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in entered:
+        sections = vars(each.recipe)
+        own = {f"{name}.{key}": value for name in _VARYING for key, value in vars(sections[name]).items()}
+        own |= own.pop("conversion.options")
+        found[each.name] = {key.rpartition(".")[2]: value for key, value in own.items() if key != "conversion.scheme"}
+    schemes = [own for name, own in found.items() if name != NATIVE]
+    differing = [key for key in dict.fromkeys(key for own in schemes for key in own) if not _alike(schemes, key)]
+    usual = vars(Conversion(scheme=None)) | vars(Training()) | vars(Distillation()) | vars(Adapter())
+    return {
+        name: ", ".join(f"{key}={own[key]}" for key in differing if key in own and own[key] != usual.get(key)) or "-"
+        for name, own in found.items()
+    } | {NATIVE: "no scheme, no teacher"}
 
-    The built-in recipes skip up to a multiple of the built-in model's length. The evaluation lengths are multiples of
-    the trained length, so `training.skip_to` is scaled with it, not with the windows. Windows that already reach so far
-    skip no positions. An explicit override by the user wins.
-    """
-    keys = [pair.partition("=")[0] for pair in overrides]
-    if "training" in keys or "training.skip_to" in keys:
-        return []
-    # An overridden window length may exceed `skip_to`, which parsing would refuse.
-    recipe = Recipe.parse(source, [pair for key, pair in zip(keys, overrides, strict=True) if key != "training.length"])
-    far = recipe.training.skip_to
-    if far is None or recipe.model != TINY_LLAMA:
-        return []
-    own = trained_length(load_tiny_llama()[0].config)
-    assert own is not None
-    far = far * trained // own
-    return [f"training.skip_to={far if far > length else 'null'}"]
+
+def _alike(settings: Sequence[dict[str, Any]], key: str) -> bool:
+    return all(key in own and own[key] == settings[0].get(key) for own in settings)

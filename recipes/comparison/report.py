@@ -65,14 +65,14 @@ def write(
     values: dict[str, Any] = {
         "title": f"Positional encodings for {settings['model']}",
         "settings": settings,
+        "noun": found[NATIVE].perplexity.quantity.noun,
         "schemes": len(found) - len({NATIVE, UNTRAINED} & {*found}),
         "verdict": verdict,
         "failed": failed,
         "trained": trained,
         "keepers": ", ".join(name for name, each in found.items() if each.keeps_native),
         "quality": _quality(found, trained, marked),
-        "card": _card(found, trained, marked),
-        "costs": _costs(found, marked),
+        "costs": _costs(found, trained, marked, settings["differences"]),
         "decay_length": next((each.decay[1] for each in found.values() if each.decay is not None), None),
         "limits": (_GOOD, _FAIR),
         "sections": list(_others(found)),
@@ -91,13 +91,15 @@ def _draw_curves(path: Path, found: Mapping[str, Findings], trained: int) -> Non
         name: [(context, each.ratio(context, native, trained)) for context in each.contexts]
         for name, each in found.items()
     }
-    label = f"perplexity in % of the native model's at {trained:,} tokens\n(same training; lower is better)"
+    noun = native.perplexity.quantity.noun
+    label = f"{noun} in % of the native model's at {trained:,} tokens\n(same training; lower is better)"
     panel = Panel(lines=lines, y=label, scale=100, top=_TOP, mark=trained_mark(trained))
-    plot_panels(path, "Perplexity by context length", [panel])
+    plot_panels(path, f"{noun.capitalize()} by context length", [panel])
 
 
 def _draw_trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int) -> None:
     native = found[NATIVE]
+    noun = native.perplexity.quantity.noun
     plot_trade(
         path,
         "At the trained length and beyond: the lower left corner is best",
@@ -106,8 +108,8 @@ def _draw_trade(path: Path, found: Mapping[str, Findings], trained: int, farthes
             for name, each in found.items()
             if name != UNTRAINED
         },
-        x=f"perplexity at {trained:,} tokens, share of the native model's (with 95 % interval)",
-        y=f"perplexity at {farthest:,} tokens,\nshare of the native model's at {trained:,}",
+        x=f"{noun} at {trained:,} tokens, share of the native model's (with 95 % interval)",
+        y=f"{noun} at {farthest:,} tokens,\nshare of the native model's at {trained:,}",
     )
 
 
@@ -128,46 +130,44 @@ def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...
         ]
         for name in order
     ]
-    return Table(["", *(f"{at:,}" for at in native.contexts), f"perplexity at {trained:,}"], rows, marked)
+    return Table(
+        ["", *(f"{at:,}" for at in native.contexts), f"{native.perplexity.quantity.noun} at {trained:,}"], rows, marked
+    )
 
 
-def _card(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) -> Table:
-    times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
-    growth = (f"length generalisation, {each} times ({each * trained:,} tokens)" for each in times)
-    header = ["", "memory it adds in training", "time it adds in training", *growth, "long-term decay (nats)"]
-    rows: list[list[str | Cell]] = []
-    for name, each in found.items():
-        growths = (each.growth(factor * trained, trained).mean for factor in times)
-        graded = map(_graded, (each.cost.memory_ratio, each.cost.time.mean, *growths))
-        rows.append([name, *graded, "0" if each.decay is None else f"{each.decay[0]:.2f}"])
-    return Table(header, rows, marked)
-
-
-def _graded(multiple: float) -> Cell:
+def _graded(multiple: float, span: str = "") -> Cell:
     if math.isnan(multiple):
         return Cell("-")
     grade = "good" if multiple <= _GOOD else "fair" if multiple <= _FAIR else "poor"
-    return Cell(f"{multiple:.2f}" if multiple < 100 else "over 100", grade)
+    return Cell(f"{multiple:.2f}{span}" if multiple < 100 else "over 100", grade)
 
 
-def _costs(found: Mapping[str, Findings], marked: tuple[str, ...]) -> Table:
-    header = ["", "step time", "step memory", "new parameters", "cache (bytes per token)"]
-    rows = []
+def _costs(
+    found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differences: Mapping[str, str]
+) -> Table:
+    times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
+    header = ["", "step time", "step memory", *(f"{each} times the length" for each in times), "decay (nats)"]
+    header += ["new parameters", "cache (bytes per token)", "at the start", "start", "own settings"]
+    rows: list[list[str | Cell]] = []
     for name, each in found.items():
-        cost, time = each.cost, each.cost.time
         if name != UNTRAINED:
+            cost, time = each.cost, each.cost.time
+            span = "" if name == NATIVE else f" [{time.low:.2f}, {time.high:.2f}]"
+            growths = (each.growth(factor * trained, trained).mean for factor in times)
             rows.append(
                 [
                     name,
-                    "1" if name == NATIVE else f"{time.mean:.2f} [{time.low:.2f}, {time.high:.2f}]",
-                    "1" if name == NATIVE else f"{cost.memory_ratio:.2f}",
+                    _graded(time.mean, span),
+                    *map(_graded, (cost.memory_ratio, *growths)),
+                    "0" if each.decay is None else f"{each.decay[0]:.2f}",
                     f"{cost.parameters:,}",
                     f"{cost.own_cache_bytes:,} + {cost.cache_bytes:,}",
-                    "-" if each.start_ratio is None else f"{each.start_ratio:.3g} times",
+                    "-" if each.start_ratio is None else f"{each.start_ratio:.3g}",
                     each.start,
+                    differences.get(name, "-"),
                 ]
             )
-    return Table([*header, "perplexity at the start", "start"], rows, marked)
+    return Table(header, rows, marked)
 
 
 def _others(found: Mapping[str, Findings]) -> Iterator[Section]:

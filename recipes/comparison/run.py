@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import CheckpointError, OptionError, StorageError
 from hf_posenc.patches.directories import OutputError, write_text
+from hf_posenc.recipes.comparison import contestants as contesting
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant, contestants
 from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner
 from hf_posenc.recipes.comparison.findings import Findings
-from hf_posenc.recipes.comparison.verdict import Verdict, judge
+from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
@@ -106,6 +107,7 @@ def compare(
     assert length is not None
     data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=native.config)
     examiner = Examiner(entered[0], native.config, tokenizer, data, measures=measures, samples=samples, console=console)
+    parameters = native.num_parameters()
     del native
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
@@ -118,11 +120,14 @@ def compare(
         "text": control.data.source,
         "changes to all recipes": ", ".join(overrides) or "none",
         "windows": samples,
+        "differences": contesting.settings(entered),
         "command": command or "hf_posenc.recipes.comparison.compare",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     judged = {name: each for name, each in found.items() if name != UNTRAINED}
-    verdict = judge(judged, examiner.trained, max(examiner.contexts))
+    tokens = budget * control.training.batch_size * length
+    is_short = tokens < SHORT * parameters
+    verdict = judge(judged, examiner.trained, max(examiner.contexts), is_short=is_short)
     report.write(
         folder,
         found,

@@ -8,6 +8,7 @@
    It loses on them if the ratio is above `HOLDS` and significantly above 1; otherwise the windows are too few to tell.
 5. One scheme is recommended for both uses if the native model is recommended at the trained length and the ratio of the
    scheme recommended beyond to it is at most `ACCEPTABLE` at that length.
+6. After fewer than `SHORT` tokens per parameter of the model, the headline says that it is provisional.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 from hf_posenc.recipes.comparison.contestants import NATIVE
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
-from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.runs.verdict import HOLDS
 
-HOLDS = 1.10
 ACCEPTABLE = 1.02
+SHORT = 0.5
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Verdict:
         return (self.headline, *self.reasons, *self.cautions)
 
 
-def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict:
+def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_short: bool = False) -> Verdict:
     """Apply the rules.
 
     Args:
         found: Findings by name; the equally trained native model under `NATIVE`.
         trained: The trained length, in tokens.
         farthest: The longest measured text, in tokens.
+        is_short: Whether the training was too short for more than a provisional headline.
     """
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
@@ -78,6 +80,9 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int) -> Verdict
         overall = _overall(found, near, far, trained)
     reasons += _cost_reasons(found)
     headline = _headline(found, near, far, overall, trained, farthest)
+    if is_short:
+        headline = f"Provisional, after a short training: {headline[0].lower()}{headline[1:]}"
+        reasons.insert(0, f"The budget is less than {SHORT:g} tokens per parameter; a longer one may change the order.")
     return Verdict(near, far, overall, headline, tuple(reasons), _cautions(found))
 
 
@@ -137,9 +142,9 @@ def _choice(name: str) -> str:
 def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, context: int) -> str:
     """Return the sentences on the leaders at a length, the best first, and on the one that is taken."""
     native, best, others = found[NATIVE], names[0], names[1:]
-    text = f"At {context:,} tokens {_called(best)} has the lowest perplexity"
+    text = f"At {context:,} tokens {_called(best)} has the lowest {native.perplexity.quantity.noun}"
     if best != NATIVE and native.perplexity.reads(context):
-        text += f": {_share(found[best].ratio(context, native))} of the equally trained native model's"
+        text += f": {RATIO.say(found[best].ratio(context, native))} of the equally trained native model's"
     text += (
         f". {_list(others)} {_is(others)} equal within noise." if others else ". All others are significantly worse."
     )
@@ -153,7 +158,7 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
 def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest: int) -> Iterator[str]:
     """Return the sentences on what the model for longer texts loses there and at the trained length."""
     native = found[NATIVE]
-    growth = found[far].growth(farthest, trained)
+    growth, noun = found[far].growth(farthest, trained), native.perplexity.quantity.noun
     if growth.mean <= HOLDS:
         holds = "it reads longer texts"
     elif growth.low > 1:
@@ -162,13 +167,13 @@ def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest
         windows = native.perplexity.samples.shape[-1]
         holds = f"{windows} windows are too few to tell whether it loses on longer texts"
     yield (
-        f"The perplexity of {_called(far)} at {farthest:,} tokens is {_share(growth)} of its own at {trained:,}: "
+        f"The {noun} of {_called(far)} at {farthest:,} tokens is {RATIO.say(growth)} of its own at {trained:,}: "
         f"{holds}."
     )
     if far != NATIVE:
         noise = "" if differ(found[far], native, trained) else ", within noise"
-        share = _share(found[far].ratio(trained, native))
-        yield f"At {trained:,} tokens the perplexity of {far} is {share} of the native model's{noise}."
+        share = RATIO.say(found[far].ratio(trained, native))
+        yield f"At {trained:,} tokens the {noun} of {far} is {share} of the native model's{noise}."
 
 
 def _overall(found: Mapping[str, Findings], near: str, far: str | None, trained: int) -> str | None:
@@ -208,11 +213,6 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
         f"With {pairs} comparisons to one model, about one in twenty differs by chance alone.",
         "The best scheme after this budget need not be the best after a longer one.",
     )
-
-
-def _share(interval: Interval) -> str:
-    mean, bracket, rest = RATIO.write(interval).partition(" [")
-    return f"{mean} %{bracket}{rest}"
 
 
 def _called(name: str) -> str:

@@ -9,7 +9,7 @@ Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `si
 from __future__ import annotations
 
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
-from hf_posenc.recipes.evaluation.induction import InductionCopy
+from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity, context_curve
@@ -20,6 +20,7 @@ from hf_posenc.recipes.evaluation.tasks import LengthGeneralisation
 from hf_posenc.recipes.intervals import Interval
 
 __all__ = [
+    "AssociativeRecall",
     "AttentionSimilarity",
     "ContextPerplexity",
     "Grid",

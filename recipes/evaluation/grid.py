@@ -20,6 +20,8 @@ from hf_posenc.recipes.reports import Table
 # A point on an axis: a number of tokens, a depth, the name of a task.
 Point = int | float | str
 
+# A share this much better than guessing, of what is possible, is seen without an interval.
+_SEEN = 0.05
 _ESTIMATORS = {
     "mean": intervals.of_mean,
     "mean share": intervals.of_mean_share,
@@ -69,9 +71,21 @@ class Quantity:
         """Name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
+    @property
+    def noun(self) -> str:
+        """Name without what it is of."""
+        return self.name.partition(" of ")[0]
+
     def interval(self, samples: Tensor) -> Interval:
         """Return the estimate from samples `[n]`."""
         return _ESTIMATORS[self.estimator](samples)
+
+    def shows(self, samples: Tensor) -> bool:
+        """Whether samples of a share are better than guessing: significantly, or by a twentieth of what is possible."""
+        if self.guess is None or "share" not in self.estimator:
+            return False
+        found = self.interval(samples.flatten())
+        return found.low > self.guess or found.mean > self.guess + _SEEN * (1 - self.guess)
 
     def write(self, found: Interval) -> str:
         """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
@@ -84,6 +98,11 @@ class Quantity:
         # Adding zero turns a rounded -0.0 into 0.0.
         mean, low, high = (round(end, decimals) + 0.0 for end in (mean, low, high))
         return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
+
+    def say(self, found: Interval) -> str:
+        """Return an estimate like `write`, with the unit behind the number, for a sentence."""
+        mean, bracket, rest = self.write(found).partition(" [")
+        return f"{mean} {self.unit}".rstrip() + bracket + rest
 
 
 def _decimals(width: float) -> int:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
-from hf_posenc.recipes.evaluation.grid import Grid, Point
+from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.plots.curves import Mark
 from hf_posenc.recipes.processes import processes
 
 Places = TypeVar("Places", bound=Point)
+# The tensors of one sample, without a batch axis.
+Row = tuple[Tensor, ...]
 
 
 class Measure(ABC):
@@ -65,6 +67,27 @@ class Measure(ABC):
         """Return the results for a model in evaluation mode; gradients are off."""
 
 
+class ByLength(Measure):
+    """A measure of ascending lengths, which ends at the first one where a model does no better than guessing.
+
+    Subclasses set the lengths, and as many rows for each, in this order.
+    """
+
+    _lengths: tuple[int, ...]
+    _rows: Sequence[Row]
+
+    def _by_length(self, workers: Workers, score: Callable[..., Tensor], quantities: Sequence[Quantity]) -> Tensor:
+        """Return the results of all rows, float64 `[lengths, rows of each, quantities]`; NaN where it has ended."""
+        found = torch.full((len(self._lengths), len(self._rows) // len(self._lengths), len(quantities)), torch.nan)
+        found = found.double()
+        for index, part in enumerate(found):
+            rows = self._rows[index * len(part) : (index + 1) * len(part)]
+            found[index] = workers.map(score, rows, len(quantities))
+            if not any(quantity.shows(found[index, :, column]) for column, quantity in enumerate(quantities)):
+                break
+        return found
+
+
 def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
     """Return the points of an axis unchanged, after a check.
 
@@ -74,10 +97,6 @@ def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
     if not places or len(set(places)) < len(places):
         raise OptionError(f"{name}={tuple(places)}: expected one or more, each once.")
     return tuple(places)
-
-
-# The tensors of one sample, without a batch axis.
-Row = tuple[Tensor, ...]
 
 
 class Workers:

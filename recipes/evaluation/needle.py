@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, share, successes
-from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
+from hf_posenc.recipes.evaluation.measure import ByLength, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 
@@ -69,7 +69,7 @@ class Passkey:
         return cls(torch.tensor(sorted(set(singles))), torch.tensor(before))
 
 
-class NeedleRetrieval(Measure):
+class NeedleRetrieval(ByLength):
     """Retrieval of a key hidden in the context, prompted with the cue that announced it.
 
     The model reads a text of exactly the given length, with cue and key at the given depth and the cue again at the
@@ -126,11 +126,12 @@ class NeedleRetrieval(Measure):
             whole = correct(logits, keys).all(dim=1)
             return torch.stack([whole.double(), _rank(logits.cpu(), keys, self._symbols)], dim=1)
 
-        found = workers.map(score, self._rows, 2).view(len(self._lengths), self._samples, len(self._depths), 2)
-        whole, rank = found.permute(3, 2, 0, 1)  # [2, depths, lengths, samples]
-        axes = {"depth": self._depths, "tokens read": self._lengths}
         guess = len(self._symbols) ** -self._rows[0][1].numel()
-        return Grid(successes("whole key", guess), axes, whole), Grid(share("rank of the key", 0.5), axes, rank)
+        quantities = (successes("whole key", guess), share("rank of the key", 0.5))
+        found = self._by_length(workers, score, quantities)
+        found = found.view(len(self._lengths), self._samples, len(self._depths), 2).permute(3, 2, 0, 1)
+        axes = {"depth": self._depths, "tokens read": self._lengths}
+        return tuple(Grid(quantity, axes, part) for quantity, part in zip(quantities, found, strict=True))
 
 
 def _rows(

@@ -64,6 +64,18 @@ class Section:
                 relative = {name: grids[name].relative_to(grids[first]) for name in others}
                 yield table(relative, f"In % of the perplexity of {first}, paired by sample:")
 
+    def remarks(self) -> Iterator[str]:
+        """Yield a sentence for each model that was not measured further, because nothing was to be seen."""
+        for name, grids in self.models.items():
+            judged = [grid for grid in grids if grid.quantity.guess is not None]
+            for index, point in enumerate(grids[0].points[:-1]):
+                here = [(grid.quantity, grid.samples[..., index, :]) for grid in judged]
+                is_last = all(bool(grid.samples[..., index + 1 :, :].isnan().all()) for grid in grids)
+                if here and is_last and not any(quantity.shows(samples) for quantity, samples in here):
+                    if all(bool(samples.isfinite().all()) for _, samples in here):
+                        yield f"{name} does no better than guessing at {point:,} tokens, so longer texts are left out."
+                    break
+
     def markdown(self) -> str:
         """Return the section as Markdown, without its picture."""
         return render("section", section=self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import corruptor
-from hf_posenc.recipes.evaluation.induction import InductionCopy
+from hf_posenc.recipes.evaluation.induction import AssociativeRecall, Copying, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
@@ -34,7 +34,7 @@ from hf_posenc.recipes.reports import versions
 
 # Default measures by the kind of model: none needs training for it.
 _USUAL: dict[Any, tuple[str, ...]] = {
-    AutoModelForCausalLM: ("perplexity", "position", "needle", "induction"),
+    AutoModelForCausalLM: ("perplexity", "position", "needle", "induction", "mqar"),
     AutoModelForSeq2SeqLM: ("perplexity", "position"),
     AutoModelForMaskedLM: ("perplexity",),
 }
@@ -98,6 +98,9 @@ class Request:
         inputs = self._inputs(found)
         measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
         models = {subject.name: partial(inputs.load, subject) for subject in found}
+        caution = _caution(found, self.text)
+        if caution and console is not None:
+            console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         settings = {
             "models": ", ".join(self.models),
             "text": f"{self.text}, {len(inputs.ids):,} tokens",
@@ -105,6 +108,7 @@ class Request:
             "seed": self.seed,
             "command": command,
             "device": str(inputs.device),
+            **({"caution": caution} if caution else {}),
             "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
@@ -211,11 +215,12 @@ def _needle(inputs: Inputs) -> Measure:
 
 def _induction(inputs: Inputs) -> Measure:
     # Two copies make an even number of tokens.
-    lengths = [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)]
+    return _copying(InductionCopy, inputs, [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)])
+
+
+def _copying(kind: type[Copying], inputs: Inputs, lengths: Sequence[int]) -> Measure:
     asked = inputs.request
-    return InductionCopy(
-        inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length
-    )
+    return kind(inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length)
 
 
 def _tasks(inputs: Inputs) -> Measure:
@@ -236,6 +241,7 @@ MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "position": _position,
     "needle": _needle,
     "induction": _induction,
+    "mqar": lambda inputs: _copying(AssociativeRecall, inputs, inputs.contexts),
     "tasks": _tasks,
     "attention": _attention,
 }
@@ -246,6 +252,13 @@ def check_measures(names: Iterable[str]) -> None:
     for name in names:
         if name not in MEASURES:
             raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
+
+
+def _caution(found: Iterable[Subject], text: str) -> str:
+    """Return a caution about models that know the text, or nothing."""
+    knowing = [subject.name for subject in found if subject.has_trained_on(text)]
+    names = ", ".join(knowing)
+    return f"{text} is in the training text of {names}. Give a text that no model has seen." if names else ""
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -15,7 +15,9 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches import adapters
 from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
-from hf_posenc.recipes.runs.run import MODEL
+from hf_posenc.recipes.data.sources import BUILTIN
+from hf_posenc.recipes.runs.run import MODEL, RECIPE
+from hf_posenc.recipes.schema.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Subject:
     def base(self) -> str:
         """The base model of an adapter; for any other model, its source."""
         return adapters.base_of(self.source) if Path(self.source, "adapter_config.json").is_file() else self.source
+
+    def has_trained_on(self, text: str) -> bool:
+        """Whether the model comes from a run whose training text is in a file or folder, or around it."""
+        record = Path(self.source).parent / RECIPE
+        if Path(self.source).name != MODEL or not record.is_file():
+            return False
+        data = Recipe.parse(record).data
+        here, there = (Path(place).expanduser().resolve() for place in (text, data.source))
+        # The built-in text is read in its held-out part.
+        return text not in (BUILTIN, data.held_out) and (here.is_relative_to(there) or there.is_relative_to(here))
 
     def config(self) -> Any:
         """Return the config of the model."""

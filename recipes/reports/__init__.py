@@ -19,6 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hf_posenc import __version__
 
+# Largest number of characters in a line of a Markdown table, unless two columns have more.
+_WIDTH = 100
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
@@ -62,6 +64,7 @@ def render(template: str, kind: Literal["markdown", "html"] = "markdown", **valu
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "markdown": _markdown,
         "embedded": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
         # Lines of a template are one paragraph.
         "flow": lambda text: type(text)(" ").join(text.split()),
@@ -69,6 +72,28 @@ def render(template: str, kind: Literal["markdown", "html"] = "markdown", **valu
     }
     text = environment.get_template(f"{template}.jinja").render(kind=kind, **values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _markdown(table: Table) -> str:
+    """Return a table as Markdown, in several parts if its lines would be too long for a terminal."""
+    cells = [[_cell(cell) for cell in row] for row in (table.header, *table.rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    parts: list[list[int]] = []
+    for column in range(1, len(widths)):
+        if not parts or sum(widths[i] + 3 for i in (0, *parts[-1], column)) + 1 > _WIDTH:
+            parts.append([])
+        parts[-1].append(column)
+    text = []
+    for part in parts or [[]]:
+        lines = [[row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in part)] for row in cells]
+        lines.insert(1, ["-" * widths[0], *("-" * (widths[i] - 1) + ":" for i in part)])
+        text.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join([table.caption, *text] if table.caption else text)
+
+
+def _cell(cell: str | Cell) -> str:
+    text = cell if isinstance(cell, str) else f"{cell.text} ({cell.grade})" if cell.grade else cell.text
+    return text.replace("|", "\\|")
 
 
 def versions() -> dict[str, str]:

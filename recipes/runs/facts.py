@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import restated
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import Plan
@@ -159,7 +160,10 @@ class Facts:
             fate=_fate(recipe.conversion, came_with),
             came_with=came_with,
             start=_start(recipe.conversion, plan),
-            cautions=(*suitability.cautions(recipe, inner.config), *(() if plan is None else plan.warnings)),
+            cautions=(
+                *suitability.cautions(recipe, inner.config),
+                *(() if plan is None else map(_restated, plan.warnings)),
+            ),
             steps=training.steps,
             batch_size=training.batch_size,
             length=training.length or trained_length,
@@ -178,6 +182,10 @@ class Facts:
                 for settings in (stage.recipe.training for stage in stages if stage.name != "training")
             ),
         )
+
+
+def _restated(warning: str) -> str:
+    return restated(warning, "conversion.{}={}", "conversion.options.{}={}")
 
 
 def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:

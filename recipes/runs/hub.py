@@ -9,11 +9,12 @@ from hf_posenc.errors import RecipeError
 
 # Files of a run. `run` and `report` define the same names, but import torch.
 _RECIPE, _MODEL = "recipe.yaml", "model"
-_COMPANIONS = (_RECIPE, "table.md", "perplexity.png")
+# The card has the recipe, without local paths.
+_COMPANIONS = ("table.md", "perplexity.png")
 
 
 def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Upload the model of a finished run, with its card, recipe, table and picture, in one commit.
+    """Upload the model of a finished run, with its card, table and picture, in one commit.
 
     Args:
         folder: Folder of the run.

@@ -93,7 +93,7 @@ class Progress(TrainerCallback):
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
         self._loss: float | None = None
         self._text_loss: float | None = None
-        self._steps, self._seconds = 0, 0.0
+        self._steps, self._seconds, self._has_estimated = 0, 0.0, False
         self._began = self._shown = time.monotonic()
         self._step_began = self._first_ended = 0.0
 
@@ -138,8 +138,10 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss, and print a line if it is time and there is no bar."""
         self._note(logs or {})
-        if "loss" in (logs or {}) and time.monotonic() - self._shown >= self._interval:
-            self._shown = time.monotonic()
+        # The first line with an estimate does not wait.
+        is_first = self._steps > 1 and not self._has_estimated
+        if "loss" in (logs or {}) and (is_first or time.monotonic() - self._shown >= self._interval):
+            self._shown, self._has_estimated = time.monotonic(), self._steps > 1
             self._line(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -168,7 +170,7 @@ class Progress(TrainerCallback):
             yield f"{pace.tokens:,.0f} tokens/s"
         if self._strength is not None:
             yield f"scheme at {self._strength(state.global_step, state.max_steps):.0%}"
-        yield f"{_duration(time.monotonic() - self._began)} gone"
+        yield f"{_duration(time.monotonic() - self._began)} elapsed"
         if pace is not None and state.global_step < state.max_steps:
             # With the time between steps.
             mean = (time.monotonic() - self._first_ended) / pace.steps

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.patches.companions import encoding_section
@@ -21,9 +22,11 @@ from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
+from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.callbacks import Handover
 
+_TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
 TABLE, PICTURE = "table.md", "perplexity.png"
 
 Log = Sequence[Mapping[str, Any]]
@@ -37,6 +40,7 @@ def write(
     *,
     log: Log = (),
     pace: Pace | None = None,
+    verdict: Verdict | None = None,
 ) -> None:
     """Write table.md and perplexity.png, each atomically.
 
@@ -47,12 +51,13 @@ def write(
         facts: Facts of the run.
         log: Log of the trainer (`trainer.state.log_history`), for the loss by step.
         pace: Speed of the run (`Progress.pace`).
+        verdict: Verdict on the run.
     """
     if _models(measurements, facts):
         _draw(folder / PICTURE, recipe, measurements, facts, log)
     course = {f"{step:,}": grid for step, grid in measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
-    text = render("run", **_values(measurements, facts, log, pace), course=by_step, picture=PICTURE)
+    text = render("run", **_values(measurements, facts, log, pace), verdict=verdict, course=by_step, picture=PICTURE)
     write_text(folder / TABLE, text)
 
 
@@ -111,8 +116,7 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
     models = _models(measurements, facts)
     first = next(iter(models.values()))
     contexts, name = first.points, first.quantity.name
-    # The measured length nearest to the trained length.
-    length = min(contexts, key=lambda context: abs(math.log(context / facts.trained_length)))
+    length = nearest(contexts, facts.trained_length)
     native = measurements.curve("native")
     strength = []
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
@@ -140,6 +144,7 @@ def model_card(
     existing: str = "",
     log: Log = (),
     pace: Pace | None = None,
+    verdict: Verdict | None = None,
 ) -> str:
     """Return the model's README.md: loading, measurements and origin.
 
@@ -151,15 +156,19 @@ def model_card(
             PEFT's empty form is not.
         log: Log of the trainer.
         pace: Speed of the run.
+        verdict: Verdict on the run.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
-    _describe(card.data, recipe)
+    licence = _licence(recipe.model)
+    recipe, facts = _public(recipe, facts)
     values = _values(measurements, facts, log, pace)
     has_decoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     kind = "MaskedLM" if values["masked"] else "Seq2SeqLM" if has_decoder else "CausalLM"
+    _describe(card.data, recipe, kind, licence, measurements.curve("after"))
     text = render(
         "card",
         **values,
+        verdict=verdict,
         recipe=recipe,
         text=_text(recipe),
         name=name_of(facts.model),
@@ -172,16 +181,64 @@ def model_card(
     return str(card.content)
 
 
-def _describe(data: Any, recipe: Recipe) -> None:
-    """Fill in the hub's metadata, except the licence, which the user chooses."""
-    adapter, scheme = recipe.adapter.kind, recipe.conversion.scheme
+def _describe(data: Any, recipe: Recipe, kind: str, licence: str | None, measured: Grid | None) -> None:
+    """Fill in the hub's metadata."""
+    adapter, scheme, source = recipe.adapter.kind, recipe.conversion.scheme, recipe.data.source
     data.library_name = "transformers" if adapter == "none" else "peft"
-    # The hub accepts only names on the hub, and local paths are private.
+    # The hub accepts only names on the hub.
     data.base_model = recipe.model if on_the_hub(recipe.model) else None
-    data.datasets = [recipe.data.source] if recipe.data.source != BUILTIN and on_the_hub(recipe.data.source) else None
+    data.datasets = [source] if source != BUILTIN and on_the_hub(source) else None
+    data.license = data.license or licence
+    data.pipeline_tag = _TASKS[kind]
     tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:")]
     tags += [*(["lora"] if adapter == "lora" else []), "hf_posenc", *([scheme] if scheme else [])]
     data.tags = list(dict.fromkeys(tags))
+    points = () if measured is None else filter(measured.reads, measured.points)
+    data.eval_results = [
+        EvalResult(
+            task_type=_TASKS[kind],
+            dataset_type=source if data.datasets else "text",
+            dataset_name=f"{name_of(source)}, held out",
+            metric_type="perplexity",
+            metric_name=f"{measured.quantity.noun} at {point:,} tokens",
+            metric_value=round(measured.at(point).mean, 4),
+        )
+        for point in points
+        if measured is not None
+    ] or None
+    data.metrics, data.model_name = (["perplexity"], name_of(recipe.model)) if data.eval_results else (None, None)
+
+
+def _licence(model: str) -> str | None:
+    """Return the licence in the card of a local or cached model; `None` if there is none."""
+    local = Path(model, "README.md")
+    card = local if local.is_file() else on_the_hub(model) and try_to_load_from_cache(model, "README.md")
+    if not isinstance(card, (str, Path)):
+        return None
+    try:
+        licence = ModelCard.load(card).data.license
+    except (OSError, ValueError):  # The card of another model is nobody's error here.
+        return None
+    return licence if isinstance(licence, str) else None
+
+
+def _public(recipe: Recipe, facts: Facts) -> tuple[Recipe, Facts]:
+    """Return a recipe and the facts of its run with names for local paths, which are private."""
+
+    def name(text: str) -> str:
+        key, equals, value = text.rpartition("=")
+        return text if on_the_hub(value) or "/" not in value else f"{key}{equals}{Path(value).name}"
+
+    data, distillation, taught = recipe.data, recipe.distillation, facts.teacher
+    teacher = distillation.teacher
+    if taught and teacher:
+        taught = taught.replace(teacher, name(teacher))
+    return replace(
+        recipe,
+        model=name(recipe.model),
+        data=replace(data, source=name(data.source), held_out=data.held_out and name(data.held_out)),
+        distillation=replace(distillation, teacher=teacher and name(teacher)),
+    ), replace(facts, command=shlex.join(map(name, shlex.split(facts.command))), teacher=taught)
 
 
 def _text(recipe: Recipe) -> str:

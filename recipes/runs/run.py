@@ -32,7 +32,7 @@ from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_posenc.errors import CheckpointError, RecipeError, StorageError
+from hf_posenc.errors import CheckpointError, PosencError, RecipeError, StorageError
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
@@ -46,6 +46,7 @@ from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measure, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress
+from hf_posenc.recipes.runs.verdict import Verdict, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
@@ -80,6 +81,7 @@ class Outcome:
         measurements: Measurements of the run.
         loss: Last logged loss in nats per token; `None` if nothing was done.
         already: Whether the run was finished before, so nothing was done.
+        verdict: Verdict on the run; `None` if nothing was measured or done.
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Outcome:
     measurements: Measurements
     loss: float | None
     already: bool = False
+    verdict: Verdict | None = None
 
 
 def train(recipe: Recipe, folder: Path, *, console: Console | None = None, command: str = "") -> Outcome:
@@ -190,7 +193,7 @@ class _Run:
         model, tokenizer = self._load()
         suitability.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
-        length, own_length = suitability.lengths(recipe, model.config, model)
+        length, own_length = suitability.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
         with enough_threads(model, micro_batch * length):
             return self._adapt(model, tokenizer, length, own_length)
@@ -302,11 +305,12 @@ class _Run:
             log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
             pace = progress.pace
         assert trainer is not None
+        verdict = judge(self.measurements, facts, _control(self.folder, recipe))
         if self.processes.is_main_process:
-            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace)
-        self._save(trainer, tokenizer, facts, pace, log)
+            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace, verdict=verdict)
+        self._save(trainer, tokenizer, facts, pace, log, verdict)
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
-        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss)
+        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
 
     def _checkpoints(self, stage: Stage) -> files.WholeCheckpoints:
         folder = self.folder / CHECKPOINTS
@@ -431,7 +435,13 @@ class _Run:
         return {**asdict(facts), _FIT: self.fitted, "starts": starts, _KEPT: asdict(self.recipe)}
 
     def _save(
-        self, trainer: AdaptationTrainer, tokenizer: Any, facts: Facts, pace: Any, log: list[dict[str, Any]]
+        self,
+        trainer: AdaptationTrainer,
+        tokenizer: Any,
+        facts: Facts,
+        pace: Any,
+        log: list[dict[str, Any]],
+        verdict: Verdict | None,
     ) -> None:
         """Write the final model, its tokenizer and its card atomically."""
         unfinished = self.folder / f"{UNFINISHED}-{MODEL}"
@@ -446,7 +456,9 @@ class _Run:
             tokenizer.save_pretrained(unfinished)
             card = unfinished / "README.md"
             existing = card.read_text(encoding="utf-8") if card.exists() else ""
-            text = report.model_card(self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log)
+            text = report.model_card(
+                self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log, verdict=verdict
+            )
             card.write_text(text, encoding="utf-8")
             files.clear(self.folder / CHECKPOINTS)
             publish(unfinished, self.folder / MODEL)
@@ -519,6 +531,19 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
     before, now = _by_key(there), _by_key(recipe)
     return [(key, before[key], value) for key, value in now.items() if value != before[key]]
+
+
+def _control(folder: Path, recipe: Recipe) -> Measurements | None:
+    """Return the measurements of a finished run next to this one, which trained the same without a scheme."""
+    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if recipe.conversion.scheme is not None else ():
+        if path.parent != folder and (path.parent / MODEL).is_dir():
+            with contextlib.suppress(PosencError):
+                other = Recipe.read(path)
+                keys = ("steps", "length", "batch_size", "seed")
+                here, there = ([each.model, each.data, *map(vars(each.training).get, keys)] for each in (recipe, other))
+                if other.conversion.scheme is None and here == there:
+                    return Measurements.load(path.parent / MEASUREMENTS, writes=False)
+    return None
 
 
 def _by_key(recipe: Recipe) -> dict[str, Any]:

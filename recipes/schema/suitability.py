@@ -17,15 +17,13 @@ from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.scheme import Scheme
 
 
-def lengths(recipe: Recipe, config: Any, model: Any = None) -> tuple[int, int]:
+def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
     """Return the window length of the recipe, and the model's trained length.
 
     Raises:
         RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
     """
-    # RoBERTa's config counts the rows of its table for padding, too.
-    end = None if model is None else table_end(model)
-    own = min((length for length in (trained_length(config), end) if length is not None), default=None)
+    own = trained_length(config)
     length = recipe.training.length or own
     if length is None:
         raise RecipeError(

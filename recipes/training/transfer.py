@@ -146,7 +146,7 @@ class AttentionTransfer(nn.Module):
             input_ids: Token ids, `[B, S]`; windows longer than the trained length are cut.
             attention_mask: Mask of the real tokens, `[B, S]`.
             position_ids: Positions of packed documents, `[B, S]`, which restart at each document.
-            labels: What a decoder writes, `[B, T]`, for encoder-decoders.
+            labels: Tokens that a decoder writes, `[B, T]`, for encoder-decoders.
             **others: Inputs that attention does not see.
         """
         errors, sizes = self._errors(input_ids, attention_mask, position_ids, labels)

@@ -1,0 +1,106 @@
+"""The verdict on a run, by these rules and no others.
+
+1. The trained model is compared with the native one, or with the control (the same training without a scheme) if there
+   is one, at the measured length nearest the trained length, paired by window.
+2. It is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise.
+3. It is bad if its perplexity is above `HOLDS` times the other's, or no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_posenc.recipes.evaluation.grid import RATIO, Grid
+from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.runs.facts import Facts
+from hf_posenc.recipes.runs.measurements import Measurements
+
+HOLDS = 1.10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict with its reasons.
+
+    Attributes:
+        grade: The trained model compared with the native one or the control.
+        is_bad: Whether the model should not be used as it is.
+        sentences: The verdict and its reasons.
+        advice: The next step.
+    """
+
+    grade: Literal["better", "as good", "worse"]
+    is_bad: bool
+    sentences: tuple[str, ...]
+    advice: str
+
+    def __str__(self) -> str:
+        return " ".join((*self.sentences, self.advice))
+
+
+def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
+    """Apply the rules; return `None` if nothing was measured that can be compared.
+
+    Args:
+        measurements: Measurements of the run.
+        facts: Facts of the run.
+        control: Measurements of the control.
+    """
+    native, after = measurements.curve("native"), measurements.curve("after")
+    rival, other = native, "the native model"
+    trained = None if control is None else control.curve("after")
+    if trained is not None and after is not None and trained.axes == after.axes:
+        rival, other = trained, "the control"
+    if rival is None or after is None or not any(map(rival.reads, rival.points)):
+        return None
+    length = nearest(filter(rival.reads, rival.points), facts.trained_length)
+    ratio = after.relative_to(rival).at(length)
+    is_bad = not ratio.mean <= HOLDS
+    grade: Literal["better", "as good", "worse"] = (
+        "worse" if is_bad or ratio.low > 1 else "better" if ratio.high < 1 else "as good"
+    )
+    name = facts.scheme or "the trained model"
+    words = grade if grade == "as good" else f"significantly {grade}" if ratio.high < 1 or ratio.low > 1 else grade
+    first = f"{name} is {words} {'as' if grade == 'as good' else 'than'} {other}"
+    if math.isfinite(ratio.mean):
+        first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
+    sentences = (f"{first[0].upper()}{first[1:]}.", *_far(after, rival, other, length))
+    return Verdict(grade, is_bad, sentences, _advice(facts, ratio, is_bad=is_bad, alone=rival is native))
+
+
+def nearest(contexts: Iterable[int], length: int) -> int:
+    """Return the context length nearest a trained length, on a logarithmic scale."""
+    return min(contexts, key=lambda context: abs(math.log(context / length)))
+
+
+def _far(after: Grid, rival: Grid, other: str, length: int) -> Iterator[str]:
+    """Return the sentence on the longest text."""
+    farthest = max(after.points)
+    if farthest <= length:
+        return
+    if not after.reads(farthest):
+        yield f"It cannot read {farthest:,} tokens."
+        return
+    own = f"{RATIO.say(RATIO.interval(after.values(farthest) - after.values(length)))} of its own at {length:,}"
+    if rival.reads(farthest):
+        share = RATIO.say(after.relative_to(rival).at(farthest))
+        yield f"At {farthest:,} tokens its perplexity is {share} of that one's, and {own}."
+    else:
+        yield f"At {farthest:,} tokens, which {other} cannot read, its perplexity is {own}."
+
+
+def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
+    if not math.isfinite(ratio.mean):
+        return "The training diverged. Train again with lower rates: training.learning_rate, scheme_learning_rate."
+    if is_bad:
+        keep = ", or with the native encoding kept (conversion.native=keep)" if facts.fate != "kept" else ""
+        return f"It is not ready for use. Train it longer (training.steps={4 * facts.steps}){keep}."
+    if alone and facts.scheme is not None:
+        return (
+            "The native model had no such training. To tell what the scheme did, train the control, too: the same "
+            "recipe with conversion={scheme: null} distillation={}, in a folder next to this one."
+        )
+    return "To compare it by other measures, use hf-posenc eval."

@@ -1,0 +1,87 @@
+"""The end of a run says whether it was worth it, and nothing is offered after a bad one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_display import FACTS
+
+from hf_posenc.cli import train as command
+from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
+from hf_posenc.recipes.runs.verdict import judge
+from hf_posenc.recipes.schema.recipe import Recipe
+
+
+def measured(native: float, after: float, *, far: float = 3.0, noise: float = 0.001) -> Measurements:
+    """Return losses at 128 and 1,024 tokens in eight windows that are hard and easy for both models."""
+    windows = torch.linspace(0, 1, 8, dtype=torch.float64)
+    wobble = noise * (-1.0) ** torch.arange(8)
+    found = Measurements()
+    axes = {"tokens read": (128, 1024)}
+    found.record(NATIVE, Grid(PERPLEXITY, axes, torch.stack([windows + native, windows + 5.0])))
+    found.record(200, Grid(PERPLEXITY, axes, torch.stack([windows + after + wobble, windows + far])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("after", "noise", "grade", "is_bad", "said"),
+    [
+        (1.95, 0.001, "better", False, "Fire is significantly better than the native model: at 128 tokens"),
+        (2.0, 0.1, "as good", False, "Fire is as good as the native model"),
+        (2.05, 0.001, "worse", False, "Fire is significantly worse"),
+        (2.5, 0.001, "worse", True, "not ready for use. Train it longer (training.steps=800), or with the native"),
+        # Too few windows to be sure do not make a bad model a good one.
+        (2.5, 2.0, "worse", True, "Fire is worse than"),
+        (math.inf, 0.001, "worse", True, "The training diverged."),
+    ],
+)
+def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str) -> None:
+    verdict = judge(measured(2.0, after, noise=noise), FACTS)
+    assert verdict is not None
+    assert (verdict.grade, verdict.is_bad) == (grade, is_bad)
+    assert said in str(verdict)
+    if math.isfinite(after):
+        assert "At 1,024 tokens its perplexity is 13.534 % [13.534, 13.534] of that one's, and" in str(verdict)
+
+
+def test_the_control_is_the_measure_where_there_is_one() -> None:
+    """Against the model that was not trained at all, the same figures look like a gain."""
+    good, control = measured(2.0, 1.9), measured(2.0, 1.8)
+    assert judge(good, FACTS).grade == "better"
+    verdict = judge(good, FACTS, control)
+    assert verdict.grade == "worse"
+    assert "worse than the control" in str(verdict)
+    assert "train the control" in str(judge(good, FACTS))
+    assert "train the control" not in str(verdict) + str(judge(good, dataclasses.replace(FACTS, scheme=None)))
+
+
+def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
+    recipe = Recipe.read("llama-fire")
+    control = Recipe.read("llama-fire", ["conversion={scheme: null}", "distillation={}", "training.skip_to=null"])
+    other = dataclasses.replace(control, training=dataclasses.replace(control.training, steps=7))
+    for name, each in (("a-shorter", other), ("fire", recipe), ("z-control", control)):
+        (tmp_path / name / run.MODEL).mkdir(parents=True)
+        (tmp_path / name / run.RECIPE).write_text(each.text(), encoding="utf-8")
+        written = Measurements(tmp_path / name / run.MEASUREMENTS)
+        written.record(NATIVE, measured(len(name), 2.0).at(NATIVE))
+    found = run._control(tmp_path / "fire", recipe)
+    assert torch.equal(found.at(NATIVE).samples, measured(len("z-control"), 2.0).at(NATIVE).samples)
+    assert run._control(tmp_path / "z-control", control) is None
+    (tmp_path / "z-control" / run.MODEL).rmdir()
+    assert run._control(tmp_path / "fire", recipe) is None
+
+
+def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for after, offered in ((2.5, False), (1.95, True)):
+        verdict = judge(measured(2.0, after), FACTS)
+        command._say_what_is_there(SimpleNamespace(folder=tmp_path, already=False, verdict=verdict))
+        out = capsys.readouterr().out
+        assert str(verdict) in out
+        assert ("hf-posenc push" in out) == offered
