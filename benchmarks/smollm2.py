@@ -31,7 +31,9 @@ NATIVE, CONTROL = "native", "native + training"
 # Exact starts compute what the original computes, which then has nothing to teach them: they learn as the control does.
 UNTAUGHT = ["distillation={}"]
 KEPT = ["conversion.native=keep", "conversion.fit=null", *UNTAUGHT]
-REMOVED = ["conversion.native=remove", "conversion.options={}"]
+# Attention transfer, then the original's predictions and nothing else.
+REPLACED = ["conversion.native=remove", "conversion.fit=null", "distillation={share: 1.0}", "transfer.steps={transfer}"]
+REMOVED = [*REPLACED, "conversion.options={}"]
 # The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
 CONVERSIONS: dict[str, tuple[str, list[str]]] = {
     CONTROL: ("llama-nope", ["conversion={scheme: null}", *UNTAUGHT]),
@@ -40,15 +42,15 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
     "fire, native kept": ("llama-fire", [*KEPT, "conversion.options={init: zero}", "training.skip_to=null"]),
     "fox, native kept": ("llama-fox", KEPT),
     "cope, native kept": ("llama-cope", KEPT),
-    "nope, every 4th layer": ("llama-nope", ["conversion.layers=every:4"]),
-    "kerple": ("llama-kerple", []),
-    "t5": ("llama-t5", []),
-    "fire": ("llama-fire", ["training.skip_to={far}"]),
+    "nope, every 4th layer": ("llama-nope", [*REPLACED, "conversion.layers=every:4"]),
+    "kerple": ("llama-kerple", REPLACED),
+    "t5": ("llama-t5", REPLACED),
+    "fire": ("llama-fire", [*REPLACED, "training.skip_to={far}"]),
     "fox": ("llama-fox", REMOVED),
-    "alibi": ("llama-alibi", []),
+    "alibi": ("llama-alibi", REPLACED),
     "cope": ("llama-cope", REMOVED),
-    "stick_breaking": ("llama-stick_breaking", []),
-    "nope": ("llama-nope", []),
+    "stick_breaking": ("llama-stick_breaking", REPLACED),
+    "nope": ("llama-nope", REPLACED),
 }
 # Read tokens and windows of the measurements after a run. The longest context takes as long as all others.
 NEAR, FAR = ((128, 512, 1024), 64), ((512, 4096), 16)
@@ -66,6 +68,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of the checkpoint, if not that of the installed package")
     parser.add_argument("--record", type=Path, default=RESULTS / "smollm2.jsonl")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of each training")
+    parser.add_argument(
+        "--transfer", type=int, default=200_000, help="tokens of the transfer before it, if there is one"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--batch", type=int, default=4, help="windows of a step")
     parser.add_argument("--micro-batch", type=int, default=2, help="windows of a forward")
@@ -129,6 +134,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     recipe, own = CONVERSIONS[name]
     folder = arguments.runs / re.sub(r"\W+", "-", name)
     step = arguments.batch * arguments.length
+    transfer = arguments.transfer // step
     changes = {
         "model": arguments.model,
         "data.source": arguments.train,
@@ -144,7 +150,10 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation.every": max(1, EVERY // step),
         **dict(change.split("=", 1) for change in (*own, *arguments.changes)),
     }
-    given = [f"{key}={value}".replace("{far}", str(FAR[0][-1])) for key, value in changes.items()]
+    given = [
+        f"{key}={value}".replace("{far}", str(FAR[0][-1])).replace("{transfer}", str(transfer))
+        for key, value in changes.items()
+    ]
     program = [sys.executable, "-c", "from hf_posenc.cli import app; app()"]
     with subprocess.Popen([*program, "train", recipe, *given, "--out", str(folder)], stdout=sys.stderr) as run:
         _, status, usage = os.wait4(run.pid, 0)
@@ -156,6 +165,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "recipe": recipe,
         "changes": own + arguments.changes,
         "tokens": changes["training.steps"] * step,
+        "transfer": transfer * step * (REPLACED[-1] in own),
         "seed": arguments.seed,
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
         "peak": round(usage.ru_maxrss / 2**20, 2),
@@ -238,7 +248,7 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write the table and the picture of a record beside it."""
+    """Write the table and the picture of a record next to it."""
     from hf_posenc.patches.directories import write_text
     from hf_posenc.recipes.plots.curves import Panel, plot_panels
 
