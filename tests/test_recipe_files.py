@@ -69,19 +69,6 @@ def test_recipe_repeats_no_default(name: str) -> None:
                     assert dataclasses.asdict(fields.build(Recipe, without, where=name)) != full, f"{section}.{key}"
 
 
-def test_each_architecture_has_a_recipe_of_each_family_and_llama_of_each_scheme() -> None:
-    found: dict[str, set[str | None]] = {name: set() for name in models.ARCHITECTURES}
-    for name in library.names():
-        recipe = Recipe.parse(name)
-        found[architecture_of(recipe)].add(recipe.conversion.scheme)
-    # Add-ons ride on another scheme.
-    known = {name: info for name, info in hf_posenc.schemes().items() if info.family != "add-on"}
-    families = {info.family for info in known.values()}
-    for schemes in found.values():
-        assert {known[name].family for name in schemes if name} == families
-    assert found["llama"] == set(known)
-
-
 def test_listing_recipes_needs_no_torch() -> None:
     program = (
         "import sys\nfrom hf_posenc.recipes import library\nfrom hf_posenc.recipes.schema.recipe import Recipe\n"
