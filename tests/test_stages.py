@@ -18,6 +18,7 @@ from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import attach
+from hf_posenc.recipes.training.layers import layer_costs
 from hf_posenc.recipes.training.rates import rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
@@ -160,6 +161,34 @@ def test_a_layer_that_gets_worse_keeps_its_weights() -> None:
     for layer, (old, new) in enumerate(zip(found.before, found.after, strict=True)):
         own = [name for name in before if f"layers.{layer}.self_attn.hf_posenc" in name]
         assert all(torch.equal(after[name], before[name]) for name in own) == (new == old)
+
+
+@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "kerple"), ("llama", "fire_s")])
+def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
+    model, ids = stock(architecture).eval(), tokens(architecture, 12, 33)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    torch.manual_seed(0)
+    found = layer_costs(model, scheme, ids, steps=6, batch_size=3)
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert [each.layer for each in found.layers] == list(range(model.config.num_hidden_layers))
+    # By hand, for one layer: the same transfer, and the other layers as they were.
+    torch.manual_seed(0)
+    whole = hf_posenc.patch(stock(architecture).eval(), scheme)
+    match(whole, ids, projections=True, steps=6, batch_size=3)
+    alone = hf_posenc.patch(stock(architecture).eval(), scheme, layers=[1])
+    trained, here = whole.state_dict(), alone.state_dict()
+    mine = [name for name in here if ".layers.1.self_attn." in name or "hf_posenc" in name]
+    alone.load_state_dict({name: trained[name] for name in mine}, strict=False)
+    with torch.no_grad():
+        losses = [one(input_ids=ids[-3:], labels=ids[-3:]).loss.item() for one in (alone, model)]
+    assert found.layers[1].cost == pytest.approx(losses[0] - losses[1], abs=1e-5)
+    dearest = max(found.layers, key=lambda each: each.cost).layer
+    [kept] = found.cheapest(1).values()
+    assert kept == [layer for layer in range(model.config.num_hidden_layers) if layer != dearest]
+    with pytest.raises(OptionError, match="expected 0 to"):
+        found.cheapest(99)
 
 
 def test_rates_fall_with_size() -> None:

@@ -93,6 +93,60 @@ def plan(
 
 
 @app.command()
+def layers(
+    model: Model,
+    scheme: SchemeName,
+    option: Options = None,
+    text: Annotated[str, typer.Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = "builtin",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens per window, by default 512 or fewer.")] = None,
+    spare: Annotated[int | None, typer.Option(min=0, help="Layers to leave as they are; default: a quarter.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what it costs to convert each layer alone, and name the cheapest hybrid."""
+    import torch
+    from rich.console import Console
+    from transformers import default_data_collator
+
+    from hf_posenc.recipes.data.collation import corruptor
+    from hf_posenc.recipes.evaluation.text import read_text, token_ids
+    from hf_posenc.recipes.loading import load, trained_length
+    from hf_posenc.recipes.runs.progress import counting
+    from hf_posenc.recipes.training.layers import layer_costs
+
+    quiet()
+    options = _scheme_options(scheme, option)
+    loaded, tokenizer = load(model, dtype=torch.float32)
+    size = length or min(512, trained_length(loaded.config) or 512)
+    batch = max(1, 2048 // size)
+    ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
+    windows = ids[: len(ids) // size * size].view(-1, size)
+    hides = corruptor(loaded.config, tokenizer)
+    count = sum(hasattr(module, "is_causal") for module in loaded.modules())
+    with counting(None if as_json else Console(stderr=True), "steps and layers", steps + count) as advance:
+        found = layer_costs(
+            loaded,
+            scheme,
+            windows,
+            options=options,
+            collate=hides or default_data_collator,
+            corrupt=None if hides is None else hides.corrupt,
+            steps=steps,
+            batch_size=batch,
+            progress=advance,
+        )
+    rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    headers = ("stack", "layer", "distance", "cost (nats per token)")
+    print_table(headers, rows, whole=headers, short=headers)
+    spared = len(found.layers) // 4 if spare is None else spare
+    for stack, picked in found.cheapest(spared).items():
+        typer.echo(f"\nWithout the {spared} most expensive ({stack}): --layers {','.join(map(str, picked))}")
+
+
+@app.command()
 def convert(
     model: Model,
     scheme: SchemeName,

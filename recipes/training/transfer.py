@@ -68,6 +68,9 @@ class AttentionTransfer(nn.Module):
         projections: Whether to train the whole attention; False trains the scheme alone.
         original: The model before its conversion, for instance that of a `Teacher`; `None` makes one where needed.
 
+    Attributes:
+        places: Stack and layer of each attention.
+
     Raises:
         NotPatchedError: The model is not patched.
         OptionError: There is nothing to train, or the native encoding does not act in attention.
@@ -80,7 +83,7 @@ class AttentionTransfer(nn.Module):
         super().__init__()
         inner = patched_inside(model)
         architecture = of_model(inner)
-        places = _places(inner, architecture)
+        self.places = places = _places(inner, architecture)
         # Behind a list, so that they are no submodules: only attentions are trained and saved.
         self._model, self._inner, self._architecture = [model], [inner], architecture
         self._stacks = [stack for stack, _ in places]

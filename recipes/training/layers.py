@@ -1,0 +1,163 @@
+"""Costs of converting each layer alone, to choose the layers of a hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, default_data_collator
+
+from hf_posenc.errors import OptionError
+from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.patch import evaluating, patch, unpatch
+from hf_posenc.patches.surgery import SHARED
+from hf_posenc.recipes.data.collation import Collator
+from hf_posenc.recipes.training.starts import check_windows, held_out, kept
+from hf_posenc.recipes.training.transfer import AttentionTransfer, match
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one layer.
+
+    Attributes:
+        stack: Name of the stack.
+        layer: Index of the layer.
+        distance: Distance of its attention from the original's after the transfer, see `Match`.
+        cost: Rise of the loss on held-out windows where this layer alone is converted, in nats per token.
+    """
+
+    stack: str
+    layer: int
+    distance: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of all layers of a model under one scheme.
+
+    Attributes:
+        scheme: Name of the scheme.
+        loss: Loss of the original on the held-out windows, in nats per token.
+        layers: Costs, by stack and layer.
+    """
+
+    scheme: str
+    loss: float
+    layers: tuple[LayerCost, ...]
+
+    def cheapest(self, spared: int) -> dict[str, list[int]]:
+        """Return the layers to convert if the `spared` most expensive keep their encoding, by stack.
+
+        Raises:
+            OptionError: No layer would be converted.
+        """
+        if not 0 <= spared < len(self.layers):
+            raise OptionError(
+                f"cheapest(spared={spared}): the model has {len(self.layers)} layers; expected 0 to "
+                f"{len(self.layers) - 1} of them to spare."
+            )
+        dear = sorted(self.layers, key=lambda layer: layer.cost, reverse=True)[:spared]
+        found: dict[str, list[int]] = {}
+        for layer in self.layers:
+            found.setdefault(layer.stack, [])
+            if layer not in dear:
+                found[layer.stack].append(layer.layer)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as JSON values."""
+        return asdict(self)
+
+
+def layer_costs(
+    model: PreTrainedModel,
+    scheme: str,
+    ids: Tensor,
+    *,
+    options: Mapping[str, Any] | None = None,
+    collate: Collator = default_data_collator,
+    corrupt: Callable[[Tensor], Tensor] | None = None,
+    steps: int = 60,
+    batch_size: int = 4,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LayerCosts:
+    """Measure the cost of converting each layer alone, after a short attention transfer of all.
+
+    The model is stock again afterwards, with its weights bit for bit.
+
+    Args:
+        model: Stock model whose encoding acts in attention.
+        scheme: Name of the scheme.
+        ids: Windows of text, int64 `[N, S]`; the last quarter (at most a batch) is held out to measure on.
+        options: Options of the scheme.
+        collate: Collator of windows, such as `Masking` for a masked language model.
+        corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
+        steps: Steps of the transfer.
+        batch_size: Windows per step.
+        seed: Random seed of the order of windows.
+        progress: Function called with the number of steps and layers done.
+
+    Raises:
+        OptionError: The scheme has nothing to learn in attention, or the model's encoding does not act there.
+        ShapeError: `ids` are not windows of known tokens.
+    """
+    check_windows("layer_costs", model, ids, least=2)
+    if len(ids) < 2:
+        raise OptionError(f"layer_costs: got {len(ids)} window; expected 2 or more, one of them to measure on.")
+    architecture = of_model(model)
+    patch(model, scheme, **(options or {}))
+    try:
+        with kept(list(model.parameters())) as put_back:
+            transfer = AttentionTransfer(model)
+            [twin], places = transfer._twin, transfer.places
+            found = match(
+                model,
+                ids,
+                corrupt=corrupt,
+                projections=True,
+                steps=steps,
+                batch_size=batch_size,
+                seed=seed,
+                progress=progress,
+            )
+            trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+            put_back()
+        measured = collate([{"input_ids": row, "labels": row} for row in ids[-held_out(len(ids), most=batch_size) :]])
+        native = _loss(twin, measured)
+        costs = []
+        own = {name: weight.detach().clone() for name, weight in twin.state_dict().items()}
+        for index, (stack, layer) in enumerate(places):
+            stacks = [stack] if twin.config.is_encoder_decoder else None
+            patch(twin, scheme, layers=[layer], stacks=stacks, **(options or {}))
+            attention = architecture.attentions(architecture.stacks(twin)[stack])[layer]
+            prefix = next(name for name, module in twin.named_modules() if module is attention)
+            here = {
+                name: weight
+                for name, weight in trained.items()
+                if name.startswith(f"{prefix}.") or SHARED in name.split(".")
+            }
+            twin.load_state_dict(here, strict=False)
+            costs.append(LayerCost(stack, layer, found.after[index], _loss(twin, measured) - native))
+            unpatch(twin)
+            twin.load_state_dict({name: own[name] for name in here if name in own}, strict=False)
+            if progress is not None:
+                progress(steps + index + 1)
+    finally:
+        unpatch(model)
+    return LayerCosts(scheme, native, tuple(costs))
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
+    """Return the mean loss of the windows, one at a time to save memory."""
+    with evaluating(model):
+        rows = range(len(inputs["input_ids"]))
+        device = next(model.parameters()).device
+        losses = [model(**{name: x[row : row + 1].to(device) for name, x in inputs.items()}).loss for row in rows]
+    return float(torch.stack(losses).float().mean())
