@@ -194,7 +194,7 @@ def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
 def test_rates_fall_with_size() -> None:
     small, large = torch.nn.Linear(400, 400), torch.nn.Linear(40_000, 4_000, device="meta")
     for stage in ("transfer", "training", "lengthen"):
-        assert rates(small, stage).model > 3 * rates(large, stage).model
+        assert rates(small, stage).model > 1.5 * rates(large, stage).model
         assert rates(large, stage).scheme > rates(large, stage).model
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from hf_posenc.recipes.schema.recipe import Training
 
-Stage = Literal["transfer", "training", "lengthen"]
+# "fit" is a transfer that trains the scheme alone.
+Stage = Literal["fit", "transfer", "training", "lengthen"]
 
-# Parameters of the model at which the rates below were found, and how they fall with size. See docs/adaptation.md.
+# Parameters of the model at which the rates below are the best of a grid. docs/adaptation.md has the measurements.
 _SIZE = 470_000
-_FALL = 0.3
 
 
 class Rates(NamedTuple):
@@ -28,10 +28,12 @@ class Rates(NamedTuple):
     scheme: float
 
 
-_AT_SIZE: dict[Stage, Rates] = {
-    "transfer": Rates(5e-3, 1e-2),
-    "training": Rates(1e-3, 5e-3),
-    "lengthen": Rates(5e-4, 2e-3),
+# Rates of each stage, and the power of the size with which they fall.
+_RATES: dict[Stage, tuple[Rates, float]] = {
+    "fit": (Rates(1e-2, 1e-2), 0.3),
+    "transfer": (Rates(5e-3, 2.5e-2), 0.1),
+    "training": (Rates(1e-3, 5e-3), 0.3),
+    "lengthen": (Rates(5e-4, 2.5e-3), 0.3),
 }
 
 
@@ -42,9 +44,10 @@ def rates(model: nn.Module, stage: Stage) -> Rates:
         model: Model, with all its weights.
         stage: Stage of the adaptation.
     """
+    found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
-    factor = min(1.0, (_SIZE / max(1, size)) ** _FALL)
-    return Rates(*(rate * factor for rate in _AT_SIZE[stage]))
+    factor = min(1.0, (_SIZE / max(1, size)) ** power)
+    return Rates(*(rate * factor for rate in found))
 
 
 def with_rates(training: Training, model: nn.Module, stage: Stage = "training") -> Training:

@@ -59,7 +59,7 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
             scheme_learning_rate=transfer.scheme_learning_rate,
             gradient_checkpointing=False,
         )
-        settings = with_rates(settings, model, "transfer")
+        settings = with_rates(settings, model, "transfer" if transfer.projections else "fit")
         found.append(Stage("transfer", replace(plain, transfer=transfer, training=settings), 0))
     found.append(Stage("training", replace(recipe, training=with_rates(training, model)), transfer.steps))
     if lengthen.steps:

@@ -412,7 +412,7 @@ def match(
     ids = _cut(ids, longest).to(model.device)
     positions = None if position_ids is None else _cut(position_ids, longest).to(model.device)
     order = torch.Generator().manual_seed(seed)
-    found = rates(model, "transfer")
+    found = rates(model, "transfer" if projections else "fit")
     own = {id(weight) for scheme in transfer.modules() if isinstance(scheme, Scheme) for weight in scheme.parameters()}
     groups = (
         ([w for w in transfer.trained if id(w) in own], scheme_learning_rate or learning_rate or found.scheme),
