@@ -416,6 +416,7 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
         "gates-decoder-fox",
         *(f"attention-decoder-alibi-layer-{layer}" for layer in (0, 2)),
         "attention-decoder-fox-layer-1",
+        *(f"reach-decoder-{name}" for name in ("alibi", "fox")),
     }
     header = made["overview"].get_suptitle()
     assert "alibi in layers 0, 2; fox in layer 1; no scheme in layer 3" in header
