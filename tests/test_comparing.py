@@ -66,12 +66,13 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
     assert found["rope"].recipe.distillation == found["fire"].recipe.distillation
     assert found["fire"].recipe.conversion == Recipe.parse("llama-fire").conversion
     assert found[NATIVE].recipe.conversion.scheme is None
+    teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
     assert settings(list(found.values())) == {
         NATIVE: "no scheme, no teacher",
-        "fire": "fit=native, share=1.0, hidden=2.0, until=0.8, threshold=64.0",
-        "cope": "native=keep, share=1.0, hidden=2.0, until=0.8",
-        "rope": "share=1.0, hidden=2.0, until=0.8, theta=80000.0",
-        "mine": "skip_to=512",
+        "fire": f"fit=native, threshold=64.0, {teacher}",
+        "cope": f"native=keep, {teacher}",
+        "rope": f"{teacher}, theta=80000.0",
+        "mine": "training.skip_to=512",
     }
     skipping = entered("training.skip_to=4096", schemes=("fire", "alibi"))
     assert {each.recipe.training.skip_to for each in skipping.values()} == {4096}
@@ -384,8 +385,8 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
     page.feed(shown)
     assert not page.others
-    # By length, what is paid for what, and of the native model and the scheme.
-    assert len(page.pictures) == 4
+    # By length, and of the native model and the scheme.
+    assert len(page.pictures) == 3
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
     for part in (
         "Quality by length",

@@ -151,9 +151,12 @@ def test_every_scheme_has_pictures(name: str) -> None:
     assert f"decoder: {name} in layer 0" in page.get_suptitle()
     titles = [title for title in headings(page) if title]
     assert all(title.startswith(f"{name}, decoder: ") for title in titles)
-    assert titles[-1] == f"{name}, decoder: attention weights, layer 0"
+    *others, attention, reach = titles if "beyond" in titles[-1] else [*titles, ""]
+    assert attention == f"{name}, decoder: attention weights, layer 0"
+    # A table ends before.
+    assert bool(reach) == (name != "learned")
     # Without any encoding there is nothing else to see.
-    assert len(titles) > (name != "nope")
+    assert bool(others) == (name != "nope")
     for axes in panels(page):
         assert axes.lines or axes.images
         assert all(np.isfinite(y).all() for _, y in lines(axes).values())
@@ -182,6 +185,33 @@ def test_kerple_is_its_formula() -> None:
     np.testing.assert_array_equal(lines(axes)["0"][0], n)
     assert axes.get_xlabel() == "distance to the key (tokens)"
     assert axes.get_title(loc="left") == "layers 0, 1, query at 50"
+
+
+def test_linear_biases_are_straight_and_titled_by_the_run() -> None:
+    for name, scale in (("alibi", "linear"), ("kerple", "symlog")):
+        (figure,) = draw(llama(name), "bias", queries=[2000], name="my-run").values()
+        assert panels(figure)[0].get_xscale() == scale
+        assert figure.get_suptitle().startswith(f"my-run: {name}, decoder")
+    (page,) = draw(llama("alibi", layers=1), "overview", name="my-run").values()
+    assert page.get_suptitle().startswith("my-run: Llama")
+
+
+def test_reach_is_the_share_of_the_weights_beyond_a_distance() -> None:
+    """At the trained length and beyond it; a model with a table, which ends there, has no such picture."""
+    model = llama("alibi", layers=1)
+    (axes,) = only(model, "reach", heads=[1, 2])
+    assert list(lines(axes)) == ["32 tokens", "64 tokens", "128 tokens", "trained length"]
+    distances, shares = lines(axes)["64 tokens"]
+    ids = IDS["input_ids"].repeat(1, 8)[:, :64]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        (weights,) = model(ids, output_attentions=True, use_cache=False).attentions
+    for distance in (1, 5, 40):
+        near = [weights[0, [1, 2], query, query - distance + 1 : query + 1].sum(-1) for query in range(48, 64)]
+        want = 1 - torch.stack(near).mean()
+        assert shares[list(distances).index(distance)] == pytest.approx(float(want), abs=1e-5)
+    with pytest.raises(hf_posenc.OptionError, match="no picture 'reach'"):
+        draw(llama("learned"), "reach")
 
 
 def test_fire_is_drawn_for_each_query() -> None:
@@ -386,6 +416,7 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
         "gates-decoder-fox",
         *(f"attention-decoder-alibi-layer-{layer}" for layer in (0, 2)),
         "attention-decoder-fox-layer-1",
+        *(f"reach-decoder-{name}" for name in ("alibi", "fox")),
     }
     header = made["overview"].get_suptitle()
     assert "alibi in layers 0, 2; fox in layer 1; no scheme in layer 3" in header

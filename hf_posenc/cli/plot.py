@@ -26,8 +26,8 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, planes, series, table, gates, positions, states, remainder or "
-            "attention; repeatable. Default: all that the model has.",
+            help="overview, bias, decay, frequencies, planes, series, table, gates, slopes, positions, states, "
+            "remainder, attention or reach; repeatable. Default: all that the model has.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Directory to write; must not exist.")] = Path("pictures"),
@@ -65,6 +65,7 @@ def plot(
             layers=chosen_layers,
             heads=chosen_heads,
             queries=query or (),
+            name=Path(directory).resolve().name,
         )
         _write(drawn, folder, form)
     typer.echo(f"wrote {out}: {listing(out)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.recipes import library
 from hf_posenc.recipes.loading import trained_length
-from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Evaluation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 # The native model with the same training: the control.
 NATIVE = "native"
 # The model as it was given.
 UNTRAINED = "native, untrained"
-# Sections of a recipe in which schemes may differ.
-_VARYING = ("conversion", "training", "distillation", "adapter")
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
@@ -100,6 +98,7 @@ def contestants(
         summary="The native model with the same training.",
         conversion=Conversion(scheme=None),
         distillation=Distillation(),
+        transfer=Transfer(),
         training=replace(common.training, new_parameters_first=0.0),
     )
     first = entered(NATIVE, control)
@@ -153,19 +152,25 @@ def _source(source: str, architecture: str) -> str:
 
 def settings(entered: Sequence[Contestant]) -> dict[str, str]:
     """Return the settings in which the schemes of a comparison differ from each other, in words, by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for each in entered:
-        sections = vars(each.recipe)
-        own = {f"{name}.{key}": value for name in _VARYING for key, value in vars(sections[name]).items()}
-        own |= own.pop("conversion.options")
-        found[each.name] = {key.rpartition(".")[2]: value for key, value in own.items() if key != "conversion.scheme"}
+    found = {each.name: _flat(each.recipe) for each in entered}
     schemes = [own for name, own in found.items() if name != NATIVE]
     differing = [key for key in dict.fromkeys(key for own in schemes for key in own) if not _alike(schemes, key)]
-    usual = vars(Conversion(scheme=None)) | vars(Training()) | vars(Distillation()) | vars(Adapter())
+    usual = _flat(Recipe(model=NATIVE, conversion=Conversion(scheme=None)))
     return {
         name: ", ".join(f"{key}={own[key]}" for key in differing if key in own and own[key] != usual.get(key)) or "-"
         for name, own in found.items()
     } | {NATIVE: "no scheme, no teacher"}
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe in which schemes may differ."""
+    sections = {name: vars(section) for name, section in vars(recipe).items() if is_dataclass(section)}
+    for name in ("data", "evaluation", "saving"):
+        del sections[name]
+    conversion = dict(sections.pop("conversion"))
+    del conversion["scheme"]
+    own = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return conversion | conversion.pop("options") | own
 
 
 def _alike(settings: Sequence[dict[str, Any]], key: str) -> bool:

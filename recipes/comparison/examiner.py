@@ -112,7 +112,7 @@ class Examiner:
                 keeps_native=conversion.scheme is not None and conversion.native == "keep",
                 start_ratio=_start_ratio(contestant.folder, contestant.recipe.training.length),
             )
-            _draw(model, self._inputs.tokenizer, contestant.folder / PICTURE)
+            _draw(model, self._inputs.tokenizer, contestant)
             found.save(path)
         return Findings.load(path)
 
@@ -176,11 +176,11 @@ def _start_ratio(folder: Path, length: int | None) -> float | None:
     return None if math.isnan(ratio) else ratio
 
 
-def _draw(model: Any, tokenizer: Any, path: Path) -> None:
+def _draw(model: Any, tokenizer: Any, contestant: Contestant) -> None:
     """Draw an overview of what a model has learned, if one is available."""
     try:
-        (figure,) = plots.figures(model, tokenizer, what="overview").values()
+        (figure,) = plots.figures(model, tokenizer, what="overview", name=contestant.name).values()
     except PosencError:
         return
-    with published(path) as draft:
+    with published(contestant.folder / PICTURE) as draft:
         figure.savefig(draft, format="png", dpi=100)

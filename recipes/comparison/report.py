@@ -13,11 +13,11 @@ from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.report import Section
-from hf_posenc.recipes.plots.curves import Panel, plot_panels, plot_trade, trained_mark
+from hf_posenc.recipes.plots.curves import Panel, plot_panels, trained_mark
 from hf_posenc.recipes.reports import Cell, Table, render
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
-_CURVES, _TRADE = "length.png", "trade.png"
+_CURVES = "length.png"
 # Upper limits of good and fair cells, as multiples of the native model or of the value at the trained length.
 _GOOD, _FAIR = 1.05, 1.5
 # Multiples of the trained length on the report card.
@@ -49,15 +49,11 @@ def write(
         overviews: Pictures of what schemes have learned, by name.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
-    farthest = max(found[NATIVE].contexts)
     # The reference comes first, in black; the original model, which only one picture shows, comes last.
     rank = {NATIVE: 0, UNTRAINED: 2}
     ordered = {name: found[name] for name in sorted(found, key=lambda name: rank.get(name, 1))}
     with published(folder / PICTURES / _CURVES) as draft:
         _draw_curves(draft, ordered, trained)
-    if farthest > trained:
-        with published(folder / PICTURES / _TRADE) as draft:
-            _draw_trade(draft, ordered, trained, farthest)
     for name, source in overviews.items():
         with published(folder / PICTURES / f"{name}.png") as draft:
             draft.write_bytes(source.read_bytes())
@@ -77,7 +73,6 @@ def write(
         "limits": (_GOOD, _FAIR),
         "sections": list(_others(found)),
         "curves": f"{PICTURES}/{_CURVES}",
-        "trade": f"{PICTURES}/{_TRADE}" if farthest > trained else "",
         "overviews": {name: f"{PICTURES}/{name}.png" for name in overviews},
         "folder": folder,
     }
@@ -95,22 +90,6 @@ def _draw_curves(path: Path, found: Mapping[str, Findings], trained: int) -> Non
     label = f"{noun} in % of the native model's at {trained:,} tokens\n(same training; lower is better)"
     panel = Panel(lines=lines, y=label, scale=100, top=_TOP, mark=trained_mark(trained))
     plot_panels(path, f"{noun.capitalize()} by context length", [panel])
-
-
-def _draw_trade(path: Path, found: Mapping[str, Findings], trained: int, farthest: int) -> None:
-    native = found[NATIVE]
-    noun = native.perplexity.quantity.noun
-    plot_trade(
-        path,
-        "At the trained length and beyond: the lower left corner is best",
-        {
-            name: (each.ratio(trained, native), each.ratio(farthest, native, trained))
-            for name, each in found.items()
-            if name != UNTRAINED
-        },
-        x=f"{noun} at {trained:,} tokens, share of the native model's (with 95 % interval)",
-        y=f"{noun} at {farthest:,} tokens,\nshare of the native model's at {trained:,}",
-    )
 
 
 def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) -> Table:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import corruptor
-from hf_posenc.recipes.evaluation.induction import AssociativeRecall, Copying, InductionCopy
+from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
@@ -218,7 +218,7 @@ def _induction(inputs: Inputs) -> Measure:
     return _copying(InductionCopy, inputs, [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)])
 
 
-def _copying(kind: type[Copying], inputs: Inputs, lengths: Sequence[int]) -> Measure:
+def _copying(kind: type[InductionCopy], inputs: Inputs, lengths: Sequence[int]) -> Measure:
     asked = inputs.request
     return kind(inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length)
 

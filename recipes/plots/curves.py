@@ -1,4 +1,4 @@
-"""Pictures of measurements: lines with 95 % intervals, heat maps, and the trade-off between two lengths."""
+"""Pictures of measurements: lines with 95 % intervals, and heat maps."""
 
 from __future__ import annotations
 
@@ -363,53 +363,3 @@ def heat_maps_figure(title: str, groups: Sequence[Sequence[HeatMap]]) -> Figure:
         lowest.set_xlabel(across)
         lowest.tick_params(labelbottom=True)
     return figure
-
-
-def plot_trade(path: Path, title: str, points: Mapping[str, tuple[Interval, Interval]], x: str, y: str) -> None:
-    """Write a PNG of two ratios of each model against each other, with their intervals.
-
-    Args:
-        path: File to write.
-        title: Title of the picture.
-        points: Horizontal and vertical estimate by the name of the model; ratios, 1 is the reference. A model without
-            one of them is left out.
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
-    """
-    figure = style.figure(7.5, 5.4, title, dpi=_DPI)
-    axes = figure.subplots()
-    # One diverged model must not squeeze the others.
-    tops = (1.5, 3.0)
-    for index, (name, pair) in enumerate(points.items()):
-        if not all(found.is_known for found in pair):
-            continue
-        colour, marker, _ = style.look(index)
-        ends = [[min(end, top) for end in (f.mean, f.low, f.high)] for f, top in zip(pair, tops, strict=True)]
-        (across, *wide), (up, *tall) = ends
-        axes.errorbar(
-            across,
-            up,
-            xerr=[[max(0.0, across - wide[0])], [max(0.0, wide[1] - across)]],
-            yerr=[[max(0.0, up - tall[0])], [max(0.0, tall[1] - up)]],
-            color=colour,
-            marker=marker,
-            linestyle="none",
-            markersize=8,
-            elinewidth=1,
-            capsize=2,
-            label=name,
-        )
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(FixedLocator(round_numbers(low, high)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    for axis, top in zip((axes.xaxis, axes.yaxis), tops, strict=True):
-        axis.set_major_formatter(
-            FuncFormatter(lambda value, _, top=top: f"{value:.0%}{' or more' if value >= top else ''}")
-        )
-    axes.axvline(1, color="0.75", linewidth=0.8, zorder=0)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    _finish(axes)
-    _legend(figure, len(points))
-    figure.savefig(path, format="png")

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
 from hf_posenc.recipes.plots.subject import Part, Subject, layer_names, patched
@@ -27,6 +28,8 @@ _LAYERS, _HEADS, _MAPS = 4, 8, 3
 _MARGIN = 0.2
 # An attention map of more tokens takes gigabytes in all heads.
 _LONGEST = 1024
+# Characters of the built-in text, more than the longest text has in most tokenizers.
+_CHARACTERS = 20_000
 # Larger positions are not exact in 32 bits.
 _FARTHEST = 2**30
 
@@ -41,6 +44,7 @@ def figures(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     queries: Sequence[int] = (),
+    name: str = "",
 ) -> dict[str, Figure]:
     """Draw what the schemes of a model have learned.
 
@@ -57,6 +61,7 @@ def figures(
         heads: Indices of the query heads; likewise.
         queries: Positions of the queries for pictures of what is added by distance, each with all distances that
             there are; empty is the trained length, and others where it matters.
+        name: Name of the model or its run, for the titles.
 
     Returns:
         Figures of matplotlib, by name: kind, stack and scheme, such as `"bias-decoder-..."`.
@@ -76,7 +81,8 @@ def figures(
             )
     with patched(model) as native, torch.no_grad():
         strength = record.strengths_from_config(model.config).scheme
-        subject = Subject(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native, strength)
+        calls = _inputs(model, tokenizer, prompt, inputs)
+        subject = Subject(model, tokenizer, calls, native, strength, _long_text(calls, tokenizer), name)
         parts = _chosen(subject, layers, heads, tuple(queries))
         there = {name: kind for name, kind in known.items() if any(kind.fits(part) for part in parts)}
         missing = [name for name in wanted if name not in (OVERVIEW, *there)]
@@ -114,7 +120,7 @@ def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tup
         for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
             drawn = replace(some, layers=layers)
             width, height = kind.size(drawn)
-            made = style.figure(width, height, f"{drawn.title}: {kind.title(drawn)}")
+            made = style.figure(width, height, f"{_named(part.subject)}{drawn.title}: {kind.title(drawn)}")
             kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
             yield "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])]), made
 
@@ -139,8 +145,8 @@ def _overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) ->
 
 
 def _header(subject: Subject, parts: Sequence[Part]) -> str:
-    kind = type(subject.model).__name__.removeprefix("Posenc")
-    lines = [f"{kind}, {subject.model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"]
+    kind, count = type(subject.model).__name__.removeprefix("Posenc"), subject.model.num_parameters()
+    lines = [f"{_named(subject)}{kind}, {count:,} parameters, trained on {parts[0].length:,} positions"]
     for stack, body in subject.architecture.stacks(subject.model).items():
         schemes, others = [], set(range(len(subject.architecture.attentions(body))))
         for part in subject.parts:
@@ -152,6 +158,10 @@ def _header(subject: Subject, parts: Sequence[Part]) -> str:
         schemes += [f"no scheme in {layer_names(sorted(others))}"] if others else []
         lines.append(f"{stack}: {'; '.join(schemes)}")
     return "\n".join(lines)
+
+
+def _named(subject: Subject) -> str:
+    return f"{subject.name}: " if subject.name else ""
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
@@ -217,3 +227,15 @@ def _inputs(
         start = ids.new_full((1, 1), model.config.decoder_start_token_id or 0)
         calls[stack] = {"input_ids": torch.cat((start, ids[:, :-1]), dim=1), "use_cache": False}
     return calls
+
+
+def _long_text(calls: Mapping[str, Mapping[str, Tensor]], tokenizer: Any) -> Tensor | None:
+    """Return the ids of a long text for a model that reads one, or of the prompt again and again."""
+    ids = next(iter(calls.values())).get("input_ids")
+    if ids is None:
+        return None
+    if tokenizer is None:
+        return ids[0].repeat(2 * _LONGEST // ids.shape[1] + 1)
+    text = builtin_text("heldout")[:_CHARACTERS]
+    found: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    return found[0].to(ids.device, torch.long)

@@ -18,7 +18,7 @@ from hf_posenc.structures import Numbers
 
 COLUMNS = 5
 # Inches per token, and for the labels of tokens.
-_TOKEN, TOKEN_LABELS = 0.09, 0.6
+_TOKEN, TOKEN_LABELS = 0.125, 0.7
 
 
 def shape(count: int, most: int = COLUMNS) -> tuple[int, int]:

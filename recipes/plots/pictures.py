@@ -17,7 +17,7 @@ from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.recipes.plots import panels, style
 from hf_posenc.recipes.plots.probe import added, asked
-from hf_posenc.recipes.plots.subject import Layer, Part
+from hf_posenc.recipes.plots.subject import LAST, Layer, Part
 from hf_posenc.structures import Numbers, Picture
 
 
@@ -61,7 +61,7 @@ def all_kinds() -> dict[str, Kind]:
     declared = {p.name: p for info in registry.schemes().values() for p in info.cls.pictures}
     forms: dict[str, type[Channels | Strips | Maps]] = {"channels": Channels, "tokens": Strips, "pairs": Maps}
     of = {form: [forms[form](p.name, p.summary) for p in declared.values() if p.over == form] for form in forms}
-    every = (BIAS, DECAY, FREQUENCIES, *of["channels"], TABLE, *of["tokens"], *of["pairs"], REMAINDER, ATTENTION)
+    every = (BIAS, DECAY, FREQUENCIES, *of["channels"], TABLE, *of["tokens"], *of["pairs"], REMAINDER, ATTENTION, REACH)
     return {kind.name: kind for kind in every}
 
 
@@ -123,7 +123,8 @@ class ByDistance(Kind):
             # The same for all keys of a query changes no weight, and may be large.
             values = values - values.amax(-1, keepdim=True)
             lowest = min(lowest, float(values.min()))
-            panels.lines(axes, far, values, part.heads, log=int(far.max()) > _FAR, width=1.5)
+            is_log = int(far.max()) > _FAR and not _is_linear(far, values)
+            panels.lines(axes, far, values, part.heads, log=is_log, width=1.5)
             style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
@@ -149,6 +150,12 @@ class ByDistance(Kind):
             style.caption(top, f"head {head}")
             bottom.set_xlabel("column (patches)", fontsize=8)
         panels.bar(canvas, image, cells, "added to the logit (nats)")
+
+
+def _is_linear(far: Tensor, values: Tensor) -> bool:
+    """Whether values `[H, N]` are proportional to the distance, so that a linear axis shows straight lines."""
+    straight = values[:, -1:] * far.abs() / far[-1]
+    return torch.allclose(values, straight, rtol=0, atol=1e-3 * float(values.abs().max()))
 
 
 def _columns(layers: Sequence[object]) -> int:
@@ -532,4 +539,45 @@ class Attention(OfWeights, Maps):
         return True
 
 
+class Reach(Kind):
+    """How far the last tokens of a text look, within the trained length and in longer texts."""
+
+    def fits(self, part: Part) -> bool:
+        return part.subject.can_read(_TIMES[1] * part.length, part)
+
+    def title(self, part: Part) -> str:
+        return "share of the attention beyond a distance, at the end of a text (mean over heads)"
+
+    def size(self, part: Part) -> tuple[float, float]:
+        rows, columns = panels.shape(len(part.layers))
+        return 1.8 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
+
+    def draw(self, canvas: FigureBase, part: Part) -> None:
+        drawn = panels.grid(canvas, len(part.layers), x="distance to the key (tokens)", y="share beyond it")
+        lengths = [times * part.length for times in _TIMES if part.subject.can_read(times * part.length, part)]
+        for axes, (name, layer) in zip(drawn, part.each(), strict=True):
+            for length, (colour, dash) in zip(lengths, style.line_styles(len(lengths)), strict=True):
+                weights = part.subject.seen_in(length)[part.stack, layer.index].weights[list(part.heads)]
+                # Each query's row from its own position back, then the share beyond each distance.
+                rows = torch.stack(
+                    [
+                        row[..., : length - LAST + i + 1].flip(-1)[..., : length - LAST]
+                        for i, row in enumerate(weights.unbind(1))
+                    ]
+                )
+                share = 1 - rows.cumsum(-1).mean((0, 1)).cpu()
+                axes.plot(range(1, len(share) + 1), share, color=colour, linestyle=dash, label=f"{length:,} tokens")
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.thousands(value)))
+            axes.axvline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
+            axes.set_ylim(-0.02, 1.02)
+            style.caption(axes, name)
+            style.open_frame(axes)
+        corner = drawn[min(len(drawn), panels.COLUMNS) - 1]
+        corner.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+
+
+# Multiples of the trained length.
+_TIMES = (1, 2, 4)
 REMAINDER, ATTENTION = (kind(kind.own.name, kind.own.summary) for kind in (Remainder, Attention))
+REACH = Reach("reach", "how far the last tokens of a text look, within the trained length and beyond")

@@ -27,7 +27,7 @@ _MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", "-", 
 # A key this far below another (in nats) has no weight that could be seen.
 FLOOR = -16.0
 # More labels than this along an axis would touch each other.
-_LABELS, _LEGEND = 64, 12
+_LABELS, _LEGEND = 56, 12
 # Of a letter of a title, on average and with some room.
 _INCHES = 0.085
 _MISSING = "\N{WHITE SQUARE}"
@@ -130,7 +130,7 @@ def token_ticks(axes: Axes, tokens: Sequence[str], *, x: bool = False, y: bool =
         if wanted:
             axis.set_major_locator(FixedLocator(list(places)))
             # A dollar sign is no formula.
-            axis.set_ticklabels(labels, fontsize=6, rotation=angle, parse_math=False)
+            axis.set_ticklabels(labels, fontsize=7.5, rotation=angle, parse_math=False)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,8 @@ from hf_posenc.scheme import Scheme
 
 # Assumed length of a model that states none, in tokens.
 _LENGTH = 512
+# Queries at the end of a long text whose attention is drawn, and the longest text: maps grow with the square.
+LAST, _LONGEST_TEXT = 16, 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +159,8 @@ class Subject:
         inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
             too.
         native: Whether it was a stock model, drawn as what it computes itself.
+        text: Token ids of a text for pictures of long ones, int64 `[tokens]`.
+        name: Name of the model or its run, for titles.
         strength: Strength of its schemes, see `hf_posenc.set_strength`.
     """
 
@@ -165,6 +169,9 @@ class Subject:
     inputs: Mapping[str, Mapping[str, Tensor]]
     native: bool = False
     strength: float = 1.0
+    text: Tensor | None = None
+    name: str = ""
+    _longer: dict[int, dict[tuple[str, int], Seen]] = field(default_factory=dict)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -175,6 +182,23 @@ class Subject:
     def seen(self) -> dict[tuple[str, int], Seen]:
         """What each patched layer computes on the inputs, by stack and index."""
         return _see(self.architecture, self.model, self.inputs)
+
+    def can_read(self, length: int, part: Part) -> bool:
+        """Whether there is a text of so many tokens, and a scheme and a model that read it."""
+        if self.text is None or length > min(len(self.text), _LONGEST_TEXT) or not part.geometry.causal:
+            return False
+        ends = [layer.scheme.end_of_positions() for layer in part.layers]
+        has_table = part.group.native == "keep" and part.geometry.inv_freq is None and length > part.length
+        return len(self.inputs) == 1 and not has_table and all(end is None or end >= length for end in ends)
+
+    def seen_in(self, length: int) -> dict[tuple[str, int], Seen]:
+        """Return what each patched layer computes at the last tokens of a text of so many tokens."""
+        if length not in self._longer:
+            assert self.text is not None
+            (stack,) = self.inputs
+            inputs = {stack: {"input_ids": self.text[None, :length], "use_cache": False}}
+            self._longer[length] = _see(self.architecture, self.model, inputs, last=LAST)
+        return self._longer[length]
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -280,9 +304,15 @@ def _readable(piece: str | None) -> str:
 
 @torch.no_grad()
 def _see(
-    architecture: Architecture, model: PreTrainedModel, inputs: Mapping[str, Mapping[str, Tensor]]
+    architecture: Architecture,
+    model: PreTrainedModel,
+    inputs: Mapping[str, Mapping[str, Tensor]],
+    last: int = 0,
 ) -> dict[tuple[str, int], Seen]:
-    """Run every stack of a patched model once; return what its patched layers computed, by stack and index."""
+    """Run every stack of a patched model once; return what its patched layers computed, by stack and index.
+
+    Only the weights of the `last` queries are kept, or those of all.
+    """
     bodies = architecture.stacks(model)
     observers: dict[tuple[str, int], _Observer] = {}
     before = model.config._attn_implementation
@@ -291,7 +321,7 @@ def _see(
         for stack, body in bodies.items():
             for index, attention in enumerate(architecture.attentions(body)):
                 if surgery.is_patched(attention):
-                    observer = observers[stack, index] = _Observer()
+                    observer = observers[stack, index] = _Observer(last)
                     undo.callback(attention.register_forward_pre_hook(observer.before, with_kwargs=True).remove)
                     undo.callback(attention.register_forward_hook(observer.after).remove)
         # Only this implementation hands out its weights.
@@ -307,8 +337,9 @@ def _see(
 class _Observer:
     """Hooks of one attention module: they look at its inputs and at its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         self.seen: Seen | None = None
+        self._last = last
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -330,4 +361,4 @@ class _Observer:
 
     def after(self, module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         assert self.seen is not None
-        self.seen = replace(self.seen, weights=output[-1][0].double())
+        self.seen = replace(self.seen, weights=output[-1][0, :, -self._last :].double())
