@@ -53,7 +53,7 @@ class FoX(Scheme):
         init: Start, see above. The official code has `"official"` for full gates, and for the others `"timescale"`
             with a shortest time of 2 tokens.
         horizon: T of `init="horizon"`; `None` is 10 times the model's context (2,048 tokens if it states none).
-        decay_time_min: The shortest T of `init="timescale"`; `None` is 1/128 of the model's context, 2 tokens at least.
+        decay_time_min: The shortest T of `init="timescale"`; `None` is 1/128 of the longest, 2 tokens at least.
         decay_time_max: The longest T of `init="timescale"`; `None` is the model's context. Heads are spaced
             geometrically.
     """
@@ -81,7 +81,8 @@ class FoX(Scheme):
         if init == "horizon":
             horizon = 10.0 * self._context if horizon is None else horizon
         if init == "timescale":
-            decay_time_min = max(2.0, self._context / 128) if decay_time_min is None else decay_time_min
+            if decay_time_min is None:
+                decay_time_min = max(2.0, (decay_time_max or self._context) / 128)
             decay_time_max = max(decay_time_min, float(self._context)) if decay_time_max is None else decay_time_max
         for option, got, needed in (
             ("horizon", horizon, "horizon"),
