@@ -220,8 +220,8 @@ def _block(length: int) -> Block:
 def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module, tuple[Tensor, Tensor]]:
     """Return queries `[N, H, q, D]` and keys `[N, G, K, D]` of each patched attention in the stock model."""
     found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-    rows = block.positions.query[0].to(ids.device)
-    ids = ids[: math.ceil(_READ / (block.reach + 1)), : block.reach + 1]
+    rows = block.positions.query[0].to(model.device)
+    ids = ids[: math.ceil(_READ / (block.reach + 1)), : block.reach + 1].to(model.device)
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
         q, k, _ = module.project_heads(args[0] if args else kwargs["hidden_states"])
@@ -235,7 +235,7 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
         for context in (evaluating(model), torch.no_grad(), disabled(model)):
             stack.enter_context(context)
         for body in bodies:
-            body(input_ids=ids, use_cache=False)
+            body(input_ids=ids)
     return found
 
 
