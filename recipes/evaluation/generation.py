@@ -81,7 +81,7 @@ class Generation(Measure):
             for _ in range(samples):
                 prompt, answer = encode(draw(source), tokenizer)
                 self._examples.append((torch.tensor(prompt), torch.tensor(answer)))
-        self._samples, self._first = samples, torch.empty(0)
+        self._first = torch.empty(0)
         self._end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.tokens = self._windows.numel() + samples * _WRITTEN + sum(a.numel() + b.numel() for a, b in self._examples)
         self.note = (
