@@ -186,7 +186,7 @@ def course(folder: Path, step: int) -> list[tuple[str | int, Any]]:
     assert original is not None
     return [
         (NATIVE, plain(original)),
-        *((at * step, plain(grid)) for at, grid in sorted(nearest, key=lambda at: at[0])),
+        *((at * step, plain(grid)) for at, grid in steps if at in nearest),
     ]
 
 

@@ -562,7 +562,11 @@ STEEP = ("alibi", "kerple", "fox")
 
 def steep(name: str) -> Scheme:
     """A scheme some of whose heads, or all, lose all weight of keys some hundred tokens away."""
-    options = {"alibi": {"learned_slopes": True, "gate": False}, "kerple": {"kernel": "power"}, "fox": {}}
+    options = {
+        "alibi": {"learned_slopes": True, "gate": False},
+        "kerple": {"kernel": "power"},
+        "fox": {"init": "official"},
+    }
     scheme = make(name, **options[name]).double()
     with torch.no_grad():
         if name == "alibi":

@@ -725,8 +725,8 @@ def test_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = [
         "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
-        "--samples", 2, "--measures", "perplexity,position,needle,induction,tasks,attention", "--tasks", "copy",
-        "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
+        "--samples", 2, "--measures", "perplexity,position,needle,induction,generation,tasks,attention",
+        "--tasks", "copy", "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
     ]  # fmt: skip
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output

@@ -225,7 +225,7 @@ def test_the_official_start() -> None:
     assert scheme.fgate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert not scheme.fgate_proj.bias.any()
     assert scheme.start_tolerance(native_kept=True) is None
-    assert build("fox", geometry()).options()["init"] == "official"
-    assert build("fox", geometry(), forget_gate="fixed").options()["init"] == "timescale"
-    assert build("fox", geometry(), forget_gate="bias_only").options()["init"] == "timescale"
+    for gate in ("full", "bias_only", "fixed"):
+        options = build("fox", geometry(max_positions=8192), forget_gate=gate).options()
+        assert (options["init"], options["decay_time_min"], options["decay_time_max"]) == ("timescale", 64.0, 8192.0)
     assert not build("fox", geometry(), forget_gate="bias_only", init="official").fgate_bias.any()

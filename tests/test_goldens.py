@@ -188,6 +188,12 @@ def test_alibi_slopes(heads: int) -> None:
     torch.testing.assert_close(got[:, 0, 0], want, rtol=0, atol=about("alibi")["atol"])
 
 
+def test_learned_alibi_slopes_start_from_the_context() -> None:
+    for context, times in ((8192, [64.0, 724.077, 8192.0]), (128, [2.0, 16.0, 128.0]), (None, [16.0, 181.019, 2048.0])):
+        scheme = build("alibi", geometry(3, max_positions=context), learned_slopes=True)
+        torch.testing.assert_close((-scheme.log_slopes).exp().tolist(), times, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("heads", [8, 12])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_alibi_weights_of_given_logits(heads: int, executor: str) -> None:

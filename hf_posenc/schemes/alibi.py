@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,9 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
+
+# Assumed context of a model whose config states none.
+_CONTEXT = 2048
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive", usual=True)
@@ -20,7 +25,9 @@ class ALiBi(GridBias):
 
     Args:
         geometry: Shape of the layer.
-        learned_slopes: Train the logarithms of the slopes.
+        learned_slopes: Train the logarithms of the slopes. They start from `1 / T`, with T from 1/128 of the model's
+            context (2,048 tokens if it states none), 2 tokens at least, to the whole: the fixed slopes, which go up to
+            1/2, hide the first token from heads of a real model that rest on it.
         gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one set of learned parameters for the whole stack.
     """
@@ -40,7 +47,9 @@ class ALiBi(GridBias):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.log_slopes is not None:
-            set_start(self.log_slopes, self._slopes.float().log())
+            context = max(2.0, self.geometry.max_positions or _CONTEXT)
+            first, last = math.log(max(2.0, context / 128)), math.log(context)
+            set_start(self.log_slopes, -torch.linspace(first, last, self.geometry.heads, device="cpu"))
 
     def grid_values(self, offset: Tensor) -> Tensor:
         return self.values(offset.norm(dim=-1), offset.dtype)

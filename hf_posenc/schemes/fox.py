@@ -40,8 +40,8 @@ class FoX(Scheme):
     Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and
     `log f = -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"`
     sets T beyond the context, which moves logits by at most context / T and suits a kept native encoding. If the native
-    encoding is removed, prefer the official start, the default: on a small trained Llama it preserved most of the model
-    before and after training, time scales less, and the horizon, which is hardly a position, least.
+    encoding is removed, a real model needs long times: many of its heads look at the first token, the attention sink,
+    where they have nothing to do, and short times hide it. So the default differs from the official code.
 
     Deviations from the official code: grouped queries and encoders; time scales also for gates of content, which then
     start as a fixed decay; padding tokens have f = 1 anywhere, and sums continue over padding and from chunk to chunk.
@@ -50,10 +50,10 @@ class FoX(Scheme):
         geometry: Shape of the layer.
         forget_gate: Input of the gates: `"full"` is the hidden state; `"bias_only"` a learned number per head;
             `"fixed"` a number per head that is not trained.
-        init: Start, see above. `None` is `"official"` for full gates and `"timescale"` for the others, as in the
-            official code; fixed gates have no other official start.
+        init: Start, see above. The official code has `"official"` for full gates, and for the others `"timescale"`
+            with a shortest time of 2 tokens.
         horizon: T of `init="horizon"`; `None` is 10 times the model's context (2,048 tokens if it states none).
-        decay_time_min: The shortest T of `init="timescale"`; `None` is 2 tokens.
+        decay_time_min: The shortest T of `init="timescale"`; `None` is 1/128 of the longest, 2 tokens at least.
         decay_time_max: The longest T of `init="timescale"`; `None` is the model's context. Heads are spaced
             geometrically.
     """
@@ -68,22 +68,21 @@ class FoX(Scheme):
         geometry: Geometry,
         *,
         forget_gate: Literal["full", "bias_only", "fixed"] = "full",
-        init: Literal["official", "horizon", "timescale"] | None = None,
+        init: Literal["official", "horizon", "timescale"] = "timescale",
         horizon: float | None = None,
         decay_time_min: float | None = None,
         decay_time_max: float | None = None,
     ) -> None:
         super().__init__(geometry)
         self._context = geometry.max_positions or _CONTEXT
-        if init is None:
-            init = "official" if forget_gate == "full" else "timescale"
         self.require(
             forget_gate != "fixed" or init != "official", "init", init, "'horizon' or 'timescale' for fixed gates"
         )
         if init == "horizon":
             horizon = 10.0 * self._context if horizon is None else horizon
         if init == "timescale":
-            decay_time_min = 2.0 if decay_time_min is None else decay_time_min
+            if decay_time_min is None:
+                decay_time_min = max(2.0, (decay_time_max or self._context) / 128)
             decay_time_max = max(decay_time_min, float(self._context)) if decay_time_max is None else decay_time_max
         for option, got, needed in (
             ("horizon", horizon, "horizon"),

@@ -76,7 +76,7 @@ class FoXPro(FoX):
         geometry: Geometry,
         *,
         forget_gate: Literal["full", "bias_only", "fixed"] = "full",
-        init: Literal["official", "horizon", "timescale"] | None = None,
+        init: Literal["official", "horizon", "timescale"] = "timescale",
         horizon: float | None = None,
         decay_time_min: float | None = None,
         decay_time_max: float | None = None,

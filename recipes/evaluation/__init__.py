@@ -3,11 +3,12 @@
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `similarity`.
+Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `generation`, `similarity`.
 """
 
 from __future__ import annotations
 
+from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
@@ -23,6 +24,7 @@ __all__ = [
     "AssociativeRecall",
     "AttentionSimilarity",
     "ContextPerplexity",
+    "Generation",
     "Grid",
     "InductionCopy",
     "Interval",

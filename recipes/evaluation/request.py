@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import corruptor
-from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
+from hf_posenc.recipes.evaluation.generation import Generation
+from hf_posenc.recipes.evaluation.induction import AssociativeRecall, Copying, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
@@ -223,6 +224,11 @@ def _copying(kind: type[InductionCopy], inputs: Inputs, lengths: Sequence[int]) 
     return kind(inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length)
 
 
+def _generation(inputs: Inputs) -> Measure:
+    asked = inputs.request
+    return Generation(inputs.ids, inputs.tokenizer, samples=asked.samples, corrupt=inputs.corrupt, seed=asked.seed)
+
+
 def _tasks(inputs: Inputs) -> Measure:
     asked = inputs.request
     options = {name: getattr(asked, name) for name in ("lengths", "trained", "samples", "shots", "seed")}
@@ -242,6 +248,7 @@ MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "needle": _needle,
     "induction": _induction,
     "mqar": lambda inputs: _copying(AssociativeRecall, inputs, inputs.contexts),
+    "generation": _generation,
     "tasks": _tasks,
     "attention": _attention,
 }

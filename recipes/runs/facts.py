@@ -57,6 +57,7 @@ class Facts:
         came_with: Schemes of a model that was converted before the run, which keeps them.
         stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
+        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Facts:
     came_with: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
+    writes: str = ""
 
     @property
     def tokens_per_step(self) -> int:

@@ -38,9 +38,10 @@ from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
-from hf_posenc.recipes.loading import load
+from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
@@ -306,6 +307,8 @@ class _Run:
             pace = progress.pace
         assert trainer is not None
         verdict = judge(self.measurements, facts, _control(self.folder, recipe))
+        if recipe.evaluation.prompts:
+            facts = replace(facts, writes=self._compare(model, tokenizer, data))
         if self.processes.is_main_process:
             report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace, verdict=verdict)
         self._save(trainer, tokenizer, facts, pace, log, verdict)
@@ -409,6 +412,19 @@ class _Run:
         if self.console:
             self.console.print(result.sentence, highlight=False, soft_wrap=True)
         return {"accepted": result.accepted, "sentence": result.sentence}
+
+    def _compare(self, model: Any, tokenizer: Any, data: Prepared) -> str:
+        """Compare what the trained model and the original write, in words."""
+        if is_masked(model):
+            return "Nothing: a masked language model continues no text."
+        samples = self.recipe.evaluation.prompts
+        generation = Generation(data.held_out, tokenizer, samples=samples, corrupt=data.corrupt)
+        original, _ = load(self.recipe.model)
+        with self._precise():
+            sentence = compared(generation(original.to(model.device)), generation(model))
+        if self.console:
+            self.console.print(sentence, highlight=False, soft_wrap=True)
+        return sentence
 
     def _claim(self, facts: Facts) -> None:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""

@@ -1,8 +1,9 @@
-"""Fit of an additive scheme to the native encoding or to another scheme, by regression."""
+"""Fit of an additive scheme: to the weights of the original attention on a text, or to another bias."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,20 +27,30 @@ from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
 _ROWS = 16
 _ITERATIONS_PER_STEP = 20
+# A step that lowers the error by a smaller share is the last one.
+_WORTH = 0.01
+# Tokens of the text whose keys are kept for all layers.
+_READ = 4096
+
+# A function from the biases of a block, `[H, q, K]`, to an error in nats.
+Error = Callable[[Tensor], Tensor]
 # Maximum number of windows that judge a fit.
 _JUDGED = 16
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of a regression: root mean square errors of the schemes' biases, and the loss on held-out text.
+    """Result of a fit: errors of the schemes' biases, and the loss on held-out text.
+
+    An error is in nats: the divergence of attention weights from the original's, if the schemes are fitted to a rotary
+    encoding; or else the root mean square of the difference of biases.
 
     Attributes:
-        before: Error before the regression, in nats.
-        after: Error after the regression; equal to `before` if the schemes kept their weights.
-        spread: Size of the target bias, which is the error of a zero bias.
-        losses: Loss on held-out text before and after the regression, in nats per token; `None` if there is no text,
-            or the model predicts no tokens.
+        before: Error before the fit.
+        after: Error after the fit; equal to `before` if the schemes kept their weights.
+        spread: Error of a zero bias.
+        losses: Loss on held-out text before and after the fit, in nats per token; `None` if there is no text, or the
+            model predicts no tokens.
         accepted: Whether the schemes have the fitted weights.
         sentence: Verdict in one sentence.
     """
@@ -70,19 +81,21 @@ def fit(
     weights, bit for bit, and a warning says so. Without text, or with a model that predicts no tokens, a scheme keeps
     its weights if the error of its bias does not fall. On an exception all schemes keep them.
 
-    The error compares the keys of one query, since a constant per query does not change the softmax. Keys have the
-    weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to the mean target.
+    The native encoding of a rotary model is no bias. So queries and keys of a text are weighed as the original weighs
+    them, and the divergence from that of the weights with the bias instead of the rotation is made small. This keeps
+    the attention sink, the first token that many heads look at where they have nothing to do, as far as the scheme can.
 
-    The native bias of T5 is its table. The native bias of a rotary model is what the rotation adds to the logit of a
-    head's mean query and mean key over some text, which explain most of a head's preference for distances.
+    A bias, such as the table of T5, is fitted by least squares, on the keys of one query, since a constant per query
+    does not change the softmax. Keys have the weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to
+    all of them.
 
     Args:
         model: Model patched with an additive scheme.
         like: `"native"`, or the name of an additive scheme.
-        ids: Text for the means of a rotary model and for the verdict, int64 `[N, S]`; one window serves both.
+        ids: Text, int64 `[N, S]`, for a rotary model's queries and keys, and for the verdict; one window serves both.
         corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
-        steps: Steps of the regression (L-BFGS, 20 iterations each).
+        steps: Maximum number of steps (L-BFGS, 20 iterations each); the last is one that hardly lowers the error.
         **options: Options of the scheme `like`.
 
     Returns:
@@ -111,15 +124,20 @@ def fit(
         judged, ids = ids[-apart:, : table_end(model)].to(model.device), ids[: len(ids) - apart]
         if model.get_output_embeddings() is None or judged.shape[1] < 2:
             judged = None
+    architecture = of_model(model)
+    geometries = [architecture.geometry(body, 0) for body in architecture.stacks(model).values()]
+    # Only of a rotary model is the text read; a model with a table of positions may be unable to.
+    reads = ids is not None and like == "native" and any(geometry.inv_freq is not None for geometry in geometries)
+    far = length or min(1024, *(geometry.max_positions or 1024 for geometry in geometries))
+    block = _block(min(far, ids.shape[1]) if ids is not None and reads else far)
     # Check all schemes before changing one.
-    found = _wanted(model, like, ids, options)
+    found = _wanted(model, like, ids if reads else None, block, options)
     sums = torch.zeros(3, dtype=torch.float64)
     with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
         start = None if judged is None else _loss(model, judged, corrupt)
-        for scheme, targets in found.items():
-            far = min(scheme.geometry.max_positions or 1024, 1024) if length is None else length
-            sums += _regress(scheme, targets, far, steps)
-        before, after, spread = (sums / len(found)).sqrt().tolist()
+        for scheme, errors in found.items():
+            sums += _minimise(scheme, errors, block, steps)
+        before, after, spread = (sums / len(found) if reads else (sums / len(found)).sqrt()).tolist()
         if judged is None or start is None:
             accepted, sentence = after < before, f"fit: the error of the bias went from {before:.4g} to {after:.4g}."
             return Fit(before, after, spread, None, accepted, sentence)
@@ -132,14 +150,13 @@ def fit(
 
 
 def _wanted(
-    model: PreTrainedModel, like: str, ids: Tensor | None, options: dict[str, Any]
-) -> dict[AdditiveBias, list[Callable[[Block], Tensor]]]:
-    """Return the schemes to fit, each with the target biases of its layers; raise if one cannot be fitted."""
+    model: PreTrainedModel, like: str, ids: Tensor | None, block: Block, options: dict[str, Any]
+) -> dict[AdditiveBias, list[Error]]:
+    """Return the schemes to fit, each with the errors of its layers; raise if one cannot be fitted."""
     architecture = of_model(model)
-    # Only rotary models need the means; a model with a table of positions may be unable to read the text.
-    rotary = any(architecture.geometry(body, 0).inv_freq is not None for body in architecture.stacks(model).values())
-    means = _mean_heads(model, ids) if ids is not None and like == "native" and rotary else {}
-    wanted: dict[AdditiveBias, list[Callable[[Block], Tensor]]] = {}
+    heads = {} if ids is None else _heads(model, ids, block)
+    wanted: dict[AdditiveBias, list[Error]] = {}
+    biases: dict[str, Error] = {}
     for group in record.from_config(model.config):
         for name, stack in group.stacks.items():
             body = architecture.stacks(model)[name]
@@ -166,7 +183,12 @@ def _wanted(
                     raise OptionError(
                         f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
                     )
-                wanted.setdefault(scheme, []).append(_target(like, geometry, options, means.get(attention)))
+                if attention in heads:
+                    error = _divergence(geometry, block, *heads.pop(attention))
+                else:
+                    # The same for all layers, also if the other scheme draws its start.
+                    error = biases[name] = biases.get(name) or _error(like, geometry, block, options)
+                wanted.setdefault(scheme, []).append(error)
     return wanted
 
 
@@ -189,14 +211,21 @@ def additive() -> list[str]:
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
 
 
-def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """Return the mean query `[H, D]` and key `[G, D]` of each patched attention over a text, in the stock model."""
+def _block(length: int) -> Block:
+    """Return some queries, evenly over a length, against all keys."""
+    rows = torch.arange(1, _ROWS + 1)[None] * (length - 1) // _ROWS
+    return Block(Positions(rows, torch.arange(length)[None]), reach=length - 1)
+
+
+def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    """Return queries `[N, H, q, D]` and keys `[N, G, K, D]` of each patched attention in the stock model."""
     found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    rows = block.positions.query[0].to(model.device)
+    ids = ids[: math.ceil(_READ / (block.reach + 1)), : block.reach + 1].to(model.device)
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        q, k, _ = module.project_heads(hidden)
-        found[module] = q.double().mean((0, 2)), k.double().mean((0, 2))
+        q, k, _ = module.project_heads(args[0] if args else kwargs["hidden_states"])
+        found[module] = q[:, :, rows].float().cpu(), k.float().cpu()
 
     bodies = of_model(model).stacks(model).values()
     attentions = [attention for body in bodies for attention in of_model(model).attentions(body)]
@@ -210,87 +239,97 @@ def _mean_heads(model: PreTrainedModel, ids: Tensor) -> dict[nn.Module, tuple[Te
     return found
 
 
-def _target(
-    like: str, geometry: Geometry, options: dict[str, Any], means: tuple[Tensor, Tensor] | None
-) -> Callable[[Block], Tensor]:
-    """Return a function from a block to the target bias, float64 `[H, q, K]`."""
+def _error(like: str, geometry: Geometry, block: Block, options: dict[str, Any]) -> Error:
+    """Return the error of a bias that is like the native one or another scheme's."""
     if like != "native":
         scheme = registry.build(like, geometry, **options).double()
         if not isinstance(scheme, AdditiveBias):
             raise OptionError(f"fit: like={like!r}: expected 'native' or one of {', '.join(additive())}.")
-        return lambda block: scheme.bias(block, torch.float64)[0].detach()
+        return _distance(geometry, block, scheme.bias(block, torch.float64)[0].detach())
     table = geometry.native_table("t5")
     if table is not None:
         assert table.max_distance is not None
-        weight = table.weight.detach().double()
+        weight = table.weight.detach().double().cpu()
         buckets = Buckets(num_buckets=len(weight), max_distance=table.max_distance, causal=geometry.causal)
-        return lambda block: weight[buckets(block.distance()[0])].permute(2, 0, 1)
+        return _distance(geometry, block, weight[buckets(block.distance()[0])].permute(2, 0, 1))
     if geometry.inv_freq is None:
         raise OptionError(
             "fit: the model's own encoding is no bias of the distance (it is added to the inputs). Fit to a scheme: "
             "fit(model, 'kerple')."
         )
-    if means is None:
-        raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
-    return _rotary_bias(geometry, *means)
+    raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
 
 
-def _rotary_bias(geometry: Geometry, q: Tensor, k: Tensor) -> Callable[[Block], Tensor]:
-    rope = registry.build("rope", geometry)
-    k = k.repeat_interleave(geometry.heads // geometry.kv_heads, dim=0)
-    assert geometry.scale is not None
-    scale = geometry.scale
-
-    def bias(block: Block) -> Tensor:
-        distance = block.distance()[0].clamp_min(0)
-        places = torch.arange(int(distance.max()) + 1)[None]
-        count = places.shape[1]
-        zero = Positions(places, torch.zeros(1, 1, dtype=torch.long))
-        many = q[None, :, None].expand(1, -1, count, -1)
-        turned = rope.project(Tokens(positions=zero), many, k[None, :, None], k[None, :, None])
-        table = scale * ((turned.q * turned.k).sum(-1)[0] - (q * k).sum(-1, keepdim=True))  # [H, count]
-        return table[:, distance]
-
-    return bias
-
-
-def _regress(scheme: AdditiveBias, wanted: list[Callable[[Block], Tensor]], length: int, steps: int) -> Tensor:
-    """Fit a scheme to the mean of target biases; return the mean squared errors before, after, and of a zero bias."""
-    rows = torch.arange(1, _ROWS + 1)[None] * (length - 1) // _ROWS
-    block = Block(Positions(rows, torch.arange(length)[None]), reach=length - 1)
+def _distance(geometry: Geometry, block: Block, target: Tensor) -> Error:
+    """Return the mean square of the difference from a bias `[H, q, K]`."""
     distance = block.distance()[0]
     weight = 1.0 / (1 + distance.abs().double())
-    if scheme.geometry.causal:
+    if geometry.causal:
         weight = weight * (distance >= 0)
     weight = weight / weight.sum(-1, keepdim=True)  # [q, K]
-    target = torch.stack([bias(block) for bias in wanted]).mean(0).to("cpu")
-    like = torch.zeros(1, dtype=torch.float64)
 
-    def square(difference: Tensor) -> Tensor:
+    def error(bias: Tensor) -> Tensor:
+        difference = bias - target
         centred = difference - (weight * difference).sum(-1, keepdim=True)
         return (weight * centred.square()).sum(-1).mean()
 
-    def error() -> Tensor:
-        return square(scheme.gated_bias(block, like)[0] - target)
+    return error
+
+
+@torch.no_grad()
+def _divergence(geometry: Geometry, block: Block, q: Tensor, k: Tensor) -> Error:
+    """Return the mean divergence from the attention weights of queries and keys with the native rotation."""
+    assert geometry.scale is not None
+    scale, shared = geometry.scale, geometry.heads // geometry.kv_heads
+    hidden = block.distance()[0] < 0 if geometry.causal else block.distance()[0].isnan()
+
+    def logits(q: Tensor, k: Tensor) -> Tensor:
+        found = scale * q @ k.repeat_interleave(shared, dim=1).transpose(-1, -2)
+        return found.masked_fill_(hidden, torch.finfo(found.dtype).min)
+
+    turned = registry.build("rope", geometry).project(Tokens(positions=block.positions), q, k, k)
+    log_weights = logits(turned.q, turned.k).log_softmax(-1)
+    weights, plain = log_weights.exp(), logits(q, k)
+    least = (weights * log_weights).sum(-1).mean()
+
+    def error(bias: Tensor) -> Tensor:
+        return least - (weights * (plain + bias.float()).log_softmax(-1)).sum(-1).mean()
+
+    return error
+
+
+def _minimise(scheme: AdditiveBias, errors: list[Error], block: Block, steps: int) -> Tensor:
+    """Fit a scheme to its layers; return the mean errors before, after, and of a zero bias."""
+    like = torch.zeros(1, dtype=torch.float64)
+
+    def mean(bias: Tensor) -> Tensor:
+        return torch.stack([error(bias) for error in errors]).mean()
+
+    def current() -> Tensor:
+        return mean(scheme.gated_bias(block, like)[0])
 
     with torch.no_grad():
-        before = error()
+        before, zero = current(), mean(torch.zeros_like(scheme.gated_bias(block, like)[0]))
     trained = [p for p in scheme.parameters() if p.requires_grad]
     optimizer = torch.optim.LBFGS(trained, max_iter=_ITERATIONS_PER_STEP, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = error()
+        loss = current()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     with kept(trained) as put_back:
         if len(trained) == len(list(scheme.parameters())):
             scheme.begin_fit()
+        last = math.inf
         for _ in range(steps):
             optimizer.step(closure)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            if not error() <= before:
-                put_back()
+            with torch.no_grad():
+                last, earlier = float(current()), last
+            if not last < (1 - _WORTH) * earlier:
+                break
+        if not last <= before:
+            put_back()
     with torch.no_grad():
-        return torch.stack([before, error(), square(target)]).double()
+        return torch.stack([before, current(), zero]).double()

@@ -1,0 +1,174 @@
+"""What models write: greedy continuations compared with the original's, and answers that stand in the prompt.
+
+A converted model may be near in likelihood and far in what it writes, where each token is read again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PositionError
+from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
+from hf_posenc.recipes.evaluation.measure import Measure, Workers
+from hf_posenc.recipes.evaluation.perplexity import Corruption, check_corruption, spread_windows
+from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, table_end
+from hf_posenc.recipes.evaluation.tasks import Example, encode
+
+# Tokens to write, and tokens of the prompts, which take turns, so that batches are padded at the left.
+_WRITTEN, _PROMPTS = 64, (32, 48, 24, 40)
+# Numbers of written tokens that figures are given for.
+_UP_TO = (16, 32, 64)
+_GRAM = 4
+_WORDS = (
+    *("apple", "river", "stone", "green", "table", "music", "window", "garden", "silver", "winter", "paper", "horse"),
+    *("bridge", "candle", "forest", "mirror", "summer", "bottle", "cotton", "thunder", "island", "engine", "pepper"),
+)
+_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack")
+
+
+def copied(draw: random.Random) -> Example:
+    """Return a list of words to copy, twice so far."""
+    words = " ".join(draw.sample(_WORDS, 8))
+    return Example(f"List: {words}.\nThe same list: {words}.\nThe same list:", f" {words}.")
+
+
+def recalled(draw: random.Random) -> Example:
+    """Return a code of several to recall by its name."""
+    names = draw.sample(_NAMES, 6)
+    codes = {name: " ".join(str(draw.randrange(1, 10)) for _ in range(3)) for name in names}
+    facts = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
+    asked = draw.choice(names)
+    return Example(f"{facts} Again: the code of {asked} is", f" {codes[asked]}.")
+
+
+TASKS = {"copy": copied, "recall": recalled}
+
+
+class Generation(Measure):
+    """Greedy continuations of text, compared with those of the first measured model, and answers in the prompt.
+
+    Agreement is the share of tokens that equal those of the first model, and the number of tokens before the first
+    other one. Repetition is the share of 4-grams that were written before. An answer is right if all of its tokens are
+    the most likely ones, which means that greedy decoding would begin with it; encoder-decoders are given none.
+
+    Args:
+        ids: Token ids of a text, int64 `[tokens]`; prompts of 24 to 48 tokens are cut out of it.
+        tokenizer: Tokenizer of the models.
+        samples: Prompts, and examples of each task.
+        corrupt: Function that corrupts prompts `[B, n]` for an encoder; `None` for causal models.
+        seed: Random seed of the examples.
+
+    Raises:
+        ShapeError: The text is too short.
+    """
+
+    name = "generation"
+    title = "Greedy continuations and recall"
+
+    def __init__(
+        self, ids: Tensor, tokenizer: Any, *, samples: int = 50, corrupt: Corruption | None = None, seed: int = 0
+    ) -> None:
+        self._corrupt = corrupt
+        self._windows = spread_windows(ids, max(_PROMPTS), samples, targets=1)
+        self._examples: list[tuple[Tensor, Tensor]] = []
+        for name, draw in TASKS.items():
+            source = random.Random(f"{seed} {name}")
+            for _ in range(samples):
+                prompt, answer = encode(draw(source), tokenizer)
+                self._examples.append((torch.tensor(prompt), torch.tensor(answer)))
+        self._first = torch.empty(0)
+        self._end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self.tokens = self._windows.numel() + samples * _WRITTEN + sum(a.numel() + b.numel() for a, b in self._examples)
+        self.note = (
+            f"{samples} prompts of {min(_PROMPTS)} to {max(_PROMPTS)} tokens, padded at the left, and {_WRITTEN} "
+            f"tokens that follow by greedy decoding. Agreement: with the first model. Repeated: {_GRAM}-grams "
+            f"that were written before. Copy: a list of words; recall: one of six codes by its name."
+        )
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        check_corruption(type(self).__name__, model, self._corrupt)
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        rows = [(window, torch.tensor(_PROMPTS[at % len(_PROMPTS)])) for at, window in enumerate(self._windows)]
+        written = workers.map(lambda *prompts: self._continued(model, *prompts), rows, _WRITTEN)
+        if not len(self._first):
+            self._first = written
+        equal, ended = (written == self._first).double(), written.isnan()
+        before = equal.cumprod(dim=1)
+        lengths = (written != self._end).double().cumprod(dim=1)
+        up_to: dict[str, tuple[Point, ...]] = {"tokens written": _UP_TO}
+
+        def grid(quantity: Quantity, found: Sequence[Tensor]) -> Grid:
+            return Grid(quantity, up_to, torch.stack(list(found)).masked_fill(ended[:, 0], torch.nan))
+
+        grids = [
+            grid(share("agreement"), [equal[:, :n].mean(dim=1) for n in _UP_TO]),
+            grid(Quantity("tokens before the first other one", "mean"), [before[:, :n].sum(dim=1) for n in _UP_TO]),
+            grid(share("repeated"), [_repeated(written[:, :n], lengths[:, :n]) for n in _UP_TO]),
+            grid(Quantity("length", "mean", "tokens"), [lengths[:, :n].sum(dim=1) for n in _UP_TO]),
+        ]
+        if not model.config.is_encoder_decoder:
+            right = workers.map(
+                lambda prompts, answers: (
+                    correct(answer_predictions(model, prompts, answers), answers).all(dim=1, keepdim=True).double()
+                ),
+                self._examples,
+                1,
+            )
+            grids.append(Grid(successes("right answers"), {"task": tuple(TASKS)}, right.view(len(TASKS), -1)))
+        return tuple(grids)
+
+    def _continued(self, model: Any, windows: Tensor, lengths: Tensor) -> Tensor:
+        """Return the tokens that follow prompts, `[B, written]`, after its end the token that ends a text."""
+        longest = int(lengths.max())
+        windows = windows[:, -longest:] if self._corrupt is None else self._corrupt(windows[:, -longest:])
+        mask = torch.arange(longest) >= longest - lengths[:, None]
+        is_causal = not model.config.is_encoder_decoder
+        table = table_end(model)
+        if table is not None and longest * is_causal + _WRITTEN > table:
+            raise PositionError(
+                f"The {type(model).__name__} has {table} positions, too few to write {_WRITTEN} tokens."
+            )
+        out = model.generate(
+            input_ids=windows.masked_fill(~mask, self._end).to(model.device),
+            attention_mask=mask.long().to(model.device),
+            max_new_tokens=_WRITTEN,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=self._end,
+        )
+        out = out[:, longest if is_causal else 1 :].cpu()
+        return torch.nn.functional.pad(out, (0, _WRITTEN - out.shape[1]), value=self._end)
+
+
+def _repeated(written: Tensor, inside: Tensor) -> Tensor:
+    """Return the share of the 4-grams of each text that were written before, `[B]`; `inside` is 0 after its end."""
+    found = []
+    for tokens, length in zip(written.tolist(), inside.sum(dim=1).long().tolist(), strict=True):
+        grams = [tuple(tokens[at : at + _GRAM]) for at in range(length - _GRAM + 1)]
+        found.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
+    """Compare in one sentence what a converted model and the original write, from the results of `Generation`."""
+
+    def at(index: int, point: Point, of: Sequence[Grid] = converted) -> str:
+        return f"{of[index].at(point).mean * of[index].quantity.scale:.3g}"
+
+    def both(index: int, point: Point) -> str:
+        return f"{at(index, point)} ({at(index, point, original)})"
+
+    tasks = [f"{task} {both(4, task)} %" for grid in converted[4:] for task in grid.points]
+    return (
+        f"Greedy continuations of {converted[0].samples.shape[-1]} prompts (the original's in brackets): "
+        f"{at(0, _WRITTEN)} % of {_WRITTEN} tokens are the original's, {at(1, _WRITTEN)} before the first other one; "
+        f"{both(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {both(3, _WRITTEN)} tokens"
+        f"{''.join(f'; {task}' for task in tasks)}."
+    )

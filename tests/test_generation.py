@@ -1,0 +1,88 @@
+"""What models write: greedy continuations compared with the original's, and answers that the prompt holds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stock
+from transformers import AutoTokenizer
+
+import hf_posenc
+from hf_posenc.recipes.data.collation import corruptor
+from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.evaluation import Generation, generation
+from hf_posenc.recipes.evaluation.generation import TASKS, compared
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    return torch.tensor(tokenizer(builtin_text("heldout")[:6_000])["input_ids"])
+
+
+def measure(ids: torch.Tensor, architecture: str, monkeypatch: pytest.MonkeyPatch, samples: int = 2) -> Any:
+    monkeypatch.setattr(generation, "_WRITTEN", 8)
+    monkeypatch.setattr(generation, "_UP_TO", (4, 8))
+    model = stock(architecture)
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES[architecture])
+    hiding = corruptor(model.config, tokenizer)
+    return Generation(ids, tokenizer, samples=samples, corrupt=None if hiding is None else hiding.corrupt), model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
+def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generates, model = measure(ids % 300, architecture, monkeypatch, samples=4)
+    original = generates(model)
+    assert [grid.quantity.name for grid in original][:2] == ["agreement", "tokens before the first other one"]
+    assert (original[0].samples == 1).all()
+    assert original[1].at(8).mean == 8
+    assert len(original) == (4 if architecture == "t5" else 5)
+    # Another model is compared with the first, not with itself.
+    with torch.no_grad():
+        model.get_output_embeddings().weight[: len(ids)] *= -1
+    other = generates(model)
+    assert other[0].at(8).mean < 0.9
+    assert other[1].at(8).mean < 8
+    assert f"{other[0].at(8).mean * 100:.3g} % of 8 tokens are the original's" in compared(original, other)
+
+
+def test_padding_at_the_left_changes_nothing(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    generates, model = measure(ids, "llama", monkeypatch)
+    hf_posenc.patch(model, "fox")
+    windows, lengths = ids[: 2 * 48].view(2, 48), torch.tensor([32, 48])
+    with torch.no_grad():
+        together = generates._continued(model.eval(), windows, lengths)
+        for row, length in enumerate(lengths.tolist()):
+            alone = generates._continued(model, windows[row : row + 1], torch.tensor([length]))
+            assert torch.equal(together[row : row + 1], alone)
+
+
+def test_repetition_and_length() -> None:
+    written = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 0, 0, 0, 0, 0]]).double()
+    inside = (written != 0).double()
+    assert generation._repeated(written, inside).tolist() == [pytest.approx(0.2), 0, 0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_prompt_holds_the_answer(task: str) -> None:
+    for seed in range(9):
+        prompt, answer = TASKS[task](random.Random(seed))
+        assert answer.strip() in prompt
+        # What leads to it now has led to it before.
+        assert prompt.split()[-1] + answer in prompt
+
+
+def test_a_run_says_what_its_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_WRITTEN", 8)
+    monkeypatch.setattr(generation, "_UP_TO", (4, 8))
+    changes = [f"training.{key}" for key in ("steps=1", "length=32", "batch_size=2")]
+    changes += ["evaluation.contexts=[64]", "evaluation.windows=2", "evaluation.prompts=2"]
+    folder = run.train(Recipe.read("llama-kerple", [*changes, "conversion.fit=null"]), tmp_path / "run").folder
+    for page in ("table.md", "model/README.md"):
+        assert "Greedy continuations of 2 prompts" in (folder / page).read_text(encoding="utf-8")
