@@ -75,6 +75,10 @@ class Architecture(ABC):
         """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
         return ()
 
+    def native_readers(self, body: nn.Module) -> Sequence[Sequence[nn.Module]]:
+        """Return the attentions that each of these parameters is for."""
+        return [self.attentions(body)] * len(self.native_parameters(body))
+
     def trained_length(self, config: Any) -> int | None:
         """Return the trained length in a config, in tokens; `None` if it states none."""
         return stated_length(config)

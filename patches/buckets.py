@@ -165,6 +165,10 @@ class BucketArchitecture(Architecture):
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return [owner.relative_attention_bias.weight for owner in owners_of(body)]
 
+    def native_readers(self, body: nn.Module) -> Sequence[Sequence[nn.Module]]:
+        readers = super().native_readers(body)
+        return readers if len(readers) == 1 else [[owner] for owner in owners_of(body)]
+
     def geometry(self, body: Any, layer: int) -> Geometry:
         config, attention, owners = body.config, attentions_of(body)[layer], owners_of(body)
         owner = attention if attention in owners else owners[0]

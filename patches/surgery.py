@@ -388,25 +388,29 @@ def settle_native(undo: Undo, architecture: Architecture, body: nn.Module) -> No
     removed = native_removed(architecture, body)
     for module in architecture.swapped(body):
         undo.set(module, "posenc_removed", removed)
-    parameters = list(architecture.native_parameters(body))
-    frozen: list[int] = vars(body).get("posenc_frozen", [])
-    if removed:
-        trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
-        for index in trained:
-            undo.set_grad(parameters[index], False)
-        undo.set(body, "posenc_frozen", sorted({*frozen, *trained}))
-    else:
-        for index in frozen:
-            undo.set_grad(parameters[index], True)
-        undo.set(body, "posenc_frozen", [])
+    frozen = set(vars(body).get("posenc_frozen", []))
+    natives = zip(architecture.native_parameters(body), architecture.native_readers(body), strict=True)
+    for index, (parameter, readers) in enumerate(natives):
+        unread = removed or all(map(_has_removed, readers))
+        if unread and parameter.requires_grad:
+            undo.set_grad(parameter, False)
+            frozen.add(index)
+        elif not unread and index in frozen:
+            undo.set_grad(parameter, True)
+            frozen.remove(index)
+    undo.set(body, "posenc_frozen", sorted(frozen))
 
 
 def native_removed(architecture: Architecture, body: nn.Module) -> bool:
     """Whether no layer of a body uses the model's own encoding any more."""
     attentions = architecture.attentions(body)
-    patched = [attention for attention in attentions if is_patched(attention)]
-    removed = [attention for attention in patched if not attention.posenc_keeps_native]
+    removed = [attention for attention in attentions if _has_removed(attention)]
     return bool(removed) and (not architecture.native_per_layer or len(removed) == len(attentions))
+
+
+def _has_removed(attention: Any) -> bool:
+    """Whether an attention is patched without the model's own encoding."""
+    return is_patched(attention) and not attention.posenc_keeps_native
 
 
 def configs(model: nn.Module) -> list[Any]:

@@ -86,8 +86,8 @@ def test_gradients_are_derivatives(name: str, direction: str, options: dict[str,
     def output(*given: Tensor) -> Tensor:
         return run(scheme, list(given[:4]), places, executor="dense")
 
-    # The numerical derivative moves the parameters in place.
-    assert torch.autograd.gradcheck(output, (*given, *scheme.parameters()), eps=1e-7, atol=1e-5)
+    # The numerical derivative moves the parameters in place. It is taken along random directions.
+    assert torch.autograd.gradcheck(output, (*given, *scheme.parameters()), eps=1e-7, atol=1e-5, fast_mode=True)
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1, 0]], ids=str)

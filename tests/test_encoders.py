@@ -158,6 +158,17 @@ def test_heads_copies_and_checkpoints(name: str, tmp_path: Path) -> None:
             assert type(hf_posenc.unpatch(head)) is stock
 
 
+@pytest.mark.parametrize("native", ["remove", "keep"])
+def test_a_table_is_trained_while_a_layer_reads_it(native: str) -> None:
+    """A parameter that is trained but unused makes distributed training fail; UMT5 has a table for each layer."""
+    model = hf_posenc.patch(make("umt5"), "kerple", layers=[0], native=native)
+    model(**inputs("umt5")).logits.sum().backward()
+    assert [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    tables = [p for key, p in model.named_parameters() if "relative_attention_bias" in key]
+    assert [p.requires_grad for p in tables] == [native == "keep", True] * 2
+    assert all(p.requires_grad for p in hf_posenc.unpatch(model).parameters())
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_inputs_beyond_the_table(name: str) -> None:
     long = {"input_ids": inputs(name, 80)["input_ids"].clamp_min(5)}
