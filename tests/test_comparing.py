@@ -28,7 +28,6 @@ from hf_posenc.patches.directories import OutputError
 from hf_posenc.recipes.comparison import cost, verdict
 from hf_posenc.recipes.comparison import examiner as examining
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants, settings
-from hf_posenc.recipes.comparison.decay import decay
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
@@ -252,15 +251,15 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
 
 
 def test_findings_survive_their_file(tmp_path: Path) -> None:
-    found = dataclasses.replace(findings("a", 2.0, math.nan), decay=(0.5, 128))
+    found = findings("a", 2.0, math.nan)
     found.save(tmp_path / "a.json")
     again = Findings.load(tmp_path / "a.json")
     assert again.perplexity.values(128).equal(found.perplexity.values(128))
     assert not again.perplexity.reads(1024)
-    assert (again.cost, again.contexts, again.decay) == (found.cost, found.contexts, (0.5, 128))
+    assert (again.cost, again.contexts) == (found.cost, found.contexts)
 
 
-# -- cost and decay ----------------------------------------------------------------------------------------------------
+# -- cost ----------------------------------------------------------------------------------------------------
 
 
 class Waits(nn.Module):
@@ -308,18 +307,6 @@ def test_what_was_counted_is_let_go() -> None:
     assert cost.kept_bytes(Keeps(), {}) == 40
     gc.collect()
     assert [result() for result in results] == [None]
-
-
-def test_decay_is_that_of_the_slopes() -> None:
-    model = hf_posenc.patch(load_tiny_llama()[0], "alibi")
-    slopes = torch.tensor([2.0 ** (-2 * head) for head in range(1, 5)])
-    distance = torch.arange(64)[:, None] - torch.arange(64)
-    near, far = (distance >= 0) & (distance <= 4), distance >= 32
-    expected = float(slopes.mean() * (distance[far].float().mean() - distance[near].float().mean()))
-    found = decay(model, torch.arange(64))
-    assert found is not None
-    assert found == (pytest.approx(expected, rel=1e-5), 64)
-    assert decay(hf_posenc.patch(load_tiny_llama()[0], "nope"), torch.arange(64)) is None
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------

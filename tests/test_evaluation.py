@@ -45,7 +45,6 @@ from hf_posenc.recipes.evaluation import (
     InductionCopy,
     LengthGeneralisation,
     NeedleRetrieval,
-    PositionPerplexity,
     context_curve,
     similarity,
     tasks,
@@ -146,21 +145,13 @@ def test_perplexity_equals_a_plain_loop(kind: str, scheme: str | None, ids: Tens
         hf_posenc.patch(model, scheme)
     curve = context_curve(model, ids, (40, 64, 16), windows=5, targets=16, batch_size=2)
     (found,) = ContextPerplexity(ids, (40, 64, 16), windows=5, targets=16)(model)
-    (by_position,) = PositionPerplexity(ids, 64, windows=5, bins=4)(model)
     assert found.axes == curve.axes == {"tokens read": (16, 40, 64)}
-    assert by_position.axes == {"position (tokens)": (16, 32, 48, 64)}
     torch.testing.assert_close(curve.samples, found.samples)
     for row, window in enumerate(spread_windows(ids, 65, 5, targets=16)):
         for context in (16, 40, 64):
             loss = plain_loss(model, window, slice(-context, None), slice(-16, None))
             assert found.values(context)[row].item() == pytest.approx(loss, abs=1e-6)
-    for row, window in enumerate(spread_windows(ids, 65, 5, targets=1)):
-        for end in (16, 32, 48, 64) if scheme is None else ():
-            loss = plain_loss(model, window, slice(None), slice(end - 15, end + 1))
-            assert by_position.values(end)[row].item() == pytest.approx(loss, abs=1e-6)
     assert found.at(40).mean == pytest.approx(found.samples[1].mean().exp().item())
-    with pytest.raises(ShapeError, match="multiple of bins=5"):
-        PositionPerplexity(ids, 64, bins=5)
 
 
 @pytest.mark.parametrize("scheme", [None, "fire"])
@@ -189,12 +180,6 @@ def test_perplexity_of_an_encoder_decoder_equals_a_plain_loop(scheme: str | None
             with torch.no_grad():
                 loss = model(input_ids=read[None, row, -context:], decoder_input_ids=written, labels=labels).loss
             assert curve.values(context)[row].item() == pytest.approx(loss.item(), abs=1e-5)
-    corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
-    (by_position,) = PositionPerplexity(ids, 48, windows=2, bins=3, corrupt=corrupt)(model)
-    whole = spread_windows(ids, 49, 2, targets=1)[:, 1:]
-    with torch.no_grad():
-        losses = [model(input_ids=corrupt(row[None]), labels=row[None]).loss.item() for row in whole]
-    assert by_position.samples.mean(dim=0).tolist() == pytest.approx(losses, abs=1e-5)
 
 
 def heldout(architecture: str) -> Tensor:
@@ -725,7 +710,7 @@ def test_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = [
         "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
-        "--samples", 2, "--measures", "perplexity,position,needle,induction,generation,tasks,attention",
+        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation,tasks,attention",
         "--tasks", "copy", "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
     ]  # fmt: skip
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
@@ -764,8 +749,8 @@ def test_command(tmp_path: Path) -> None:
             "contexts=(64, 64): expected one or more, each once",
         ),
         (
-            [DIRECTORIES["llama"], "--text", "TEXT", "--contexts", "8", "--measures", "position"],
-            "context=8: expected a multiple of bins=16",
+            [DIRECTORIES["llama"], "--text", "TEXT", "--contexts", "60", "--measures", "mqar"],
+            "lengths=(60,): expected at least 64",
         ),
         ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
         ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "are of two kinds"),
@@ -814,7 +799,7 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     (tmp_path / "mine.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 40, encoding="utf-8")
     request = Request((str(DIRECTORIES["t5"]),), text=str(tmp_path / "mine.txt"), contexts=(64,), samples=2)
     report = request.run()
-    assert [section.name for section in report.sections] == ["perplexity", "position"]
+    assert [section.name for section in report.sections] == ["perplexity"]
     ids = token_ids(read_text(request.text), AutoTokenizer.from_pretrained(DIRECTORIES["t5"]))
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
     (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(stock("t5"))
@@ -924,7 +909,6 @@ def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(ids: 
     first = Counted(ids, (64,), windows=2, corrupt=lambda rows: rows)
     for other, said in (
         (InductionCopy(torch.arange(30), (8,), samples=1), "InductionCopy is not defined for T5"),
-        (PositionPerplexity(ids, 64, windows=2, bins=4), "PositionPerplexity\\(corrupt=None\\)"),
         (AttentionSimilarity(stock("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
     ):
         with pytest.raises(OptionError, match=said):

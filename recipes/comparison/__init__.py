@@ -3,7 +3,7 @@
     found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
     print(*found.verdict.sentences, sep="\n")
 
-`contestants` makes the recipes, `examiner` measures each model (with `cost` and `decay`), `verdict` draws conclusions,
+`contestants` makes the recipes, `examiner` measures each model (with `cost`), `verdict` draws conclusions,
 `report` writes them down (with `pictures` and `page`), and `run` does all of it.
 """
 

@@ -18,7 +18,6 @@ from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import plots
 from hf_posenc.recipes.comparison import cost
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant
-from hf_posenc.recipes.comparison.decay import decay
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
@@ -118,15 +117,7 @@ class Examiner:
 
     def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
         report = evaluate({name: model}, self._measures, console=self._console)
-        return Findings(name, report, price, decay=self._decay(model), **known)
-
-    def _decay(self, model: Any) -> tuple[float, int] | None:
-        try:
-            found = decay(model, self._inputs.ids[: self.trained])
-        except PosencError:
-            # The logits of some models cannot be split into content and position.
-            return None
-        return found if found is not None and math.isfinite(found[0]) else None
+        return Findings(name, report, price, **known)
 
     def _cost(self, contestant: Contestant, model: Any) -> Cost:
         conversion = contestant.recipe.conversion

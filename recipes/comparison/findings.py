@@ -59,7 +59,6 @@ class Findings:
         start: Start of the converted model, in words.
         start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
             original model's; `None` if not measured.
-        decay: Long-term decay in nats and the number of tokens read; `None` if positions do not act on logits.
         keeps_native: Whether the native encoding stays active together with the scheme.
     """
 
@@ -68,7 +67,6 @@ class Findings:
     cost: Cost
     start: str = ""
     start_ratio: float | None = None
-    decay: tuple[float, int] | None = None
     keeps_native: bool = False
 
     @property

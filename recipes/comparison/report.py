@@ -69,7 +69,6 @@ def write(
         "keepers": ", ".join(name for name, each in found.items() if each.keeps_native),
         "quality": _quality(found, trained, marked),
         "costs": _costs(found, trained, marked, settings["differences"]),
-        "decay_length": next((each.decay[1] for each in found.values() if each.decay is not None), None),
         "limits": (_GOOD, _FAIR),
         "sections": list(_others(found)),
         "curves": f"{PICTURES}/{_CURVES}",
@@ -125,7 +124,7 @@ def _costs(
     found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differences: Mapping[str, str]
 ) -> Table:
     times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
-    header = ["", "step time", "step memory", *(f"{each} times the length" for each in times), "decay (nats)"]
+    header = ["", "step time", "step memory", *(f"{each} times the length" for each in times)]
     header += ["new parameters", "cache (bytes per token)", "at the start", "start", "own settings"]
     rows: list[list[str | Cell]] = []
     for name, each in found.items():
@@ -138,7 +137,6 @@ def _costs(
                     name,
                     _graded(time.mean, span),
                     *map(_graded, (cost.memory_ratio, *growths)),
-                    "0" if each.decay is None else f"{each.decay[0]:.2f}",
                     f"{cost.parameters:,}",
                     f"{cost.own_cache_bytes:,} + {cost.cache_bytes:,}",
                     "-" if each.start_ratio is None else f"{each.start_ratio:.3g}",

@@ -13,7 +13,7 @@ from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, PositionPerplexity, context_curve
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.run import evaluate
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
@@ -31,7 +31,6 @@ __all__ = [
     "LengthGeneralisation",
     "Measure",
     "NeedleRetrieval",
-    "PositionPerplexity",
     "Quantity",
     "Report",
     "Section",

@@ -107,10 +107,13 @@ class Workers:
     Args:
         batch_size: Rows per forward.
         advance: Function called after each batch with the number of tokens read by all processes.
+        alone: Whether each process does all the work, as forwards of a sharded model need.
     """
 
-    def __init__(self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None) -> None:
-        self.batch_size, self._advance = batch_size, advance
+    def __init__(
+        self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None, alone: bool = False
+    ) -> None:
+        self.batch_size, self._advance, self._alone = batch_size, advance, alone
         # `processes` decides between CPU and GPU; Accelerator must be built after that.
         processes()
         self._accelerator = Accelerator()
@@ -124,7 +127,7 @@ class Workers:
     @property
     def count(self) -> int:
         """Number of processes."""
-        return int(self._accelerator.num_processes)
+        return 1 if self._alone else int(self._accelerator.num_processes)
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
         """Apply a function to all rows, each in one of the processes.
@@ -138,7 +141,7 @@ class Workers:
         Returns:
             Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
         """
-        own = self._accelerator.process_index
+        own = 0 if self._alone else self._accelerator.process_index
         found: list[tuple[int, list[float]]] = []
         for number, batch in enumerate(_batches(rows, self.batch_size)):
             if number % self.count != own:
@@ -151,7 +154,7 @@ class Workers:
             found += zip(batch, values.tolist(), strict=True)
             self._advance(self.count * sum(part.numel() for part in parts))
         results = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
-        for index, numbers in gather_object(found):
+        for index, numbers in found if self._alone else gather_object(found):
             results[index] = torch.tensor(numbers, dtype=torch.float64)
         return results
 

@@ -1,4 +1,4 @@
-"""Perplexity by context length, and by position within the context.
+"""Perplexity by context length.
 
 The same target tokens are scored at every context length; only the amount of text read before them changes. With
 other targets at every length, columns could not be compared.
@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, PositionError, RecipeError, ShapeError
-from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Quantity
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
@@ -30,7 +29,6 @@ CONTEXT = "tokens read"
 Corruption = Callable[[Tensor], Tensor]
 
 
-@torch.no_grad()
 def context_curve(
     model: Any,
     ids: Tensor,
@@ -68,22 +66,18 @@ def context_curve(
         OptionError: A model with an encoder comes without `corrupt`, or a causal model with it.
         PositionError: The model can read none of the contexts.
     """
-    check_corruption("context_curve", model, corrupt)
+    measure = ContextPerplexity(ids, contexts, windows=windows, targets=targets, corrupt=corrupt)
     if corrupt is not None and _is_causal(model):
         raise OptionError(
             f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; "
             "leave it out."
         )
-    contexts = _ascending(contexts, targets)
-    rows = spread_windows(ids, contexts[-1] + 1, windows, targets=targets)
-    with evaluating(model):
-        parts = [_by_context(model, part, contexts, targets, corrupt) for part in torch.split(rows, batch_size)]
-    found = torch.cat(parts).T
-    if bool(found.isnan().all()):
+    (found,) = measure(model, Workers(batch_size=batch_size, alone=True))
+    if bool(found.samples.isnan().all()):
         raise PositionError(
-            f"The {type(model).__name__} can read none of {', '.join(map(str, contexts))} tokens. Give shorter ones."
+            f"{type(model).__name__} can read none of {', '.join(map(str, found.points))} tokens. Give shorter ones."
         )
-    return Grid(_quantity(model), {CONTEXT: contexts}, found)
+    return found
 
 
 def _by_context(model: Any, rows: Tensor, contexts: Sequence[int], targets: int, corrupt: Corruption | None) -> Tensor:
@@ -241,65 +235,3 @@ class ContextPerplexity(Measure):
 
         found = workers.map(by_context, [(row,) for row in self._rows], len(self._contexts))
         return (Grid(_quantity(model), {CONTEXT: self._contexts}, found.T),)
-
-
-class PositionPerplexity(Measure):
-    """Perplexity of tokens by their position within one long context.
-
-    Different positions hold different tokens, so a single column says little; the course over positions shows where a
-    model gets worse. For an encoder-decoder, positions are those of the decoder, whose text the encoder reads
-    corrupted.
-
-    Args:
-        ids: Token ids of a text, int64 `[tokens]`.
-        context: Number of tokens read.
-        windows: Number of windows; one sample each.
-        bins: Number of equal parts of the context.
-        corrupt: Function that corrupts token ids `[B, n]` for the encoder of an encoder-decoder.
-        trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
-
-    Raises:
-        ShapeError: The context does not divide into the bins, or the text is too short.
-    """
-
-    name = "position"
-    title = "Perplexity by position within the context"
-
-    def __init__(
-        self,
-        ids: Tensor,
-        context: int,
-        *,
-        windows: int = 16,
-        bins: int = 16,
-        corrupt: Corruption | None = None,
-        trained_length: int | None = None,
-    ) -> None:
-        if context < bins or context % bins:
-            raise ShapeError(f"context={context}: expected a multiple of bins={bins}, from that on.")
-        self._width, self._corrupt = context // bins, corrupt
-        self._rows = spread_windows(ids, context + 1, windows, targets=1)
-        self.tokens = self._rows.numel()
-        self.mark = trained_mark(trained_length)
-        self.note = (
-            f"Perplexity of the {self._width} tokens up to the position of the column, in {windows} windows of "
-            f"{context} tokens."
-        )
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        check_corruption(type(self).__name__, model, self._corrupt)
-
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        ends = tuple(range(self._width, self._rows.shape[1], self._width))
-
-        def by_bin(rows: Tensor) -> Tensor:
-            labels, read = rows[:, 1:], rows[:, :-1]
-            if model.config.is_encoder_decoder:
-                assert self._corrupt is not None
-                read = self._corrupt(labels)
-            found = losses(predictions(model, read, labels), labels)
-            return found.view(len(rows), -1, self._width).mean(dim=2)
-
-        found = workers.map(by_bin, [(row,) for row in self._rows], len(ends))
-        return (Grid(PERPLEXITY, {"position (tokens)": ends}, found.T),)

@@ -21,7 +21,6 @@ from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
     ContextPerplexity,
     Corruption,
-    PositionPerplexity,
     contexts_for,
 )
 from hf_posenc.recipes.evaluation.report import Report
@@ -35,14 +34,12 @@ from hf_posenc.recipes.reports import versions
 
 # Default measures by the kind of model: none needs training for it.
 _USUAL: dict[Any, tuple[str, ...]] = {
-    AutoModelForCausalLM: ("perplexity", "position", "needle", "induction", "mqar"),
-    AutoModelForSeq2SeqLM: ("perplexity", "position"),
+    AutoModelForCausalLM: ("perplexity", "needle", "induction", "mqar"),
+    AutoModelForSeq2SeqLM: ("perplexity",),
     AutoModelForMaskedLM: ("perplexity",),
 }
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
-# Bins of the perplexity by position.
-_BINS = 16
 # Characters of text on which tokenizers are compared.
 _SAMPLE = 10_000
 
@@ -202,12 +199,6 @@ class Inputs:
         return self._reference
 
 
-def _position(inputs: Inputs) -> Measure:
-    # A context shorter than the bins is passed on and refused with the number that the user gave.
-    context = max(inputs.contexts) // _BINS * _BINS or max(inputs.contexts)
-    return PositionPerplexity(inputs.ids, context, bins=_BINS, **inputs.windows())
-
-
 def _needle(inputs: Inputs) -> Measure:
     asked, cue = inputs.request, inputs.request.cue
     passkey = Passkey.from_vocabulary(inputs.symbols) if cue is None else Passkey.from_text(inputs.tokenizer, cue)
@@ -244,7 +235,6 @@ def _attention(inputs: Inputs) -> Measure:
 
 MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "perplexity": lambda inputs: ContextPerplexity(inputs.ids, inputs.contexts, **inputs.windows()),
-    "position": _position,
     "needle": _needle,
     "induction": _induction,
     "mqar": lambda inputs: _copying(AssociativeRecall, inputs, inputs.contexts),
