@@ -39,11 +39,11 @@ def copied(draw: random.Random) -> Example:
 
 def recalled(draw: random.Random) -> Example:
     """Return a code of several to recall by its name."""
-    names = draw.sample(_NAMES, 6)
+    names = draw.sample(_NAMES, 4)
     codes = {name: " ".join(str(draw.randrange(1, 10)) for _ in range(3)) for name in names}
     facts = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
     asked = draw.choice(names)
-    return Example(f"{facts} Again: the code of {asked} is", f" {codes[asked]}.")
+    return Example(f"{facts} Again: The code of {asked} is", f" {codes[asked]}.")
 
 
 TASKS = {"copy": copied, "recall": recalled}
@@ -87,7 +87,7 @@ class Generation(Measure):
         self.note = (
             f"{samples} prompts of {min(_PROMPTS)} to {max(_PROMPTS)} tokens, padded at the left, and {_WRITTEN} "
             f"tokens that follow by greedy decoding. Agreement: with the first model. Repeated: {_GRAM}-grams "
-            f"that were written before. Copy: a list of words; recall: one of six codes by its name."
+            f"that were written before. Copy: a list of words; recall: one of four codes by its name."
         )
 
     def check(self, model: Any) -> None:
