@@ -156,7 +156,7 @@ class Composite(Scheme):
     def options(self) -> dict[str, Any]:
         found = {name: value for part in self.schemes() for name, value in part.options().items()}
         found.pop("shared", None)
-        return found
+        return found if self.window is None else {**found, "window": self.window}
 
     def forward(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         # Offloading gives each part its weights for the time of its own forward.

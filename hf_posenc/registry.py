@@ -27,6 +27,8 @@ Direction = Literal["causal", "bidirectional"]
 
 # The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
+# The option of every scheme that none has to declare.
+_WINDOW = "window"
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
@@ -171,7 +173,8 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
     Args:
         name: A registered name, see `schemes()`.
         geometry: The layer's shape.
-        **options: The scheme's options, see `describe(name)`.
+        **options: The scheme's options, see `describe(name)`; and for every scheme `window`, the distance from which
+            keys are hidden.
 
     Returns:
         The module, with float32 parameters at their start.
@@ -197,8 +200,11 @@ def make(info: SchemeInfo, geometry: Geometry, options: Mapping[str, Any]) -> Sc
             f"Geometry(causal={geometry.causal})."
         )
     # Parameters made in inference mode can never be trained.
+    given = dict(options)
+    window = None if _WINDOW in option_names(info.cls) else given.pop(_WINDOW, None)
     with torch.inference_mode(False), _Making(info.name, options):
-        scheme = info.cls(geometry, **options)
+        scheme = info.cls(geometry, **given)
+        scheme.window = window
         scheme.common = scheme.make_common()
     # Values taken from the model can be wrong too, and could then not be read back from a config.
     check_options(info, scheme.options())
@@ -232,6 +238,10 @@ def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
     names = option_names(info.cls)
     hints = typing.get_type_hints(info.cls.__init__)
     for name, value in options.items():
+        if name == _WINDOW and name not in names:
+            if value is not None and not (is_count(value) and value >= 1):
+                raise OptionError(f"{info.name}: option window={value!r}: expected None or a distance of at least 1.")
+            continue
         if name not in names:
             raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
         if not _matches(value, hints[name]):

@@ -68,6 +68,8 @@ class Scheme(nn.Module):
         self.geometry = geometry
         # A learned factor on what the scheme does, if it has a gate; 0 at the start, which is an exact no-op.
         self.gate_weight: nn.Parameter | None = None
+        # Distance from which keys are hidden, an option of every scheme that `build` sets; `None` hides none.
+        self.window: int | None = None
         # The part that all layers share. `build` makes it; inside a model the body holds it.
         self.common: Scheme | None = None
 
@@ -163,6 +165,12 @@ class Scheme(nn.Module):
         """
         return 0.0 if self.starts_exact(native_kept=native_kept) else None
 
+    def start_bound(self, *, native_kept: bool) -> float | None:
+        """Return the same where no window hides keys within that context, else `None`."""
+        context = self.geometry.max_positions
+        hides = self.window is not None and (context is None or self.window < context)
+        return None if hides else self.start_tolerance(native_kept=native_kept)
+
     def cautions(self, *, native_kept: bool) -> list[str]:
         """Return warnings for a user who is about to give a model this scheme."""
         return []
@@ -222,7 +230,8 @@ class Scheme(nn.Module):
 
     def options(self) -> dict[str, Any]:
         """Return the resolved options, with which `build` makes the same scheme again."""
-        return {name: getattr(self, name) for name in option_names(type(self))}
+        found = {name: getattr(self, name) for name in option_names(type(self))}
+        return found if self.window is None else {**found, "window": self.window}
 
     # -- module behaviour --------------------------------------------------------------------------------------------
 

@@ -290,7 +290,7 @@ def schemes_of(architecture: Architecture, model: nn.Module, group: record.Group
 def describe_start(schemes: list[Scheme], native: str) -> str:
     """Return `"exact"`, `"exact with native kept"`, `"near with native kept"` or `"break"`."""
     kept = native == "keep"
-    tolerances = [scheme.start_tolerance(native_kept=kept) for scheme in schemes]
+    tolerances = [scheme.start_bound(native_kept=kept) for scheme in schemes]
     if None in tolerances:
         return "break"
     return ("near" if any(tolerances) else "exact") + (" with native kept" if kept else "")

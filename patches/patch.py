@@ -46,7 +46,8 @@ def patch(
         layers: Layers of each stack: indices (negative from the end), a slice, `"every:N"` for layers N-1, 2N-1,
             ..., or a predicate on the index. `None` is all.
         stacks: `"encoder"`, `"decoder"` or both, for models with two stacks. `None` is all.
-        **options: The scheme's options, see `hf_posenc.describe(scheme)`.
+        **options: The scheme's options, see `hf_posenc.describe(scheme)`; and for every scheme `window`, the distance
+            from which keys are hidden in the chosen layers.
 
     Returns:
         The same model.

@@ -286,7 +286,7 @@ def _outermost(module: nn.Module) -> list[Scheme]:
 
 
 def _tolerance(schemes: list[Scheme], native: str) -> float | None:
-    bounds = [scheme.start_tolerance(native_kept=native == "keep") for scheme in schemes]
+    bounds = [scheme.start_bound(native_kept=native == "keep") for scheme in schemes]
     return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 

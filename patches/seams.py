@@ -137,6 +137,8 @@ class PosencAttention:
     def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection, positions: Positions) -> Call:
         """Return the call for the executors: rotate, cache and mask what the scheme projected."""
         context, kept = layer.context, self.posenc_keeps_native
+        if scheme.window is not None:
+            layer = replace(layer, window=min(scheme.window, layer.window or scheme.window))
         q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
         content_q = None
         if layer.rotate is not None and kept:

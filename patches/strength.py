@@ -107,7 +107,7 @@ class Blended(Scheme):
     def __init__(self, scheme: Scheme, strength: float) -> None:
         super().__init__(scheme.geometry)
         self.scheme, self.strength = scheme, strength
-        self.reads_keys, self.history = scheme.reads_keys, scheme.history
+        self.reads_keys, self.history, self.window = scheme.reads_keys, scheme.history, scheme.window
 
     def overrides(self, seam: str) -> bool:
         return self.scheme.overrides(seam)

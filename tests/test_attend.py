@@ -65,8 +65,10 @@ VARIANTS: dict[str, list[dict]] = {
     "grape_a": [{}, {"gate": True}],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
     "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
+    "repo": [{}, {"init": "official", "width": 3}],
     "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}, {"proportion": 0.5}],
     "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],
+    "selective_rope": [{}, {"init": "official", "kernel": 1, "rank": 3}],
     "shaw": [{"max_distance": 3}, {"values": False, "init": "normal"}],
     "sinusoidal": [{}, {"layout": "concat", "freq": "t2t", "scale": 0.3, "gate": True}],
     "stick_breaking": [
@@ -726,9 +728,12 @@ def test_one_row_is_the_last_row_of_all(name: str, direction: str, options: dict
             torch.testing.assert_close(row, everything[:, :, -1:], rtol=0, atol=1e-12)
 
 
-# Where a scheme hands out state per token, queries are the last tokens of the keys' sequence.
+# Where a scheme hands out state per token, or reads all hidden states, queries are the last tokens of the sequence.
+READS_ALL_HIDDEN = {"repo", "selective_rope"}
 stateless_variants = [
-    (name, way, options) for name, way, options in variants() if not make(name, way, options).state_bytes(8)[0]
+    (name, way, options)
+    for name, way, options in variants()
+    if name not in READS_ALL_HIDDEN and not make(name, way, options).state_bytes(8)[0]
 ]
 
 
@@ -915,6 +920,7 @@ ELSEWHERE = {
     "cape": ["cape"],
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],
+    "content_rotations": ["repo", "selective_rope"],
     "cope": ["cope"],
     "fox": ["fox"],
     "fox_pro": ["fox_pro"],

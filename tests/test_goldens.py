@@ -503,6 +503,41 @@ def test_grape_a(heads: int) -> None:
         torch.testing.assert_close(got, weights @ k, rtol=0, atol=10 * atol)
 
 
+# -- rope2d ------------------------------------------------------------------------------------------------------------
+
+
+def test_interleaved_mrope() -> None:
+    values, coords = golden("mrope"), golden("mrope")["coords"]
+    first, *others = about("mrope")["mrope_section"]
+    assert first > others[0] == others[1]
+    shape = geometry(1, head_dim=36, inv_freq=values["inv_freq"])
+    scheme = build("rope2d", shape, kind="axial", axes=3, section=others[0]).double()
+    places = torch.arange(7)[None].expand(2, -1)
+    for got, want in zip(
+        scheme.factors(places, coords, torch.float64), (values["angles"].cos(), values["angles"].sin()), strict=True
+    ):
+        torch.testing.assert_close(got[:, 0], want, rtol=0, atol=about("mrope")["atol"])
+    text = build("rope", shape).double().factors(places, None, torch.float64)
+    for got, want in zip(scheme.factors(places, None, torch.float64), text, strict=True):
+        torch.testing.assert_close(got, want.expand_as(got), rtol=0, atol=1e-12)
+
+
+# -- rotations by content ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["repo", "selective_rope"])
+def test_rotation_by_content(name: str) -> None:
+    values, atol = golden(name), about(name)["atol"]
+    shape = geometry(3, hidden_size=values["hidden"].shape[-1])
+    scheme = build(name, shape, **about(name).get("options", {"init": "official"})).double()
+    load(scheme, {key: values[key] for key in scheme.state_dict()})
+    places = torch.arange(values["q"].shape[2])[None]
+    tokens = Tokens(positions=Positions(places, places), hidden=values["hidden"])
+    got = scheme.project(tokens, values["q"], values["k"], values["k"])
+    torch.testing.assert_close(got.q, values["turned_q"], rtol=0, atol=atol)
+    torch.testing.assert_close(got.k, values["turned_k"], rtol=0, atol=atol)
+
+
 # -- add-ons -----------------------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,8 @@ OUT_OF_RANGE = [
     ("comrope_ld", geometry(head_dim=7), "block_size", None, {}, "an even divisor of the 7 channels"),
     ("liere", geometry(head_dim=1), "block_size", None, {}, "an even number from 2 to 1"),
     ("rope2d", geometry(inv_freq=torch.ones(3)), "theta", 5.0, {}, "None where the frequencies are the model's own"),
+    ("rope2d", CAUSAL, "section", 1, {}, "None, or for kind='axial' a number from 1 to 1"),
+    ("rope2d", geometry(inv_freq=torch.ones(3)), "section", 2, {"kind": "axial"}, "a number from 1 to 1"),
     ("rope2d", CAUSAL, "axes", 9, {}, "at most the 3 channel pairs"),
     ("rope2d", CAUSAL, "axes", 0, {}, "at least 1"),
     ("shaw", CAUSAL, "max_distance", 0, {}, "at least 1"),

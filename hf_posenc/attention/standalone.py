@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -104,7 +105,7 @@ def attend(
         positions=positions,
         reach=reach(positions),
         scale=geometry.scale,
-        mask=_visible(mask, q, positions, causal=geometry.causal),
+        mask=replace(_visible(mask, q, positions, causal=geometry.causal), window=scheme.window),
         state=projected.state,
         own={name: tensor[:, keys - length :] for name, tensor in projected.state.items()},
         tables=projected.tables,

@@ -93,5 +93,6 @@ class LogTemperature(Scheme):
         return native_kept and (near or (self.slope == 0 and self.temperature != "ssmax"))
 
     def stock_equivalent(self) -> Equivalent:
-        one = self.offsets is not None and bool((self.offsets == 1).all()) and not bool(self.slopes.any())
-        return Nothing() if one else super().stock_equivalent()
+        if self.offsets is None or self.slopes is None or self.slopes.any() or not (self.offsets == 1).all():
+            return super().stock_equivalent()
+        return Nothing()

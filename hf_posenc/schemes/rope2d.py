@@ -50,6 +50,10 @@ class RoPE2D(PairRotation):
             the model's own rotation, if it has one, else `"interleaved"`, the official one.
         unit: Divisor of coordinates where they meet a parameter, so that a training step moves the angles of far tokens
             by no more than the parameter; `None` is the trained length for texts, else 1.
+        section: Number of axial pairs that each axis but the first reads; pairs take the axes in turn, and those that
+            are left, the slowest, read the first. With 3 axes (time, row, column), 64 pairs and `section=20` it is the
+            interleaved M-RoPE of Qwen3-VL, whose `mrope_section` is then [24, 20, 20]. `None` lets pairs take turns to
+            the end.
     """
 
     neutral_options = {"init": "zero"}
@@ -65,6 +69,7 @@ class RoPE2D(PairRotation):
         theta: float | None = None,
         layout: Literal["half", "interleaved"] | None = None,
         unit: float | None = None,
+        section: int | None = None,
     ) -> None:
         super().__init__(geometry)
         own = geometry.inv_freq
@@ -86,6 +91,13 @@ class RoPE2D(PairRotation):
             "theta",
             theta,
             "None where the frequencies are the model's own; init='official' has a table of its own",
+        )
+        self.section = section
+        self.require(
+            section is None or (kind == "axial" and 1 <= section <= self._pairs // self.axes),
+            "section",
+            section,
+            f"None, or for kind='axial' a number from 1 to {self._pairs // self.axes}",
         )
         self.require(self._pairs >= self.axes, "axes", self.axes, f"at most the {self._pairs} channel pairs of a head")
         self.freqs = None
@@ -128,14 +140,24 @@ class RoPE2D(PairRotation):
             read = torch.arange(self._pairs, device=coords.device)
             # The model's own frequencies fall from pair to pair, so pairs cycle through the axes; the official table
             # restarts per axis.
-            axis = read % self.axes if self._own is not None else read // self._pairs_per_axis
-            frequencies = self._own.to(coords) if self._own is not None else self._lengths(coords)
+            if self._own is None and self.section is None:
+                axis, frequencies = read // self._pairs_per_axis, self._lengths(coords)
+            else:
+                axis, frequencies = read % self.axes, self._series(coords)
+            if self.section is not None:
+                axis = axis.where(read < self.axes * self.section, 0)
             return (coords[..., axis] * self.gated(frequencies))[:, None]
         # The sum over axes is written out: a matrix product may be rounded more coarsely (TF32).
         rows = self.freqs.to(coords) / self.unit
         learned = sum(coords[:, None, :, axis, None] * row[:, None] for axis, row in enumerate(rows))
         assert isinstance(learned, Tensor)
         return learned if self._own is None else learned + coords[:, None, :, :1] * self._own.to(coords)
+
+    def _series(self, like: Tensor) -> Tensor:
+        """Return frequencies that fall from pair to pair, `[M]`: the model's own, if there are any."""
+        if self._own is not None:
+            return self._own.to(like)
+        return geometric_frequencies(2 * self._pairs, _THETA[self.kind] if self.theta is None else self.theta, like)
 
     def _lengths(self, like: Tensor) -> Tensor:
         """Return the official length of each pair's frequencies, `[M]`: the same series for each axis in turn."""

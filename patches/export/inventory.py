@@ -81,6 +81,8 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
 
 
 def _equivalent(scheme: Scheme, place: str) -> Equivalent:
+    if scheme.window is not None:
+        raise ExportError(f"Cannot export: {place} hides keys from a distance of {scheme.window} on. {KEEP}")
     try:
         found = scheme.stock_equivalent()
     except ExportError as error:

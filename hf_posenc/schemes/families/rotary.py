@@ -37,6 +37,57 @@ class PairRotation(Scheme):
         return Projection(turn_pairs(q, *of_queries, self.layout), turn_pairs(k, *of_keys, self.layout), v)
 
 
+class ContentRotation(Scheme):
+    """A rotation by angles that depend on the hidden states of tokens: frequencies times places between positions.
+
+    Args:
+        geometry: Shape of the layer.
+        init: Start: `"native"` adds a part of zero to the position, `"zero"` and `"official"` have no position.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+    """
+
+    reproduces = "rotary"
+    neutral_options = {"init": "zero"}
+
+    def __init__(self, geometry: Geometry, *, init: Literal["native", "zero", "official"], theta: float | None) -> None:
+        super().__init__(geometry)
+        self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
+        self.init, self.theta = init, theta
+        self._own = geometry.inv_freq if theta is None else None
+        self.layout = geometry.layout
+        self.pairs = geometry.head_dim // 2 if self._own is None else self._own.numel()
+        self.require(self.pairs >= 1, "init", init, f"heads of at least 2 channels, not {geometry.head_dim}")
+
+    def places(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return places of the keys' tokens without their position, float64 `[B, G, S, M|1]`; and state, see
+        `Projection.recent`."""
+        raise NotImplementedError
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        precise = torch.promote_types(k.dtype, torch.float32)
+        with torch.autocast(k.device.type, enabled=False):
+            places, recent = self.places(tokens)
+            if self.init == "native":
+                places = places + tokens.positions.key.to(places)[:, None, :, None]
+            if self._own is not None:
+                frequencies = self._own.to(places)
+            else:
+                frequencies = geometric_frequencies(2 * self.pairs, self.theta or 10000.0, places)
+            length = self.geometry.rotary_scaling if self._own is not None and self.init == "native" else 1.0
+            angles = places * frequencies
+            cos, sin = ((part * length).to(precise) for part in (angles.cos(), angles.sin()))
+        last = slice(cos.shape[2] - q.shape[2], None)
+        of_q = turn_pairs(q, cos[:, :, last], sin[:, :, last], self.layout)
+        return Projection(of_q, turn_pairs(k, cos, sin, self.layout), v, recent=recent)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return self.init == "zero" if native_kept else self.init == "native" and self._own is not None
+
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        own = self._own is not None and self.init == "native"
+        return frozen_cautions(self.geometry, self.name) if own else []
+
+
 class RotaryScheme(PairRotation):
     """A rotation by angles proportional to positions, with the model's own frequencies if it has any.
 

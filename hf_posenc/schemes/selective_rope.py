@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.operands import Geometry, Tokens
+from hf_posenc.registry import register_scheme
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
+from hf_posenc.schemes.families.rotary import ContentRotation
+
+# Names of the sums of all steps up to a token, `[B, S, G, M]`, and of the projections of the tokens before.
+_SUMS, _BEFORE = "selective_steps", "selective_before"
+
+
+@register_scheme("selective_rope", paper="2511.17388", family="contextual")
+class SelectiveRoPE(ContentRotation):
+    """RoPE in which each token decides by how much the clock of each channel pair goes on (Movahedi et al. 2025).
+
+    A token makes a step per channel pair, and queries and keys turn by `frequency * sum of all steps up to their
+    token`. The angle between two tokens so depends on what stands between them; with steps of 1 it is RoPE. Steps are a
+    projection of rank `rank` of the hidden state, whose length is 1 in each head's part, mixed by a causal convolution
+    over `kernel` tokens. Values are unchanged. Sums are in float64, and the cache holds those of the last 64 tokens.
+
+    Parameters: `phi_proj.0.weight` `[rank, E]`, `phi_proj.1.weight` `[G M, rank]` for each kv head G and pair M, and
+    `phi_conv1d` `[G M, kernel]`.
+
+    Starts. `"native"`: the position plus the sums, with `phi_proj.1` at zero: exact on models with rotary encoding,
+    whose frequencies are taken. `"zero"`: the sums alone, at zero: no rotation, an exact no-op if the native encoding
+    is kept. `"official"`: the sums alone, with torch's default for all weights.
+
+    Deviations from the official code: grouped queries share the steps of their keys; padding makes no step; the
+    convolution begins again with each packed sequence; the start on top of the position. Without the full-rank
+    projection, phase gates, and the bias of the steps.
+
+    Args:
+        geometry: Shape of the layer.
+        init: Start, see above.
+        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000 (500,000 in the official
+            code).
+        rank: Rank of the projection.
+        kernel: Tokens under the convolution: the token itself and those before it.
+    """
+
+    history = 64
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        init: Literal["native", "zero", "official"] = "native",
+        theta: float | None = None,
+        rank: int = 32,
+        kernel: int = 4,
+    ) -> None:
+        super().__init__(geometry, init=init, theta=theta)
+        self.require(rank >= 1, "rank", rank, "at least 1")
+        self.require(1 <= kernel <= self.history, "kernel", kernel, f"a number from 1 to {self.history}")
+        self.rank, self.kernel = rank, kernel
+        # The official code's own parts of the hidden state.
+        self._parts = geometry.heads if geometry.hidden_size % geometry.heads == 0 else 1
+        steps = geometry.kv_heads * self.pairs
+        self.phi_proj = nn.ModuleList(
+            [AnyDtypeLinear(geometry.hidden_size, rank, bias=False), AnyDtypeLinear(rank, steps, bias=False)]
+        )
+        self.phi_conv1d = nn.Parameter(torch.empty(steps, kernel))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        narrow, wide = self.phi_proj
+        assert isinstance(narrow, AnyDtypeLinear)
+        assert isinstance(wide, AnyDtypeLinear)
+        narrow.reset_parameters()
+        wide.reset_parameters()
+        if self.init != "official":
+            nn.init.zeros_(wide.weight)
+        nn.init.uniform_(self.phi_conv1d, -(self.kernel**-0.5), self.kernel**-0.5)
+
+    def places(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = tokens.hidden_states(self.name)
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        parts = F.normalize(hidden.reshape(*hidden.shape[:-1], self._parts, -1), dim=-1)
+        narrow, wide = self.phi_proj
+        shifted: Tensor = narrow(parts.flatten(-2))  # [B, S, rank]
+        # Convolution and projection commute, so that few channels are kept of the tokens before.
+        steps = wide(shifted) * self.phi_conv1d[:, -1].to(shifted)
+        recent: dict[str, Tensor] = {}
+        for back in range(1, self.kernel):
+            shifted, needed = tokens.previous(shifted, f"{_BEFORE}_{back}")
+            recent |= needed
+            steps = steps + wide(shifted) * self.phi_conv1d[:, -1 - back].to(shifted)
+        if tokens.real is not None:
+            steps = steps.masked_fill(~tokens.real[..., None], 0)
+        sums = steps.double().cumsum(1)
+        before = tokens.past.get(_SUMS)
+        if before is not None:
+            sums = sums + before.flatten(2).to(sums)
+        sums = sums.unflatten(-1, (self.geometry.kv_heads, -1))  # [B, S, G, M]
+        return sums.transpose(1, 2), {**recent, _SUMS: sums}
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        of_shifts = (self.kernel - 1) * (4 * self.rank + 8)
+        return 0, self.history * (8 * self.geometry.kv_heads * self.pairs + of_shifts)
