@@ -388,7 +388,9 @@ def test_a_schedule_runs_or_is_refused(schedule: str, overrides: list[str], tmp_
         training = read(tmp_path, PLAIN, *given).training
     except RecipeError:
         return
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    optimizer = torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))], lr=1e-3 if training.learning_rate is None else training.learning_rate
+    )
     rates = get_scheduler(schedule, optimizer, num_warmup_steps=warmup_steps(training), num_training_steps=4)
     for _ in range(4):
         optimizer.step()
