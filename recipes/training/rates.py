@@ -12,7 +12,7 @@ from hf_posenc.recipes.schema.recipe import Training
 # "fit" is a transfer that trains the scheme alone.
 Stage = Literal["fit", "transfer", "training", "lengthen"]
 
-# Parameters of the model at which the rates below are the best of a grid. docs/adaptation.md has the measurements.
+# Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/rates.md.
 _SIZE = 470_000
 
 
