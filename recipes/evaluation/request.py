@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.evaluation.generation import Generation
-from hf_posenc.recipes.evaluation.induction import AssociativeRecall, Copying, InductionCopy
+from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
