@@ -309,6 +309,12 @@ def test_kerple_gradient_passes_through_the_bounds(kernel: str) -> None:
         assert torch.equal(parameter, value)  # the official code overwrites it
 
 
+def test_kerple_exponents_start_slow() -> None:
+    for kernel, init, most in (("power", "slow", 0.5), ("power", "official", 2.0), ("log", "slow", 2.0)):
+        drawn = build("kerple", geometry(256), kernel=kernel, init=init).bias_p
+        assert 0.9 * most < drawn.max() <= most
+
+
 def test_kerple_three_parameters() -> None:
     values, atol = golden("kerple"), about("kerple")["atol"]
     x, want, positions = values["3para.x"], values["3para.logits_7x7"], torch.arange(7)

@@ -28,6 +28,8 @@ class KERPLE(DistanceBias):
     Args:
         geometry: Shape of the layer.
         kernel: Kernel: `"log"` or `"power"`.
+        init: Start of the exponents of the power kernel: `"slow"` draws them up to 1/2, `"official"` up to 2, which
+            hides the first token from heads of a real model that rest on it. No effect on the logarithm.
         weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
         directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
             encoder cannot tell left from right. (Our extension; no effect in decoders.)
@@ -37,21 +39,22 @@ class KERPLE(DistanceBias):
 
     neutral_options = {"gate": True}
 
-    portrait = Portrait(({"kernel": "log"}, {"kernel": "power"}))
+    portrait = Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"}))
 
     def __init__(
         self,
         geometry: Geometry,
         *,
         kernel: Literal["log", "power"] = "log",
+        init: Literal["slow", "official"] = "slow",
         weighted: bool = False,
         directed: bool = False,
         gate: bool = False,
         shared: bool = True,
     ) -> None:
-        ahead = KERPLE(geometry, kernel=kernel, gate=gate) if directed and not geometry.causal else None
+        ahead = KERPLE(geometry, kernel=kernel, init=init, gate=gate) if directed and not geometry.causal else None
         super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
-        self.kernel, self.weighted, self.directed = kernel, weighted, directed
+        self.kernel, self.init, self.weighted, self.directed = kernel, init, weighted, directed
         self.bias_p = nn.Parameter(torch.empty(geometry.heads))
         self.bias_a = nn.Parameter(torch.empty(geometry.heads))
         self.wei_p = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
@@ -60,7 +63,7 @@ class KERPLE(DistanceBias):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.uniform_(self.bias_p, 0, 2)
+        nn.init.uniform_(self.bias_p, 0, 0.5 if self.kernel == "power" and self.init == "slow" else 2)
         nn.init.uniform_(self.bias_a, 0, 1)
         if self.wei_p is not None and self.wei_a is not None:
             nn.init.uniform_(self.wei_p, 0, 2)
