@@ -58,7 +58,7 @@ REMOVED = {
     "fox": ["conversion.native=remove", "conversion.options={}"],
     "cope": ["conversion.native=remove"],
     "cape": ["conversion.native=remove", "conversion.options={}"],
-    "rope": ["conversion.options={}", "training.skip_to=null"],
+    "rope": ["conversion.scheme=rope", "conversion.rope={}", "conversion.options={}", "training.skip_to=null"],
 }
 # Schemes over the encoding that stays; all but FoX start as an exact no-op.
 KEPT = {
@@ -206,8 +206,6 @@ def parser() -> argparse.ArgumentParser:
 
 def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     """Return the runs, the control of each seed first."""
-    from hf_posenc.recipes import library
-
     architecture = json.loads((arguments.checkpoint / "config.json").read_text())["model_type"]
     evaluation = f"evaluation.windows={arguments.windows}"
     common = [
@@ -241,7 +239,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
     else:
         for scheme in LEVERED:
             recipe = f"{architecture}-{scheme}"
-            for lever, changes in levers_of(recipe, common) if recipe in library.names() else ():
+            for lever, changes in levers_of(recipe, common) if scheme in RECIPES[architecture] else ():
                 rows[f"{scheme}, {lever}"] = (recipe, changes)
     for seed in arguments.seeds:
         for row, (recipe, changes) in rows.items():

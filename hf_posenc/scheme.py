@@ -16,7 +16,7 @@ from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import softmax_of_seen
-from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality, Picture, Portrait
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture, Portrait
 
 Result = TypeVar("Result")
 
@@ -51,6 +51,8 @@ class Scheme(nn.Module):
     # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if
     # no options do.
     neutral_options: ClassVar[Mapping[str, Any] | None] = None
+    # The way to bring a trained model to the scheme, which recipes follow.
+    adaptation: ClassVar[Adaptation] = Adaptation()
     # Pictures of numbers that only this scheme computes, and the settings of the picture on its page.
     pictures: ClassVar[tuple[Picture, ...]] = ()
     portrait: ClassVar[Portrait] = Portrait()

@@ -2,14 +2,15 @@
 
 Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
 Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`). Pictures show numbers
-that only the scheme can compute (`Scheme.pictures`, `Scheme.portrait`).
+that only the scheme can compute (`Scheme.pictures`, `Scheme.portrait`). An adaptation tells recipes how a trained model
+is brought to a scheme (`Scheme.adaptation`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -33,7 +34,7 @@ class Bias:
 
     def scaled(self, factor: float) -> Self:
         """Return the same at part of its strength; here all fields are functions that return parts of the bias."""
-        return replace(self, **{field.name: _scaled(getattr(self, field.name), factor) for field in fields(self)})
+        return replace(self, **{part.name: _scaled(getattr(self, part.name), factor) for part in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,3 +378,29 @@ class Portrait:
     span: int = 256
     log: bool = False
     noise: float | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adaptation:
+    """The way to bring a trained model to a scheme that does not start with what the model computes.
+
+    Attributes:
+        native: Fate of a native encoding of distances (a rotation): `"remove"`, `"keep"` or `"handover"`.
+        fit: Target of a fit before training, if that is removed: `"native"`, `"attention"` or none.
+        options: Options of such a start.
+        elsewhere: Fate of any other native encoding, such as a table of positions.
+        windows: Options that are lengths, in training windows. Whole numbers make whole lengths.
+        reach: Trained lengths over which positions are to be spread in training, by skipping some; 0 is a scheme that
+            knows the trained positions only.
+        symmetric: Whether an encoder cannot tell its two directions apart.
+        encoder: Options for encoders.
+    """
+
+    native: Literal["remove", "keep", "handover"] = "remove"
+    fit: Literal["native", "attention"] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: Literal["remove", "keep", "handover"] = "remove"
+    windows: Mapping[str, float] = field(default_factory=dict)
+    reach: int = 1
+    symmetric: bool = False
+    encoder: Mapping[str, Any] = field(default_factory=dict)

@@ -159,7 +159,7 @@ def plan(
     model = model_or_config
     with contextlib.ExitStack() as where:
         if isinstance(model, PreTrainedConfig):
-            model = _skeleton(model)
+            model = skeleton(model)
             where.enter_context(torch.device("meta"))
         prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
@@ -246,7 +246,7 @@ def verify(model: nn.Module) -> Verification:
     )
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model of a config without memory for it."""
     architecture = of_config(config)
     heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}

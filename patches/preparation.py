@@ -22,6 +22,7 @@ from hf_posenc.errors import (
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.record import Group, Native, Part
+from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme
 
@@ -70,6 +71,7 @@ def prepare(
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
     surgery.check_record(architecture, model)
+    check_scheme(scheme)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
         raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")

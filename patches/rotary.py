@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_posenc.errors import OptionError, UnknownSchemeError
+
+# Parameters that every rope type has.
+_OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
 
 
 def native_frequencies(config: Any, rotary: Any, kind: str = "") -> tuple[Tensor, float]:
@@ -53,6 +62,106 @@ def frequency_limit(config: Any, kind: str = "") -> int | None:
         "longrope": parameters.get("original_max_position_embeddings", config.max_position_embeddings),
     }
     return limits.get(parameters["rope_type"])
+
+
+def check_scheme(name: object) -> None:
+    """Raise `UnknownSchemeError` for a rope type of transformers, which is no scheme, with the way to it."""
+    if isinstance(name, str) and name in ROPE_INIT_FUNCTIONS:
+        raise UnknownSchemeError(
+            f"{name!r} is a rope type of transformers, which a rotary model has in its config, and no scheme. "
+            f"`hf-posenc train extend by={name} model=MODEL --out DIR` sets it and adapts the model to longer texts."
+        )
+
+
+def rescaled(config: Any, way: str, factor: float, length: int) -> dict[str, Any]:
+    """Return changes of `rope_parameters` for texts of several times the trained length.
+
+    Args:
+        config: Config of a rotary model.
+        way: Rope type of transformers; or `"base"`, a higher base.
+        factor: Wanted length, in trained lengths.
+        length: Trained length.
+
+    Raises:
+        OptionError: The way does not suit the model.
+    """
+    parameters = _parameters(config, _kind(config))
+    theta, share = parameters["rope_theta"], parameters.get("partial_rotary_factor") or 1.0
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(width * share) // 2
+    if way == "proportional" and share != 1:
+        raise OptionError("proportional: the model rotates only a part of its channels already. Choose another way.")
+    known = {
+        "base": {"rope_theta": theta * 2 * factor},
+        "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        # Channels that never turned round in training stop turning.
+        "proportional": {"partial_rotary_factor": min(1.0, math.log(length / math.tau) / math.log(theta))},
+        # The slowest channel is slowed down by the factor, and the fastest one is not (NTK-aware).
+        "longrope": {
+            "short_factor": [1.0] * pairs,
+            "long_factor": [factor ** (pair / max(1, pairs - 1)) for pair in range(pairs)],
+        },
+    }
+    changes = known.get(way, {})
+    if way != "base":
+        changes["rope_type"] = way
+    if way in ("linear", "dynamic", "yarn", "llama3", "longrope"):
+        changes["factor"] = factor
+    if way in ("yarn", "llama3", "longrope"):
+        changes["original_max_position_embeddings"] = length
+    return changes
+
+
+def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Change the rope parameters of a stock model in place, in layers that read the whole text; return all it had.
+
+    A new rope type leaves only base and rotated share of the old one.
+
+    Raises:
+        OptionError: The model has no rotary encoding, or transformers refuses the parameters.
+    """
+    config: Any = model.config
+    before = copy.deepcopy(getattr(config, "rope_parameters", None))
+    if not before:
+        raise OptionError(f"The {type(model).__name__} has no rotary encoding to change.")
+    kind = _kind(config)
+    own = _parameters(config, kind)
+    left = own if "rope_type" not in changes else {key: own[key] for key in _OF_ANY_TYPE if own.get(key) is not None}
+    new = {**left, **changes}
+    _rebuild(model, {**before, kind: new} if kind else new)
+    return before
+
+
+@contextlib.contextmanager
+def native_rope(model: PreTrainedModel, parameters: Mapping[str, Any]) -> Iterator[None]:
+    """Give a stock model the rope parameters that `set_rope` returned, for a while."""
+    changed: Any = model.config
+    changed = changed.rope_parameters
+    _rebuild(model, parameters)
+    try:
+        yield
+    finally:
+        _rebuild(model, changed)
+
+
+def _rebuild(model: PreTrainedModel, parameters: Mapping[str, Any]) -> None:
+    """Set all rope parameters of a stock model, and rebuild its frequencies."""
+    config: Any = model.config
+    config.rope_parameters = copy.deepcopy(dict(parameters))
+    try:
+        config.validate_rope()
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if any(key.endswith("inv_freq") for key, _ in child.named_buffers(recurse=False)):
+                    setattr(module, name, type(child)(child.config).to(model.device))
+    except (KeyError, TypeError, ValueError) as error:
+        raise OptionError(f"The rope parameters {dict(parameters)} are refused by transformers: {error}") from error
+
+
+def _kind(config: Any) -> str:
+    """Return the type of the layers that read the whole text, where each type has parameters of its own."""
+    nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
+    return next((key for key in nested if key == "full_attention"), nested[0] if nested else "")
 
 
 def _parameters(config: Any, kind: str) -> Mapping[str, Any]:

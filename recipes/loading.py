@@ -79,6 +79,22 @@ def is_masked(model: Any) -> bool:
     return auto_class(model.config) is AutoModelForMaskedLM
 
 
+def load_config(name: str) -> Any:
+    """Return the config of a language model; the errors are those of `load`."""
+    if name != TINY_LLAMA:
+        check_place(name)
+    try:
+        return AutoConfig.from_pretrained(place(name))
+    except PosencError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> RecipeError:
+    return RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}")
+
+
 def load(name: str, **options: Any) -> tuple[Any, Any]:
     """Return a language model and its tokenizer.
 
@@ -90,11 +106,8 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         RecipeError: The model cannot be read.
         CheckpointError: The tokenizer cannot be read, or there is no model of this name.
     """
-    if name != TINY_LLAMA:
-        check_place(name)
-    folder = place(name)
+    config, folder = load_config(name), place(name)
     try:
-        config = AutoConfig.from_pretrained(folder)
         kind = auto_class(config)
         if type(config) not in kind._model_mapping:
             raise RecipeError(
@@ -105,7 +118,7 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     except PosencError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise _unreadable(name, error) from error
 
 
 def load_tokenizer(name: str) -> Any:

@@ -289,6 +289,7 @@ def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
     The names are checked here, because an option named like an argument of `patch` would be mistaken for it.
     """
     from hf_posenc import registry
+    from hf_posenc.patches.rotary import check_scheme
 
     options: dict[str, Any] = {}
     for pair in pairs or []:
@@ -298,6 +299,7 @@ def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
         if name in options:
             raise OptionError(f"--option {pair!r}: {name} is given twice.")
         options[name] = _value(value)
+    check_scheme(scheme)
     registry.check_options(registry.get(scheme), options)
     return options
 

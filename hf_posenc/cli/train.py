@@ -23,33 +23,50 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.runs.run import Outcome
     from hf_posenc.recipes.schema.recipe import Recipe
 
-recipes_app = typer.Typer(help="List the built-in recipes; show or copy one.")
+recipes_app = typer.Typer(help="List or recommend recipes; show or copy one.")
 app.add_typer(recipes_app, name="recipes")
 
-Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of `hf-posenc recipes`, or a YAML file.")]
+Name = Annotated[str, typer.Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override keys of the recipe, such as training.steps=500."),
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, scheme=NAME or steps=500."),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
 
 
 @recipes_app.callback(invoke_without_command=True)
-def recipes(context: typer.Context) -> None:
-    """List the built-in recipes; show or copy one."""
+def recipes(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--for", metavar="MODEL", help="Recommend recipes for a model: a directory or a name.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="List all that suit, not the best five.")] = False,
+) -> None:
+    """List or recommend recipes; show or copy one."""
     if context.invoked_subcommand is not None:
         return
     from hf_posenc.recipes import library
-    from hf_posenc.recipes.schema.recipe import Recipe
+    from hf_posenc.recipes.schema import fields
 
-    trains = {"none": "all", "lora": "LoRA, scheme", "scheme": "scheme"}
-    headers, rows = ("name", "model", "scheme", "native", "trains", "summary"), []
-    for name in library.names():
-        recipe = Recipe.parse(name)
-        conversion = recipe.conversion
-        row = (name, recipe.model, conversion.scheme or "", conversion.native, trains[recipe.adapter.kind])
-        rows.append((*row, recipe.summary))
-    print_table(headers, rows, whole=headers[:-1], short=("name", "summary"))
+    if model is None:
+        known = {name: fields.parse(library.content(name), name)["summary"] for name in library.names()}
+        print_table(("name", "summary"), list(known.items()), whole=("name",), short=("name", "summary"))
+        typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
+        return
+    from hf_posenc.recipes import goals, loading
+
+    quiet()
+    found = goals.recommended(load_config(loading.place(model)))
+    headers = ("recipe", "quality", "at 4x", "measured on")
+    rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
+    print_table(headers, rows, whole=headers, short=headers)
+    typer.echo(
+        "\nquality: perplexity over that of the native model with the same training. at 4x: perplexity at four times "
+        "the trained length over that at the trained length."
+    )
+    if len(found) > len(rows):
+        typer.echo(f"{len(found) - len(rows)} more: --all")
+    typer.echo(f"\n    hf-posenc train {found[0].words} model={shlex.quote(model)} --out DIR")
 
 
 @recipes_app.command()
@@ -64,23 +81,32 @@ def show(recipe: Name, overrides: Overrides = None) -> None:
 @recipes_app.command()
 def copy(
     recipe: Name,
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="File to write. Default: RECIPE.yaml in the current directory."),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...",
+            help="File to write, by default RECIPE.yaml in the current directory; and keys of the recipe.",
+        ),
     ] = None,
 ) -> None:
-    """Copy a recipe to a file, to edit it."""
+    """Copy a recipe with all keys to a file, to edit it."""
     from hf_posenc.recipes import library
+    from hf_posenc.recipes.schema.recipe import Recipe
 
-    source = library.find(recipe)
-    target = Path(source.name) if file is None else file
-    if target.suffix not in library.SUFFIXES:
+    quiet()
+    overrides = [word for word in words or [] if "=" in word]
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise OutputError(f"Got the files {' and '.join(files)}; expected one. Keys are given as KEY=VALUE.")
+    target = Path(files[0] if files else f"{Path(recipe).stem}.yaml")
+    text = Recipe.read(recipe, overrides).text()
+    if not library.is_file(target):
         raise OutputError(f"{target} is no name for a recipe. Give a file that ends in .yaml.")
     if not target.parent.is_dir():
         raise OutputError(f"There is no directory {target.parent} to write {target.name} in. Make it first.")
     try:
         with target.open("x", encoding="utf-8") as out:
-            out.write(source.read_text(encoding="utf-8"))
+            out.write(text)
     except FileExistsError:
         raise OutputError(f"{target} exists. Choose another name, or remove it first.") from None
     typer.echo(f"wrote {target}\n\nTo run it:\n\n    hf-posenc train {shlex.quote(str(target))} --out DIR")
@@ -178,14 +204,19 @@ def _say_what_is_there(outcome: Outcome) -> None:
 def _plan(recipe: Recipe) -> str:
     """Return a description of a recipe's run; only the model's config is read."""
     from hf_posenc.patches import plan as planning
-    from hf_posenc.recipes import loading
+    from hf_posenc.recipes import loading, memory
+    from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.schema import suitability
 
     config = load_config(loading.place(recipe.model))
     suitability.check_unconverted(recipe, config)
     length, _ = suitability.lengths(recipe, config)
     conversion, training = recipe.conversion, recipe.training
-    lines = [f"{'model:':<20} {recipe.model}"]
+    lines, new = [f"{'model:':<20} {recipe.model}"], 0
+    if conversion.rope:
+        lines.append(
+            f"{'rope parameters:':<20} {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
+        )
     if conversion.scheme is not None:
         planned = planning.plan(
             config,
@@ -195,8 +226,13 @@ def _plan(recipe: Recipe) -> str:
             stacks=conversion.stacks,
             **conversion.options,
         )
+        new = planned.parameters
         lines.append(str(planned))
     tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
-    lines += [f"{'warning:':<20} {caution}" for caution in suitability.cautions(recipe, config)]
     lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
+    if training.skip_to is not None:
+        lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")
+    device, trained = processes().device, None if recipe.adapter.kind == "none" else new
+    estimate = memory.fitted(recipe, planning.skeleton(config), length, device, trained=trained)[1]
+    lines.append(f"{'memory of a step:':<20} {estimate}")
     return "\n".join(lines)

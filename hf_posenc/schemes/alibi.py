@@ -9,6 +9,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
+from hf_posenc.structures import Adaptation
 
 # Assumed context of a model whose config states none.
 _CONTEXT = 2048
@@ -33,6 +34,7 @@ class ALiBi(GridBias):
     """
 
     neutral_options = {"gate": True}
+    adaptation = Adaptation(fit="native", options={"learned_slopes": True, "shared": False}, symmetric=True)
 
     def __init__(
         self, geometry: Geometry, *, learned_slopes: bool = False, gate: bool = False, shared: bool = True

@@ -17,7 +17,7 @@ from hf_posenc.schemes.nope import NoPE
 from hf_posenc.schemes.sandwich import Sandwich
 from hf_posenc.schemes.t5 import T5Bias
 from hf_posenc.schemes.t5_clipped import T5Clipped
-from hf_posenc.structures import Equivalent, Nothing
+from hf_posenc.structures import Adaptation, Equivalent, Nothing
 
 _SLOPE = 0.01
 
@@ -65,6 +65,7 @@ class CAPE(Scheme):
     """
 
     neutral_options = {"init": "zero"}
+    adaptation = Adaptation(native="keep", options={"init": "zero"}, elsewhere="handover")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from hf_posenc.ops.masking import fill_hidden_
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, GateCount, KeyScan, Locality, Nothing, Numbers, Picture
+from hf_posenc.structures import Adaptation, Equivalent, GateCount, KeyScan, Locality, Nothing, Numbers, Picture
 
 # Name of the keys of `separate_keys` in the cache.
 _GATE_KEYS = "gate_keys"
@@ -48,6 +48,7 @@ class CoPE(Scheme):
     """
 
     neutral_options = {}
+    adaptation = Adaptation(native="keep", elsewhere="keep")
 
     def __init__(
         self,

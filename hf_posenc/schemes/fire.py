@@ -9,7 +9,7 @@ from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
-from hf_posenc.structures import Bias, PiecewiseLinear
+from hf_posenc.structures import Adaptation, Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
 _EPSILON = 1e-6
@@ -40,6 +40,9 @@ class FIRE(AdditiveBias):
     """
 
     neutral_options = {"init": "zero"}
+    adaptation = Adaptation(
+        fit="native", elsewhere="handover", windows={"threshold": 0.5}, reach=8, encoder={"directed": True}
+    )
     init_L: Tensor
     _shared = False
     _negative_slope = 0.0

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Bias, Equivalent, Portrait
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Portrait
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -38,6 +38,9 @@ class KERPLE(DistanceBias):
     """
 
     neutral_options = {"gate": True}
+    adaptation = Adaptation(
+        fit="native", options={"shared": False}, elsewhere="handover", symmetric=True, encoder={"directed": True}
+    )
 
     portrait = Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"}))
 

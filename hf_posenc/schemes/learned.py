@@ -9,7 +9,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import learned_table_start
-from hf_posenc.structures import Nothing, PositionTable
+from hf_posenc.structures import Adaptation, Nothing, PositionTable
 
 
 @register_scheme("learned", paper="1705.03122", family="absolute")
@@ -25,6 +25,7 @@ class Learned(Scheme):
 
     reproduces = "learned"
     neutral_options = {"init": "zero"}
+    adaptation = Adaptation(native="handover", options={"init": "zero"}, reach=0)
     shared = True
 
     def __init__(

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
+from hf_posenc.structures import Adaptation
 
 # Bound on memory: each distance needs half as many cosines.
 _WIDEST = 2**16
@@ -30,6 +31,7 @@ class Sandwich(DistanceBias):
     """
 
     neutral_options = {"gate": True}
+    adaptation = Adaptation(symmetric=True)
 
     def __init__(
         self,

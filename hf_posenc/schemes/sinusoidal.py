@@ -10,7 +10,7 @@ from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Nothing, PositionTable
+from hf_posenc.structures import Adaptation, Nothing, PositionTable
 
 
 @register_scheme("sinusoidal", paper="1706.03762", family="absolute", usual=True)
@@ -35,6 +35,7 @@ class Sinusoidal(Scheme):
     """
 
     neutral_options = {"gate": True}
+    adaptation = Adaptation(native="handover")
     shared = True
 
     def __init__(

@@ -12,7 +12,7 @@ from hf_posenc.ops.skew import queries_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import Linear
-from hf_posenc.structures import Bias, RelativeProducts, Vectors
+from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
@@ -78,6 +78,7 @@ class TransformerXL(Scheme):
     """
 
     neutral_options = {"init": "zero"}
+    adaptation = Adaptation(native="handover", elsewhere="handover")
     reads_keys = True
 
     def __init__(

@@ -11,7 +11,7 @@ from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
-from hf_posenc.structures import Equivalent, Folded
+from hf_posenc.structures import Adaptation, Equivalent, Folded
 
 # Fading of the first pair, the strongest, within `scale_base` tokens: (0 + 0.4) / 1.4.
 _SMALLEST = 0.4 / 1.4
@@ -53,6 +53,7 @@ class XPos(Annealed, RotaryScheme):
         gate: Multiply angles and exponents by one learned factor that starts at 0.
     """
 
+    adaptation = Adaptation(options={"anneal": True}, elsewhere="handover")
     reads_keys = True
 
     def __init__(

@@ -7,11 +7,12 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.patches.architecture import of_config
 from hf_posenc.recipes import library
-from hf_posenc.recipes.loading import trained_length
+from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 # The native model with the same training: the control.
@@ -67,19 +68,15 @@ def contestants(
         for settled, reason in _SETTLED.items():
             if key == settled or key.startswith(f"{settled}."):
                 raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
-    architecture = of_config(config).name
-    usual = _usual(architecture)
-    if schemes is None and not usual:
-        raise RecipeError(f"The package has no recipes for {architecture} models. Name YAML files instead of schemes.")
-    wanted = tuple(usual if schemes is None else schemes)
+    wanted = tuple(_usual(config) if schemes is None else schemes)
     names = [Path(source).stem for source in wanted]
     if not wanted or len(set(names)) < len(names) or NATIVE in names:
         raise OptionError(
             f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r}."
         )
-    sources = {name: _source(source, architecture) for name, source in zip(names, wanted, strict=True)}
+    named = [f"model={model}", *overrides]
     # Not the first one named: all must stay the same when a comparison is extended.
-    common = Recipe.read(f"{architecture}-{usual[0]}" if usual else next(iter(sources.values())), overrides)
+    common = Recipe.read("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
     length = common.training.length or trained_length(config)
     if length is None:
         raise RecipeError(
@@ -103,12 +100,17 @@ def contestants(
     )
     first = entered(NATIVE, control)
     others = []
-    for name, source in sources.items():
-        if source == f"{architecture}-{name}":  # A scheme was named, not a recipe.
-            own = Recipe.read(source)
-            own = replace(common, summary=own.summary, conversion=own.conversion)
-        else:
+    for name, source in zip(names, wanted, strict=True):
+        if library.is_file(source):
             own = Recipe.read(source, overrides)
+        elif source in library.names() or "-" in source:
+            own = Recipe.read(source, named, config=config)
+        else:
+            # Unknown scheme names raise their own error.
+            windows = [pair for pair in named if pair.startswith(("model=", "training.length="))]
+            own = Recipe.read("swap", [f"scheme={registry.get(source).name}", *windows], config=config)
+            # What is kept in force has nothing to transfer.
+            own = replace(common, conversion=own.conversion, transfer=own.transfer)
         others.append(entered(name, own))
     for other in others:
         _check_same(first, other)
@@ -128,26 +130,10 @@ def _check_same(first: Contestant, other: Contestant) -> None:
                 )
 
 
-def _usual(architecture: str) -> list[str]:
-    """Return the schemes that declare themselves usual and have a built-in recipe for the architecture."""
-    named = (name for name, info in registry.schemes().items() if info.usual)
-    return [name for name in named if f"{architecture}-{name}" in library.names()]
-
-
-def _source(source: str, architecture: str) -> str:
-    """Return the recipe for a word of the command line: a file, a scheme, or a recipe by its own name."""
-    own = f"{architecture}-{source}"
-    if Path(source).suffix in library.SUFFIXES or source in library.names():
-        return source
-    if own in library.names():
-        return own
-    # Unknown scheme names raise their own error.
-    registry.get(source)
-    known = (name.removeprefix(f"{architecture}-") for name in library.names() if name.startswith(f"{architecture}-"))
-    raise RecipeError(
-        f"There is no recipe for {source} on {architecture} models. Give a YAML file of your own, or some of: "
-        f"{', '.join(known)}."
-    )
+def _usual(config: Any) -> list[str]:
+    """Return the schemes that declare themselves usual and are defined for the model."""
+    direction = "causal" if auto_class(config) is AutoModelForCausalLM or config.is_encoder_decoder else "bidirectional"
+    return [name for name, info in registry.schemes().items() if info.usual and direction in info.directions]
 
 
 def settings(entered: Sequence[Contestant]) -> dict[str, str]:

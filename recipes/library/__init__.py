@@ -1,8 +1,10 @@
-"""Built-in recipes, one YAML file each, and configs for `accelerate launch`."""
+"""Built-in recipes, one YAML file for each goal, and configs for `accelerate launch`.
+
+`hf_posenc.recipes.goals` fills in what follows from the model.
+"""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError, suggest
@@ -17,18 +19,24 @@ def names() -> list[str]:
     return _names(FOLDER)
 
 
-def find(source: str | Path) -> Path:
-    """Return the file of a recipe.
-
-    Args:
-        source: YAML file, or name of a built-in recipe.
+def content(source: str | Path) -> str:
+    """Return the text of a recipe: a YAML file, or a built-in one by its name.
 
     Raises:
-        RecipeError: There is no such file or recipe.
+        RecipeError: There is no such file, or it cannot be read.
     """
-    near = get_close_matches(str(source), names(), n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    return _find(source, FOLDER, "recipe", f"{hint}All names: hf-posenc recipes.")
+    path = Path(source) if is_file(source) else FOLDER / f"{source}.yaml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a recipe.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}.") from error
+
+
+def is_file(source: str | Path) -> bool:
+    """Whether a recipe is given as a file."""
+    return Path(source).suffix in SUFFIXES
 
 
 def find_config(source: str | Path) -> Path:
@@ -40,19 +48,18 @@ def find_config(source: str | Path) -> Path:
     Raises:
         RecipeError: There is no such file or config.
     """
-    return _find(source, CONFIGS, "config", suggest(str(source), _names(CONFIGS)))
+    path = Path(source)
+    if path.suffix not in SUFFIXES:
+        known = _names(CONFIGS)
+        if str(source) not in known:
+            raise RecipeError(
+                f"There is no config {str(source)!r}. {suggest(str(source), known)} A file ends in .yaml."
+            )
+        return CONFIGS / f"{source}.yaml"
+    if not path.is_file():
+        raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a config.")
+    return path
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def _find(source: str | Path, folder: Path, what: str, hint: str) -> Path:
-    path = Path(source)
-    if path.suffix in SUFFIXES:
-        if not path.is_file():
-            raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a {what}.")
-        return path
-    if str(source) not in _names(folder):
-        raise RecipeError(f"There is no {what} {str(source)!r}. {hint} A file ends in .yaml.")
-    return folder / f"{source}.yaml"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import Plan
 from hf_posenc.recipes.reports import versions
-from hf_posenc.recipes.schema import suitability
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.stages import Stage
 
@@ -58,6 +57,8 @@ class Facts:
         stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
         writes: Comparison of what the trained model and the original write, in words; empty if not compared.
+        rope: Changed rope parameters in the config.
+        memory: Estimated memory of a step, in words.
     """
 
     model: str
@@ -89,6 +90,14 @@ class Facts:
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
     writes: str = ""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    memory: str = ""
+
+    @property
+    def encoding(self) -> str | None:
+        """Name of the new positional encoding; `None` for the model as it is."""
+        kind, base = self.rope.get("rope_type"), self.rope.get("rope_theta")
+        return self.scheme or (f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None)
 
     @property
     def tokens_per_step(self) -> int:
@@ -123,6 +132,7 @@ class Facts:
         processes: int = 1,
         command: str = "",
         stages: Sequence[Stage] = (),
+        memory: str = "",
     ) -> Facts:
         """Collect the facts of a run.
 
@@ -136,6 +146,7 @@ class Facts:
             processes: Number of processes.
             command: Command that started the run.
             stages: Stages of the run.
+            memory: Estimated memory of a step, in words.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
@@ -162,10 +173,8 @@ class Facts:
             fate=_fate(recipe.conversion, came_with),
             came_with=came_with,
             start=_start(recipe.conversion, plan),
-            cautions=(
-                *suitability.cautions(recipe, inner.config),
-                *(() if plan is None else map(_restated, plan.warnings)),
-            ),
+            rope=recipe.conversion.rope,
+            cautions=() if plan is None else tuple(map(_restated, plan.warnings)),
             steps=training.steps,
             batch_size=training.batch_size,
             length=training.length or trained_length,
@@ -177,6 +186,7 @@ class Facts:
             teacher=_teacher(distillation),
             trained=_trained(recipe.adapter),
             command=command,
+            memory=memory,
             versions=versions(),
             stages=tuple(stage.words for stage in stages),
             other_tokens=sum(
@@ -193,6 +203,8 @@ def _restated(warning: str) -> str:
 def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
     if came_with:
         return "unchanged since the earlier conversion"
+    if conversion.rope:
+        return f"kept, with {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
     if conversion.scheme is None or conversion.native == "keep":
         return "kept"
     if conversion.native == "handover":
@@ -202,7 +214,7 @@ def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
 
 def _start(conversion: Conversion, plan: Plan | None) -> str:
     if plan is None:
-        return "exact: the model is not converted"
+        return "exact: the model is not converted" if not conversion.rope else "break: other angles"
     if conversion.native == "handover":
         return "exact: the native encoding at full strength, the scheme at none"
     start = plan.start
@@ -253,9 +265,9 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     trained_on = f"trained on {facts.trained_length:,} tokens"
     yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, {trained_on})"
     came_with = ", ".join(facts.came_with)
-    scheme = facts.scheme or (f"{came_with}, trained on as the model has it" if came_with else "none (a control)")
+    as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (a control)"
     converted = " and ".join(f"{count} {name} layers" for name, count in facts.layers.items())
-    yield "scheme", scheme + (f" on {converted}" if converted else "")
+    yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
     options = {
         name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
     }
@@ -276,5 +288,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.teacher:
         yield "teacher", facts.teacher
     yield "compute", f"{facts.processes} x {facts.device}, {facts.precision}"
+    if facts.memory:
+        yield "memory", facts.memory
     yield "time", "unknown until the first steps are done"
     yield from (("caution", caution) for caution in facts.cautions)

@@ -71,7 +71,7 @@ def _values(measurements: Measurements, facts: Facts, log: Log, pace: Pace | Non
         relative = {name: grid.relative_to(native) for name, grid in models.items()}
         tables.append(table(relative, "As a percentage of the native model's perplexity, window by window:"))
     return {
-        "title": f"{name_of(facts.model)} {f'with {facts.scheme}' if facts.scheme else 'trained as it is'}",
+        "title": f"{name_of(facts.model)} {f'with {facts.encoding}' if facts.encoding else 'trained as it is'}",
         "facts": facts,
         "perplexity": tables,
         "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
@@ -85,14 +85,14 @@ def _values(measurements: Measurements, facts: Facts, log: Log, pace: Pace | Non
 
 def _models(measurements: Measurements, facts: Facts) -> dict[str, Grid]:
     """Return the measured models by their name in table and picture."""
-    name = facts.scheme or "native"
+    name = facts.encoding or "native"
     last = max((step for step, _ in measurements.course()), default=0)
     found = {
         "native": measurements.curve("native"),
         f"{name}, before training": measurements.curve("before"),
         f"{name}, after {last:,} steps": measurements.curve("after"),
     }
-    if facts.scheme is None:
+    if facts.encoding is None:
         del found[f"{name}, before training"]  # It is the native model again.
     return {name: grid for name, grid in found.items() if grid is not None}
 

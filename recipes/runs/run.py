@@ -36,7 +36,9 @@ from hf_posenc.errors import CheckpointError, PosencError, RecipeError, StorageE
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
+from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.patches.strength import set_strength
+from hf_posenc.recipes import memory
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
@@ -219,10 +221,12 @@ class _Run:
             keywords = _selection(recipe.conversion)
             planned = plan(model, recipe.conversion.scheme, **keywords)
             patch(model, recipe.conversion.scheme, **keywords)
+        stock_rope = set_rope(model, recipe.conversion.rope) if recipe.conversion.rope else None
         suitability.check_tables(recipe, model, length)
         if self.checkpoint is None:  # Its weights would replace the fitted ones.
             self.fitted = self._fit(model, data)
         model = attach(model, recipe.adapter)
+        recipe, estimate = memory.fitted(recipe, model, length, self.processes.device, self.processes.num_processes)
         teacher = _teacher(model, recipe)
         plans = stages(recipe, model)
         refused = self.fitted is not None and not self.fitted["accepted"]
@@ -235,6 +239,7 @@ class _Run:
             processes=self.processes.num_processes,
             command=self.command,
             stages=plans,
+            memory=estimate,
         )
         if self.fitted is not None and refused:
             facts = replace(facts, cautions=(*facts.cautions, self.fitted["sentence"]))
@@ -271,7 +276,9 @@ class _Run:
             ends = stage is plans[-1]
             callbacks: list[TrainerCallback] = []
             if stage.name == "training":
-                callbacks.append(_NativeFirst(self.measurements, measure, converts=planned is not None))
+                callbacks.append(
+                    _NativeFirst(self.measurements, measure, converts=planned is not None, rope=stock_rope)
+                )
             measuring = Measuring(
                 self.measurements, measure, every=recipe.evaluation.every, begins=stage.begins, console=self.console
             )
@@ -311,6 +318,7 @@ class _Run:
             facts = replace(facts, writes=self._compare(model, tokenizer, data))
         if self.processes.is_main_process:
             report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace, verdict=verdict)
+        _tell_length(model, tokenizer, _reach(recipe, length))
         self._save(trainer, tokenizer, facts, pace, log, verdict)
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
         return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
@@ -484,12 +492,15 @@ class _Run:
 class _NativeFirst(TrainerCallback):
     """Callback that measures the original model before the first step, when it is on its device and sharded."""
 
-    def __init__(self, measurements: Measurements, measure: Measure, *, converts: bool) -> None:
-        self._measuring, self._converts = Measuring(measurements, measure), converts
+    def __init__(
+        self, measurements: Measurements, measure: Measure, *, converts: bool, rope: dict[str, Any] | None
+    ) -> None:
+        self._measuring, self._converts, self._rope = Measuring(measurements, measure), converts, rope
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
-            with disabled(model) if self._converts else contextlib.nullcontext():
+            other = native_rope(model, self._rope) if self._rope else contextlib.nullcontext()
+            with disabled(model) if self._converts else other:
                 self._measuring.take(NATIVE, model)
 
 
@@ -602,6 +613,23 @@ def _set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:
     parts = [judged[start : start + size] for start in range(0, len(judged), size)]
     others = Subset(windows, range(count, len(windows))) if hasattr(windows, "__len__") else windows.skip(count)
     return parts, others
+
+
+def _reach(recipe: Recipe, length: int) -> int:
+    """Return the longest text whose positions a run trained on."""
+    later = recipe.lengthen if recipe.lengthen.steps else None
+    return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
+
+
+def _tell_length(model: Any, tokenizer: Any, length: int) -> None:
+    """Write the longest length that was trained for where evaluations and servers look for it."""
+    config = model.config
+    if tokenizer.model_max_length < length:
+        tokenizer.model_max_length = length
+    # Elsewhere the key is the size of a table, and the type "dynamic" computes its frequencies from it.
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters and parameters.get("rope_type") != "dynamic" and config.max_position_embeddings < length:
+        config.max_position_embeddings = length
 
 
 def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:

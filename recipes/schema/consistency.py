@@ -89,6 +89,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"{given}, but conversion.native is {conversion.native!r}: with its own encoding in force, attention "
                 "is what it was. Set conversion.native to remove, or leave it out."
             )
+    if conversion.rope and (conversion.scheme is not None or recipe.adapter.kind != "none"):
+        yield (
+            "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
+            "conversion.scheme=null adapter.kind=none, or leave rope out."
+        )
     if data.streaming and data.source == "builtin":
         yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
     if data.streaming and data.held_out is None:

@@ -1,4 +1,4 @@
-"""YAML of recipes, validated against dataclasses by pydantic, with `section.key=value` overrides.
+"""YAML of recipes, validated against dataclasses by pydantic, with overrides `section.key=value` (or `key=value`).
 
 The YAML is the core schema of version 1.2: `1e-3` is a number, `no`, `0:8` and `2024-01-01` are text. A key may not be
 there twice.
@@ -77,7 +77,7 @@ def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] =
         RecipeError: An override is malformed or given twice, a key is unknown or missing, or a value has the wrong type
             or is out of range.
     """
-    given = _override(content, overrides)
+    given = override(kind, content, overrides)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
@@ -91,7 +91,7 @@ def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] =
         raise RecipeError(f"{source}: {_message(kind, path, same)}") from error
 
 
-def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
+def override(kind: type[Any], content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
     """Apply overrides to nested mappings in place, and return them by key path."""
     given: dict[Path, str] = {}
     for pair in pairs:
@@ -99,8 +99,11 @@ def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
         path = tuple(dotted.split("."))
         if not (equals and all(path)):
             raise RecipeError(f"{pair!r}: expected KEY=VALUE, for instance training.steps=500.")
+        value = parse(text, repr(pair))
+        if len(path) == 1:
+            path = _whole_path(kind, path[0], value)
         if any(path[: len(other)] == other[: len(path)] for other in given):
-            raise RecipeError(f"{pair!r}: {dotted} is given twice. Give each key once.")
+            raise RecipeError(f"{pair!r}: {'.'.join(path)} is given twice. Give each key once.")
         given[path] = pair
         place = content
         for depth, section in enumerate(path[:-1], start=1):
@@ -109,8 +112,22 @@ def _override(content: dict[str, Any], pairs: Sequence[str]) -> dict[Path, str]:
                 key = ".".join(path[:depth])
                 raise RecipeError(f"{pair!r}: the recipe has {key}: {inner!r}, which has no keys. Give {key}=VALUE.")
             place = inner
-        place[path[-1]] = parse(text, repr(pair))
+        place[path[-1]] = value
     return given
+
+
+def _whole_path(kind: type[Any], name: str, value: Any) -> Path:
+    """Return the path of a key without its section, and of a section that is given one value, for its first key."""
+    sections = {key: hint for key, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(hint)}
+    if name in sections:
+        is_value = not isinstance(value, dict)
+        return (name, dataclasses.fields(sections[name])[0].name) if is_value else (name,)
+    owners = [key for key, hint in sections.items() if name in (entry.name for entry in dataclasses.fields(hint))]
+    if name in {entry.name for entry in dataclasses.fields(kind)} or not owners:
+        return (name,)
+    if len(owners) > 1 and "training" not in owners:
+        raise RecipeError(f"{name}={value}: expected {' or '.join(f'{owner}.{name}' for owner in owners)}.")
+    return ("training" if "training" in owners else owners[0], name)
 
 
 def _path(kind: Any, place: tuple[int | str, ...]) -> Path:
@@ -124,7 +141,15 @@ def _message(kind: Any, path: Path, errors: list[ErrorDetails]) -> str:
     if first["type"] == "missing":
         return f"{key!r} is missing; it has no default, so give it."
     if first["type"] in ("unexpected_keyword_argument", "invalid_key"):
-        return f"there is no key {key!r}. {_suggestion(path[-1], _known(kind, path[:-1]))}"
+        known = _known(kind, path[:-1])
+        if len(path) == 1:  # Overrides may leave out the section.
+            known += [
+                entry
+                for section in known
+                if dataclasses.is_dataclass(_hint(kind, (section,)))
+                for entry in _known(kind, (section,))
+            ]
+        return f"there is no key {key!r}. {_suggestion(path[-1], known)}"
     if first["type"] == "dataclass_type":
         return f"{key or 'the recipe'} is {first['input']!r}; expected keys such as {', '.join(_known(kind, path))}."
     words = list(dict.fromkeys(map(_expected, errors)))

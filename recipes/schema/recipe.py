@@ -50,6 +50,7 @@ class Conversion(Section):
     Attributes:
         scheme: Name of the scheme; null trains the unconverted model, as the control of an experiment.
         options: Options of the scheme.
+        rope: Parameters to change in the model's `rope_parameters`, such as a rope type of transformers.
         native: Fate of the model's own encoding: "remove" it, "keep" it, or fade it out in training ("handover").
         handover: Share of the steps for `native: handover`.
         anneal: Share of the steps over which a scheme with the option `anneal: true` is brought in.
@@ -61,6 +62,7 @@ class Conversion(Section):
 
     scheme: Name | None
     options: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=dict)
     native: Literal["remove", "keep", "handover"] = "remove"
     handover: SomeShare = 0.3
     anneal: SomeShare = 0.3
@@ -262,7 +264,7 @@ class Recipe(Section):
     """Conversion of a model and its training.
 
     Attributes:
-        summary: One sentence for the list of recipes.
+        summary: One sentence for lists and reports.
         model: Local directory, name on the hub, or "tiny-llama", the built-in model.
         conversion: Replacement of the positional encoding.
         data: Text for training and evaluation.
@@ -288,33 +290,37 @@ class Recipe(Section):
     saving: Saving = field(default_factory=Saving)
 
     @classmethod
-    def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    def read(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
         """Read and validate a recipe.
 
         Args:
-            source: YAML file, or name of a built-in recipe.
-            overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file.
+            source: YAML file, or name of a built-in recipe, which follows from the config of the model.
+            overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file. The section
+                may be left out where that is clear.
+            config: Config of the model, if it is at hand.
 
         Raises:
             RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
                 other, or its scheme or options do not exist.
+            CheckpointError: The config of the model cannot be read.
         """
-        recipe = cls.parse(source, overrides)
+        recipe = cls.parse(source, overrides, config=config)
         consistency.check_scheme(recipe, str(source))
         return recipe
 
     @classmethod
-    def parse(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """Read a recipe like `read`, but without checking its scheme, so without importing torch."""
-        path = library.find(source)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}.") from error
-        content = fields.parse(text, str(source))
-        if not isinstance(content, dict):
-            kind = "empty" if content is None else f"a {type(content).__name__}"
-            raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
+    def parse(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
+        """Read a recipe like `read`, but without checking its scheme: a file is read without importing torch."""
+        if library.is_file(source):
+            content = fields.parse(library.content(source), str(source))
+            if not isinstance(content, dict):
+                kind = "empty" if content is None else f"a {type(content).__name__}"
+                raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
+        else:
+            # This imports torch.
+            from hf_posenc.recipes import goals
+
+            content, overrides = goals.resolve(cls, str(source), overrides, config)
         recipe = fields.build(cls, content, where=str(source), overrides=overrides)
         consistency.check(recipe, str(source))
         return recipe

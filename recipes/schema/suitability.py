@@ -8,8 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.patches import record
-from hf_posenc.patches.architecture import architectures, of_config
-from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.schema import consistency
@@ -43,23 +41,6 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
             "encoders read them whole. Leave it out."
         )
     return length, own or length
-
-
-def cautions(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Return a caution if a built-in recipe (recognised by its summary) was made for another architecture."""
-    name = next((name for name in library.names() if Recipe.parse(name).summary == recipe.summary), None)
-    if name is None:
-        return ()
-    made_for, architecture = name.partition("-")[0], of_config(config).name
-    if made_for == architecture or made_for not in architectures():
-        return ()
-    own = f"{architecture}-{recipe.conversion.scheme}"
-    instead = f" {own} is the recipe for this one." if own in library.names() else ""
-    return (
-        f"The recipe {name} was made for {made_for} models, and {recipe.model} is a {architecture}: its rates, and how "
-        "it begins, were "
-        f"not tried on such.{instead}",
-    )
 
 
 def check_unconverted(recipe: Recipe, config: Any) -> None:

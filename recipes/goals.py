@@ -1,0 +1,308 @@
+"""Recipes by goal: what a built-in recipe leaves out follows from the model, the scheme and the machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import registry
+from hf_posenc.errors import PosencError, RecipeError, suggest
+from hf_posenc.patches import rotary
+from hf_posenc.patches.architecture import architectures, of_config
+from hf_posenc.patches.plan import plan
+from hf_posenc.recipes import library
+from hf_posenc.recipes.loading import auto_class, load_config, trained_length
+from hf_posenc.recipes.schema import fields
+from hf_posenc.registry import SchemeInfo
+
+# Longest windows that a goal trains on; longer texts are reached by skipping positions.
+WINDOW = 1024
+# Assumed trained length of a model whose config states none.
+_LENGTH = 512
+_FACTOR = 4
+# Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/smollm2.py).
+_REAL, _TRANSFER = 512, 200_000
+# Windows to measure on where contexts are long.
+_FEW = 4
+# Ways of `extend` that are no scheme, in the order in which the field tries them.
+ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
+WINDOWS = "windows"
+
+# Family of schemes that are added to another encoding.
+_ADDED = "add-on"
+
+Content = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A recipe for a model, and what was measured of it.
+
+    Attributes:
+        words: Recipe and its keys, as given to `hf-posenc train`.
+        quality: Perplexity over that of the native model with the same training; "-" is not measured.
+        far: Perplexity at four times the trained length, over that at the trained length.
+        model: Model that was measured.
+    """
+
+    words: str
+    quality: str = "-"
+    far: str = "-"
+    model: str = "-"
+
+
+def recommended(config: Any) -> list[Recommendation]:
+    """Return the recipes that suit a model: those that were measured first, best first."""
+    case = _Case(config, {}, {}, {}, documents=False)
+    measured, found = _data()["measured"][case.native], []
+    for row in measured["recipes"]:
+        numbers = (f"{row[name]:.2f}" if name in row else "-" for name in ("quality", "far"))
+        found.append(Recommendation(row["recipe"], *numbers, measured["model"]))
+    suited = [name for name, info in registry.schemes().items() if case.suits(info) and info.family != _ADDED]
+    far = [name for name in suited if registry.get(name).cls.adaptation.reach]
+    ways = ["extend", "remove", *(f"extend by={name}" for name in (*case.ways, *far))]
+    ways += [*(f"swap scheme={name}" for name in suited), "control"]
+    known = {each.words for each in found}
+    found = [each for each in found if each.words in ways]
+    return [*found, *(Recommendation(words) for words in ways if words not in known)]
+
+
+@functools.cache
+def _data() -> Content:
+    found: Content = fields.parse((Path(__file__).parent / "goals.yaml").read_text(encoding="utf-8"), "goals.yaml")
+    return found
+
+
+def resolve(
+    kind: type[Any], source: str, overrides: Sequence[str], config: Any = None
+) -> tuple[Content, tuple[str, ...]]:
+    """Return the content of a built-in recipe for a model, and the overrides that are keys of it.
+
+    Args:
+        kind: Class of recipes.
+        source: Name of a goal, or of a recipe of earlier versions.
+        overrides: Overrides of the user; `factor` and `by` are those of `extend`.
+        config: Config of the model; `None` reads it.
+
+    Raises:
+        RecipeError: There is no such recipe, or it does not suit the model.
+        CheckpointError: The config of the model cannot be read.
+    """
+    goal, *own = _words(source, overrides)
+    content: Content = fields.parse(library.content(goal), goal)
+    fields.override(kind, content, [pair for pair in own if not _is_way(goal, pair)])
+    ways: Content = {}
+    for pairs in (own, overrides):
+        fields.override(kind, ways, [pair for pair in pairs if _is_way(goal, pair)])
+    overrides = tuple(pair for pair in overrides if not _is_way(goal, pair))
+    given: Content = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
+    fields.override(kind, given, overrides)
+    config = load_config(str(given["model"])) if config is None else config
+    conversion, training = (given.get(name) for name in ("conversion", "training"))
+    if not isinstance(conversion, dict) or not isinstance(training or {}, dict):
+        return content, overrides  # An error of the user, which validation names.
+    case = _Case(config, content, conversion, training or {}, documents=_packs_documents(given))
+    if goal == "extend":
+        case.extend(**ways)
+    elif conversion.get("scheme") is not None:
+        case.swap(str(conversion["scheme"]))
+    elif goal == "swap" and not any(pair.startswith("conversion=") for pair in overrides):
+        raise RecipeError(
+            "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
+            "schemes` lists all."
+        )
+    case.size()
+    return content, overrides
+
+
+def _packs_documents(given: Content) -> bool:
+    data = given.get("data")
+    return isinstance(data, dict) and data.get("packing") == "documents"
+
+
+def _is_way(goal: str, pair: str) -> bool:
+    return goal == "extend" and pair.partition("=")[0] in ("factor", "by")
+
+
+def _words(source: str, overrides: Sequence[str]) -> list[str]:
+    """Return a goal and overrides for its name, or for a name that earlier versions had."""
+    if source in library.names():
+        return [source]
+    other = _data()["earlier"].get(source)
+    if other is not None:
+        return str(other).split()
+    made_for, _, scheme = source.partition("-")
+    known = [f"{name}-{info}" for name in architectures() for info in registry.schemes()]
+    if source not in known:
+        near = get_close_matches(source, [*library.names(), *known], n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise RecipeError(
+            f"There is no recipe {source!r}. {hint}There are {', '.join(library.names())}; a file ends in .yaml."
+        )
+    default = fields.parse(library.content("swap"), "swap")["model"]
+    if not any(pair.startswith("model=") for pair in overrides) and not default.endswith(made_for):
+        raise RecipeError(f"{source} is now swap scheme={scheme} model=DIR. Give the model, a {made_for}.")
+    return ["swap", f"scheme={scheme}"]
+
+
+class _Case:
+    """A model and a goal, whose content is filled in.
+
+    Args:
+        config: Config of the model.
+        content: Content of the recipe so far, which changes.
+        conversion: Section as the user gave it.
+        training: Section as the user gave it.
+        documents: Whether windows hold whole documents.
+    """
+
+    def __init__(
+        self, config: Any, content: Content, conversion: Content, training: Content, *, documents: bool
+    ) -> None:
+        self.config, self.content, self.conversion, self.training = config, content, conversion, training
+        self.exact = False
+        self.rotary = bool(getattr(config, "rope_parameters", None))
+        self.relative = hasattr(config, "relative_attention_num_buckets")
+        self.causal = auto_class(config) is AutoModelForCausalLM
+        self.own = self.reach = trained_length(config) or _LENGTH
+        given = training.get("length")
+        self.length = given if isinstance(given, int) else min(self.own, WINDOW)
+        # Windows of which positions are skipped hold one long text.
+        self.skips = self.causal and not documents and not {"skip_to", "mixed_lengths"} & set(training)
+
+    def set(self, section: str, **keys: Any) -> None:
+        """Set keys of a section."""
+        self.content.setdefault(section, {}).update(keys)
+
+    def swap(self, name: str) -> None:
+        """Bring in a scheme as its `adaptation` says."""
+        try:
+            info = registry.get(name)
+        except PosencError:
+            return  # Validation says why.
+        self.set("conversion", scheme=name, **self._suited(info))
+        self._transfer(info)
+        if info.cls.adaptation.reach > 1:
+            self._train_to(max(self.own, info.cls.adaptation.reach * min(self.own, WINDOW)))
+
+    def _transfer(self, info: SchemeInfo) -> None:
+        """Begin with the attention transfer in a model of real size, instead of a fit or a handover."""
+        conversion = self.content["conversion"]
+        hidden = self.config.get_text_config().hidden_size
+        if not self.causal or hidden < _REAL or self.exact or info.family == "absolute":
+            return
+        if conversion["native"] == "keep" or {"native", "fit"} & set(self.conversion):
+            return
+        conversion |= {"native": "remove", "fit": None}
+        self.content["distillation"] = {"share": 1.0}
+        self.set("transfer", steps=max(1, _TRANSFER // (8 * self.length)))
+
+    def _suited(self, info: SchemeInfo) -> Content:
+        """Return the keys of the conversion to a scheme."""
+        advice, options = info.cls.adaptation, {}
+        behind_only = self.config.is_encoder_decoder and (advice.symmetric or "bidirectional" not in info.directions)
+        stacks = ["decoder"] if behind_only else None
+        native, fit = advice.elsewhere, None
+        self.exact = False
+        if info.cls.reproduces is not None and self._starts_exact(info.name, stacks):
+            native, self.exact = "remove", True
+        elif info.family == _ADDED:
+            native, options = "keep", dict(info.cls.neutral_options or {})
+        elif self.rotary or (self.relative and (advice.fit or advice.native == "handover")):
+            # A bias that was fitted to a table of both directions is poor in one.
+            native, fit = advice.native, "attention" if advice.fit and behind_only else advice.fit
+            options = dict(advice.options)
+        wanted = self.conversion.get("native", native)
+        if wanted != native:
+            native, fit, options = wanted, None, dict(info.cls.neutral_options or {}) if wanted == "keep" else {}
+        if native == "handover" and not of_config(self.config).native_fades:
+            native = "remove"
+        if not self.causal and not behind_only:
+            options |= advice.encoder
+        for option, windows in advice.windows.items():
+            options[option] = self.length * windows
+        return {"native": native, "fit": fit, "options": options, "stacks": stacks}
+
+    def _starts_exact(self, name: str, stacks: list[str] | None) -> bool:
+        try:
+            # One layer of a rotary model tells, and is faster to look at than all.
+            return plan(self.config, name, stacks=stacks, layers=[0] if self.rotary else None).start == "exact"
+        except PosencError:
+            return False  # Patching says why.
+
+    def extend(self, factor: Any = _FACTOR, by: Any = None) -> None:
+        """Reach texts of several times the trained length.
+
+        Args:
+            factor: Wanted length, in trained lengths.
+            by: A rope type, another way of `ROPES`, long windows alone, or a scheme; `None` chooses by the model.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 1:
+            raise RecipeError(f"factor is {factor!r}; expected a number above 1, such as factor=4.")
+        far = int(self.own * factor)
+        ways = [*self.ways, *registry.schemes()]
+        if by is None:
+            by = self.ways[0] if self.ways else self._measured_scheme()
+        if by not in ways:
+            why = "the model has no rotary encoding" if by in ROPES else suggest(str(by), ways)
+            raise RecipeError(f"by is {by!r}: {why}; expected {', '.join(ways)}.")
+        if by in ROPES:
+            self.set("conversion", rope=rotary.rescaled(self.config, by, far / self.own, self.own))
+        elif by != WINDOWS:
+            self.content["distillation"] = fields.parse(library.content("swap"), "swap")["distillation"]
+            if not (self.rotary or self.relative):
+                self.conversion.setdefault("native", "remove")  # A table has no rows for what is wanted.
+            self.set("conversion", **{"scheme": by, **self._suited(registry.get(by))})
+        if self.causal:
+            self._train_to(far)
+        elif "length" not in self.training:
+            self.length = self.reach = far
+            self.set("training", length=far, batch_size=max(1, 8 * self.own // far))
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Ways to extend the native encoding, best first; a table of positions has none."""
+        return (*(ROPES if self.rotary else ()), *((WINDOWS,) if self.rotary or self.relative else ()))
+
+    @property
+    def native(self) -> str:
+        """Kind of the native encoding in what was measured."""
+        return "rotation" if self.rotary else "buckets" if self.relative else "table"
+
+    def suits(self, info: SchemeInfo) -> bool:
+        """Whether a scheme is defined for the model, and tells its directions apart."""
+        advice, one_way = info.cls.adaptation, self.causal or self.config.is_encoder_decoder
+        return one_way or ("bidirectional" in info.directions and (not advice.symmetric or bool(advice.encoder)))
+
+    def _measured_scheme(self) -> str:
+        """Return the best scheme of which long texts were measured."""
+        rows = _data()["measured"][self.native]["recipes"]
+        rows = sorted((row for row in rows if "far" in row), key=lambda row: row["quality"] * row["far"])
+        names = (row["recipe"].rpartition("=")[2] for row in rows)
+        return next(name for name in names if self.suits(registry.get(name)))
+
+    def _train_to(self, far: int) -> None:
+        """Spread the positions of windows over a longer text."""
+        table_stays = not (self.rotary or self.relative) and self.content["conversion"].get("native") != "remove"
+        if self.skips and far > self.length and not (table_stays and far > self.own):
+            self.reach = far
+            self.set("training", skip_to=far)
+
+    def size(self) -> None:
+        """Set lengths and precision where those of the model would cost too much."""
+        if "length" not in self.training and self.length != trained_length(self.config):
+            self.set("training", length=self.length)
+        if self.own > _LENGTH:
+            contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
+            most = max(4 * self.length, self.reach)
+            self.set("evaluation", contexts=sorted(each for each in contexts if each <= most), windows=_FEW)
+        halves = (torch.bfloat16, torch.float16)
+        if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:
+            self.set("training", precision="bfloat16")

@@ -1,0 +1,113 @@
+"""Memory of a training step, estimated before it is made, and micro batches that fit into what there is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.recipes.schema.recipe import Recipe, Training
+
+# Share of the free memory that a step may take; the estimate is rough.
+_USED = 0.8
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one training step.
+
+    Attributes:
+        fixed: Weights, gradients and Adam's moments, and the copy of the model that a teacher is.
+        window: Activations and logits of one window.
+    """
+
+    fixed: int
+    window: int
+
+    def of(self, windows: int) -> int:
+        """Return the bytes of a forward and backward of so many windows."""
+        return self.fixed + windows * self.window
+
+
+def need(model: nn.Module, recipe: Recipe, length: int, *, trained: int | None = None) -> Need:
+    """Estimate the memory of a step from the shapes of a model, which may lie on the meta device.
+
+    A matrix stands for one linear layer, whose input and output are kept for the backward pass; with checkpointing
+    those of one layer and the inputs of all. Logits are there three times in float32, with a teacher five times.
+
+    Args:
+        model: Model.
+        recipe: Recipe of the run.
+        length: Tokens per window.
+        trained: Number of trained weights; `None` counts those that require gradients.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    weights = {id(weight): weight for weight in model.parameters()}.values()
+    if trained is None:
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    size = 4 if recipe.adapter.kind == "none" else next(iter(weights)).element_size()
+    own = sum(weight.numel() for weight in weights) * size
+    teaches = recipe.distillation.share > 0 or recipe.distillation.hidden > 0
+    copies = 2 if teaches and recipe.adapter.kind == "none" else 1
+    config = inner.config.get_text_config()
+    vocabulary, hidden, layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
+    element = 4 if recipe.training.precision == "float32" else 2
+    channels = sum(sum(weight.shape) for weight in weights if weight.ndim == 2 and vocabulary not in weight.shape)
+    if recipe.training.gradient_checkpointing:
+        channels = channels // layers + layers * hidden
+    of_token = channels * element + vocabulary * 4 * (5 if teaches else 3)
+    return Need(own * copies + trained * 12, length * of_token)
+
+
+def available(device: torch.device, processes: int = 1) -> int:
+    """Return the free bytes of a device, or a process's share of the machine's within its container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = psutil.virtual_memory().available
+    limit = _CGROUP.read_text(encoding="utf-8").strip() if _CGROUP.is_file() else "max"
+    if limit != "max":
+        free = min(free, int(limit) - psutil.Process(os.getpid()).memory_info().rss)
+    return free // processes
+
+
+def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> tuple[Training, str]:
+    """Return the settings with micro batches that fit, unless the recipe says their size, and the estimate in words."""
+    share, room = training.batch_size // processes, int(_USED * free)
+    micro = training.micro_batch_size
+    if micro is None:
+        divisors = [size for size in range(share, 0, -1) if share % size == 0]
+        micro = next((size for size in divisors if wanted.of(size) <= room), 1)
+    words = f"about {wanted.of(micro) / _GIB:.1f} GiB of {free / _GIB:.1f}, with {micro} of {share} windows at a time"
+    if wanted.of(micro) > room:
+        words += "; it may not fit: give a shorter length, gradient_checkpointing=true or adapter=lora"
+    return (training if micro == share else replace(training, micro_batch_size=micro)), words
+
+
+def fitted(
+    recipe: Recipe,
+    model: nn.Module,
+    length: int,
+    device: torch.device,
+    processes: int = 1,
+    *,
+    trained: int | None = None,
+) -> tuple[Recipe, str]:
+    """Return a recipe with micro batches that fit in all its stages, and the estimate for its training in words."""
+    free, lengthen = available(device, processes), recipe.lengthen
+    training, words = fitting(recipe.training, need(model, recipe, length, trained=trained), free, processes)
+    if lengthen.steps:
+        settings = replace(
+            recipe.training,
+            batch_size=lengthen.batch_size or training.batch_size,
+            micro_batch_size=lengthen.micro_batch_size,
+        )
+        wanted = need(model, recipe, lengthen.length or length, trained=trained)
+        lengthen = replace(lengthen, micro_batch_size=fitting(settings, wanted, free, processes)[0].micro_batch_size)
+    return replace(recipe, training=training, lengthen=lengthen), words

@@ -1,0 +1,222 @@
+"""Recipes by goal: what follows from model, scheme and machine, and that none refuses the model that it is for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, stock
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, ModernBertConfig, PreTrainedConfig
+
+import hf_posenc
+from hf_posenc import RecipeError, UnknownSchemeError
+from hf_posenc.patches.plan import skeleton
+from hf_posenc.patches.rotary import native_rope, set_rope
+from hf_posenc.recipes import goals, library, memory
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema import fields, suitability
+from hf_posenc.recipes.schema.recipe import Recipe, Training
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS: dict[str, Any] = {
+    **{name: AutoConfig.from_pretrained(folder) for name, folder in DIRECTORIES.items()},
+    "bert": BertConfig(**SIZES, intermediate_size=64, max_position_embeddings=512),
+    "modernbert": ModernBertConfig(
+        **SIZES,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+    ),
+}
+
+
+def replaced(config: Any, **keys: Any) -> Any:
+    """Return a copy of a config with other values."""
+    return type(config).from_dict({**config.to_dict(), **keys})
+
+
+def read(name: str, source: str, *overrides: str, length: int | None = None) -> Recipe:
+    """Read a goal for a model, which may have another trained length."""
+    config: PreTrainedConfig = CONFIGS[name]
+    if length is not None:
+        config = replaced(config, max_position_embeddings=length)
+    return Recipe.read(source, ["model=here", *overrides], config=config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None:
+    layers = {"gpt2": "n_layer", "t5": "num_layers", "modernbert": "max_position_embeddings"}
+    config = replaced(CONFIGS[name], **{layers.get(name, "num_hidden_layers"): 512 if name == "modernbert" else 1})
+    found = [each.words.split() for each in goals.recommended(config)]
+    assert len(found) > 40
+    for source, *pairs in found:
+        if source == "extend" and pairs and pairs[0].removeprefix("by=") in hf_posenc.schemes():
+            continue  # As in a swap.
+        recipe = Recipe.read(source, ["model=here", *pairs], config=config)
+        length, own = suitability.lengths(recipe, config)
+        conversion = recipe.conversion
+        if conversion.scheme is not None and source != "extend":
+            hf_posenc.plan(config, conversion.scheme, **run._selection(conversion))
+        # A table of positions that stays has no rows beyond.
+        if goals._Case(config, {}, {}, {}, documents=False).native == "table" and conversion.native != "remove":
+            assert max(length, recipe.training.skip_to or 0) <= own
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "wanted"),
+    [
+        ("llama", ["scheme=kerple"], ("remove", "native", {"shared": False}, None)),
+        ("llama", ["scheme=fire"], ("remove", "native", {"threshold": 64.0}, None)),
+        ("llama", ["scheme=fire", "length=32"], ("remove", "native", {"threshold": 16.0}, None)),
+        ("llama", ["scheme=fox"], ("keep", None, {"init": "horizon"}, None)),
+        ("llama", ["scheme=fox", "native=remove"], ("remove", None, {}, None)),
+        ("llama", ["scheme=kerple", "native=keep"], ("keep", None, {"gate": True}, None)),
+        ("llama", ["scheme=liere"], ("remove", None, {}, None)),
+        ("gpt2", ["scheme=kerple"], ("handover", None, {}, None)),
+        ("t5", ["scheme=kerple"], ("remove", "attention", {"shared": False}, ["decoder"])),
+        ("t5", ["scheme=stick_breaking"], ("remove", None, {}, ["decoder"])),
+        ("t5", ["scheme=t5"], ("remove", None, {}, None)),
+        ("bert", ["scheme=kerple"], ("handover", None, {"directed": True}, None)),
+    ],
+)
+def test_a_swap_follows_from_the_scheme_and_the_model(name: str, pairs: list[str], wanted: tuple[Any, ...]) -> None:
+    conversion = read(name, "swap", *pairs).conversion
+    assert (conversion.native, conversion.fit, conversion.options, conversion.stacks) == wanted
+
+
+def test_names_of_earlier_versions_lead_to_goals() -> None:
+    assert read("gpt2", "gpt2-fire") == read("gpt2", "swap", "scheme=fire")
+    assert read("llama", "drope") == read("llama", "remove")
+    assert read("llama", "context-extension").conversion.scheme == "fox"
+    with pytest.raises(RecipeError, match="gpt2-fire is now swap scheme=fire model=DIR"):
+        Recipe.read("gpt2-fire")
+    with pytest.raises(RecipeError, match="swap needs a scheme"):
+        Recipe.read("swap")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "key", "value"),
+    [
+        (["steps=7"], "training.steps", 7),
+        (["length=64"], "training.length", 64),
+        (["windows=3"], "evaluation.windows", 3),
+        (["adapter=scheme"], "adapter.kind", "scheme"),
+        (["data=text.txt"], "data.source", "text.txt"),
+        (["adapter={kind: lora}", "rank=16"], None, "rank"),
+        (["every=5"], None, "evaluation.every or saving.every"),
+        (["stepz=5"], None, "'stepz'.*'steps'"),
+        (["steps=5", "training.steps=6"], None, "training.steps is given twice"),
+    ],
+)
+def test_keys_may_leave_out_a_section_that_is_clear(pairs: list[str], key: str | None, value: Any) -> None:
+    if key is None:
+        with pytest.raises(RecipeError, match=value):
+            read("llama", "swap", "scheme=kerple", *pairs)
+        return
+    section, _, name = key.partition(".")
+    assert getattr(getattr(read("llama", "swap", "scheme=kerple", *pairs), section), name) == value
+
+
+def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
+    recipe = read("llama", "swap", "scheme=kerple", length=8192)
+    assert (recipe.training.length, recipe.evaluation.contexts) == (1024, [256, 1024, 4096, 8192])
+    assert read("llama", "extend", length=8192).training.skip_to == 32768
+    assert read("llama", "swap", "scheme=fire", length=512).training.skip_to == 4096
+    # What is given wins.
+    assert read("llama", "swap", "scheme=kerple", "length=8192", length=8192).training.length == 8192
+
+
+def test_extending_takes_what_the_native_encoding_has() -> None:
+    yarn = read("llama", "extend", "factor=2")
+    assert yarn.conversion.rope == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    assert (yarn.conversion.scheme, yarn.training.skip_to) == (None, 256)
+    # Encoders restore windows, of which no positions are skipped.
+    rotary = read("modernbert", "extend")
+    assert (rotary.training.length, rotary.training.batch_size, rotary.training.skip_to) == (2048, 2, None)
+    assert read("t5", "extend", "by=windows").conversion.scheme is None
+    table = read("gpt2", "extend")
+    assert (table.conversion.scheme, table.conversion.native, table.training.skip_to) == ("alibi", "remove", 512)
+    for pairs, said in (
+        (["factor=1"], "above 1"),
+        (["by=yarm"], "'yarn'"),
+        (["factor=4", "factor=8"], "twice"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            read("llama", "extend", *pairs)
+    with pytest.raises(RecipeError, match="no rotary encoding"):
+        read("gpt2", "extend", "by=yarn")
+
+
+@pytest.mark.parametrize("way", goals.ROPES)
+def test_rope_parameters_change_a_model_as_its_config_would(way: str) -> None:
+    model, ids = stock("llama"), torch.arange(20, 320)[None]
+    before = model(ids).logits
+    original = set_rope(model, read("llama", "extend", f"by={way}").conversion.rope)
+    changed = model(ids).logits
+    assert not torch.allclose(before, changed)
+    again = AutoModelForCausalLM.from_config(model.config).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(ids).logits, changed)
+    with native_rope(model, original):
+        assert torch.equal(model(ids).logits, before)
+    assert torch.equal(model(ids).logits, changed)
+
+
+def test_an_extended_model_is_a_stock_one_that_says_its_length(tmp_path: Path) -> None:
+    small = ["steps=1", "batch_size=2", "data.limit=400", "windows=2", "evaluation.contexts=[64]", "length=64"]
+    recipe = Recipe.read("extend", small)
+    outcome = run.train(recipe, tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(outcome.model)
+    assert type(model).__module__.startswith("transformers.")
+    assert model.config.max_position_embeddings == 512
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert Recipe.read(tmp_path / "run" / "recipe.yaml") == recipe
+    # The native model was measured with its own rotation.
+    native, first = (outcome.measurements.curve(name) for name in ("native", "before"))
+    assert native is not None
+    assert first is not None
+    assert native.at(64).mean != first.at(64).mean
+
+
+def test_rope_types_are_no_schemes_and_lead_to_extend() -> None:
+    with pytest.raises(UnknownSchemeError, match="extend by=yarn"):
+        hf_posenc.plan(CONFIGS["llama"], "yarn")
+    with pytest.raises(RecipeError, match=r"conversion.rope changes the config.*adapter"):
+        read("llama", "extend", "adapter=lora")
+
+
+def test_micro_batches_fit_the_memory() -> None:
+    recipe = read("llama", "control")
+    need = memory.need(stock("llama"), recipe, 128)
+    weights = sum(weight.numel() for weight in stock("llama").parameters())
+    assert need.fixed == 16 * weights  # weights, gradients and two moments in float32
+    assert memory.need(stock("llama"), read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
+    assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
+    plenty, tight = 2 * need.of(8), int(1.01 * need.of(2) / 0.8)
+    assert memory.fitting(Training(), need, plenty)[0] == Training()
+    found, words = memory.fitting(Training(), need, tight)
+    assert found == replace(Training(), micro_batch_size=2)
+    assert "2 of 8 windows" in words
+    assert memory.fitting(Training(micro_batch_size=4), need, tight)[0].micro_batch_size == 4
+    assert "may not fit" in memory.fitting(Training(), need, need.fixed)[1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_measured_is_recommended_first(name: str) -> None:
+    found = goals.recommended(CONFIGS[name])
+    assert len({each.words for each in found}) == len(found)
+    measured = [each.quality != "-" for each in found]
+    assert measured == sorted(measured, reverse=True), name
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_a_goal_says_what_it_is(name: str) -> None:
+    assert re.fullmatch(r"[A-Z][^.!?\n]*\.", fields.parse(library.content(name), name)["summary"])
