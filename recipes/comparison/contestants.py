@@ -13,6 +13,7 @@ from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import library
 from hf_posenc.recipes.loading import auto_class, trained_length
+from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 # The native model with the same training: the control.
@@ -64,7 +65,7 @@ def contestants(
         UnknownSchemeError: A scheme is unknown.
     """
     for pair in overrides:
-        key = pair.partition("=")[0]
+        key = ".".join(next(iter(fields.override(Recipe, {}, [pair]))))
         for settled, reason in _SETTLED.items():
             if key == settled or key.startswith(f"{settled}."):
                 raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
@@ -107,8 +108,8 @@ def contestants(
             own = Recipe.read(source, named, config=config)
         else:
             # Unknown scheme names raise their own error.
-            windows = [pair for pair in named if pair.startswith(("model=", "training.length="))]
-            own = Recipe.read("swap", [f"scheme={registry.get(source).name}", *windows], config=config)
+            its_own = [f"scheme={registry.get(source).name}", f"model={model}", f"training.length={length}"]
+            own = Recipe.read("swap", its_own, config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
         others.append(entered(name, own))
