@@ -103,7 +103,7 @@ def resolve(
         fields.override(kind, ways, [pair for pair in pairs if _is_way(goal, pair)])
     overrides = tuple(pair for pair in overrides if not _is_way(goal, pair))
     given: Content = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
-    fields.override(kind, given, overrides)
+    paths = fields.override(kind, given, overrides)
     config = load_config(str(given["model"])) if config is None else config
     conversion, training = (given.get(name) for name in ("conversion", "training"))
     if not isinstance(conversion, dict) or not isinstance(training or {}, dict):
@@ -113,7 +113,7 @@ def resolve(
         case.extend(**ways)
     elif conversion.get("scheme") is not None:
         case.swap(str(conversion["scheme"]))
-    elif goal == "swap" and not any(pair.startswith("conversion=") for pair in overrides):
+    elif goal == "swap" and not own and not {("conversion",), ("conversion", "scheme")} & set(paths):
         raise RecipeError(
             "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
             "schemes` lists all."
