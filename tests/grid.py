@@ -24,6 +24,8 @@ CROSSED = {
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
+# Tests on the trained checkpoints of three architectures, and on random models of all others behind them.
+TRAINED_FIRST = {"test_matrix": 3}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
 ONE_MORE = {"test_encoders", "test_families", "test_vit"}
 
@@ -74,7 +76,8 @@ def mark(items: Iterable[pytest.Item]) -> None:
         met: set[str] = set()
         for number, ((name, _), cases) in enumerate(subjects.items()):
             if name in FIRSTS and name not in met:
-                few = cases[number % 5 :: 5] if len(cases) > 5 else cases
+                trained = TRAINED_FIRST.get(cases[0].path.stem, 0)
+                few = cases[:trained] + cases[trained + number % 5 :: 5] if len(cases) > 5 else cases
                 for case in cases:
                     case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)
             else:
