@@ -20,6 +20,7 @@ from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache
 
 import hf_posenc
 from hf_posenc.attention import blocks
+from hf_posenc.patches.architecture import architectures
 
 # Options that change what is computed; each runs through the same tests as a scheme of its own.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -112,6 +113,12 @@ everywhere_by_scheme = pytest.mark.parametrize("case", DEFAULT + OTHERS, indirec
 def case(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any]]:
     architecture, name, options = request.param
     return architecture, name, {**stacks_for(architecture, name), **options}
+
+
+def test_every_architecture_takes_part() -> None:
+    # Other tests register some of their own.
+    ours = {name for name, a in architectures().items() if a.twins[a.attention].__module__.startswith("hf_posenc.")}
+    assert ours == {*ARCHITECTURES, *TINY}
 
 
 def _patched(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
