@@ -129,7 +129,7 @@ class FamilyAttention(PosencAttention):
             found[:] = query, key, value
             return query.transpose(1, 2), None
 
-        given = {name: None for name in ("attention_mask", "position_embeddings") if name in self.posenc_arguments}
+        given: dict[str, Any] = dict.fromkeys({"attention_mask", "position_embeddings"} & {*self.posenc_arguments})
         self.by_stock_forward(hidden, given, take)
         query, key, value = found
         return query, key, value

@@ -6,33 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import (
-    GPT2Attention,
-    GPT2Block,
-    GPT2DoubleHeadsModel,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
-from hf_posenc.patches.generation import PosencGenerator
-from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.patches.table import PosencPositionTable, check_reach
-
-
-class PosencGPT2Config(PosencConfig, GPT2Config):
-    posenc_stock = GPT2Config
-    model_type = "hf_posenc_gpt2"
-    posenc: dict[str, Any] | None = None
-    posenc_lock = ("activation_function", "requires hf_posenc")
+from hf_posenc.patches.twins import Twins, models_in
 
 
 class PosencGPT2Attention(PosencAttention, GPT2Attention):
@@ -87,9 +70,8 @@ class PosencGPT2Block(PosencLayer, GPT2Block):
         return module
 
 
-class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
-    posenc_stock = GPT2Model
-    config_class = PosencGPT2Config
+class GPT2Body(PosencBody):
+    """Mixin of the patched body."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
@@ -117,29 +99,10 @@ class PosencGPT2Model(PosencBody, PosencModel, GPT2Model):
         return super().hand_down(call, context)
 
 
-class PosencGPT2LMHeadModel(PosencGenerator, GPT2LMHeadModel):
-    posenc_stock = GPT2LMHeadModel
-    config_class = PosencGPT2Config
-
-
-class PosencGPT2DoubleHeadsModel(PosencGenerator, GPT2DoubleHeadsModel):
-    posenc_stock = GPT2DoubleHeadsModel
-    config_class = PosencGPT2Config
-
-
-class PosencGPT2ForSequenceClassification(PosencModel, GPT2ForSequenceClassification):
-    posenc_stock = GPT2ForSequenceClassification
-    config_class = PosencGPT2Config
-
-
-class PosencGPT2ForTokenClassification(PosencModel, GPT2ForTokenClassification):
-    posenc_stock = GPT2ForTokenClassification
-    config_class = PosencGPT2Config
-
-
-class PosencGPT2ForQuestionAnswering(PosencModel, GPT2ForQuestionAnswering):
-    posenc_stock = GPT2ForQuestionAnswering
-    config_class = PosencGPT2Config
+twins = Twins("gpt2", globals(), GPT2Config, ("activation_function", "requires hf_posenc"))
+twins |= {GPT2Attention: PosencGPT2Attention, GPT2Block: PosencGPT2Block, nn.Embedding: PosencPositionTable}
+twins.add_body(GPT2Model, GPT2Body)
+twins.add_heads(models_in(modeling_gpt2))
 
 
 class GPT2(Architecture):
@@ -150,18 +113,7 @@ class GPT2(Architecture):
     native = "learned table of positions"
     native_per_layer = False
     native_fades = True
-    twins = {
-        GPT2Config: PosencGPT2Config,
-        GPT2Attention: PosencGPT2Attention,
-        GPT2Block: PosencGPT2Block,
-        GPT2Model: PosencGPT2Model,
-        nn.Embedding: PosencPositionTable,
-        GPT2LMHeadModel: PosencGPT2LMHeadModel,
-        GPT2DoubleHeadsModel: PosencGPT2DoubleHeadsModel,
-        GPT2ForSequenceClassification: PosencGPT2ForSequenceClassification,
-        GPT2ForTokenClassification: PosencGPT2ForTokenClassification,
-        GPT2ForQuestionAnswering: PosencGPT2ForQuestionAnswering,
-    }
+    twins = twins
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         return {"decoder": next(module for module in model.modules() if isinstance(module, GPT2Model))}

@@ -44,6 +44,11 @@ class TableBody(PosencBody):
             # The stock model looks them up by position, in a buffer as long as the table.
             call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
+        if counts and call.get("attention_mask") is None and self.embedders() and table.padding_idx in ids:
+            raise PositionError(
+                f"Got input_ids with padding ({table.padding_idx}) and no attention_mask; expected one: padding has no "
+                "position in the stock model, and would get one here. Pass the attention_mask of the tokenizer."
+            )
         call = super().prepare(call, coords)
         if counts and CONTEXT in call:
             assert ids is not None

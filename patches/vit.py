@@ -7,32 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.vit import modeling_vit
 from transformers.models.vit.configuration_vit import ViTConfig
-from transformers.models.vit.modeling_vit import (
-    ViTAttention,
-    ViTEmbeddings,
-    ViTForImageClassification,
-    ViTForMaskedImageModeling,
-    ViTLayer,
-    ViTModel,
-)
+from transformers.models.vit.modeling_vit import ViTAttention, ViTEmbeddings, ViTLayer, ViTModel
 
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
-from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
-from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer
-
-
-class PosencViTConfig(PosencConfig, ViTConfig):
-    posenc_stock = ViTConfig
-    model_type = "hf_posenc_vit"
-    posenc: dict[str, Any] | None = None
-    posenc_lock = ("hidden_act", "requires hf_posenc")
+from hf_posenc.patches.twins import Twins, models_in
 
 
 class PosencViTAttention(PosencAttention, ViTAttention):
@@ -98,16 +84,13 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
         return table if strengths.native == 1 else table * strengths.native
 
 
-class PosencViTModel(PosencBody, PosencModel, ViTModel):
-    """The class token is at position 0, the patches follow row by row.
+class ViTBody(PosencBody):
+    """Mixin of the patched body. The class token is at position 0, the patches follow row by row.
 
     The coordinates of a patch are its row and column on the grid, counted from 0; the class token has (0, 0), where
     nothing is rotated. The argument `position_coords` of the forward, `[B|1, 1 + patches, 2]`, replaces them; the class
     token comes first.
     """
-
-    posenc_stock = ViTModel
-    config_class = PosencViTConfig
 
     def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
         pixels = call.get("pixel_values")
@@ -173,14 +156,10 @@ def grid_coords(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.cat((patches.new_zeros(1, 1, 2), patches), dim=1)
 
 
-class PosencViTForImageClassification(PosencModel, ViTForImageClassification):
-    posenc_stock = ViTForImageClassification
-    config_class = PosencViTConfig
-
-
-class PosencViTForMaskedImageModeling(PosencModel, ViTForMaskedImageModeling):
-    posenc_stock = ViTForMaskedImageModeling
-    config_class = PosencViTConfig
+twins = Twins("vit", globals(), ViTConfig, ("hidden_act", "requires hf_posenc"))
+twins |= {ViTAttention: PosencViTAttention, ViTLayer: PosencViTLayer, ViTEmbeddings: PosencViTEmbeddings}
+twins.add_body(ViTModel, ViTBody)
+twins.add_heads(models_in(modeling_vit))
 
 
 class ViT(Architecture):
@@ -195,15 +174,7 @@ class ViT(Architecture):
     native = "learned table of positions"
     native_per_layer = False
     native_fades = True
-    twins = {
-        ViTConfig: PosencViTConfig,
-        ViTAttention: PosencViTAttention,
-        ViTLayer: PosencViTLayer,
-        ViTEmbeddings: PosencViTEmbeddings,
-        ViTModel: PosencViTModel,
-        ViTForImageClassification: PosencViTForImageClassification,
-        ViTForMaskedImageModeling: PosencViTForMaskedImageModeling,
-    }
+    twins = twins
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         return {"encoder": next(module for module in model.modules() if isinstance(module, ViTModel))}

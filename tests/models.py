@@ -1,4 +1,4 @@
-"""The checkpoints that the tests convert, and how each architecture is called."""
+"""The models that the tests convert: small trained checkpoints, and tiny random models of every architecture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedImageModeling,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from hf_posenc import registry
 
@@ -26,9 +33,86 @@ ARCHITECTURES = tuple(DIRECTORIES)
 SAME = {"atol": 2e-4, "rtol": 1e-4}
 
 
+# The windows of random models are shorter than the texts.
+WINDOW = 8
+DECODER = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 160, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BOTH = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "mistral": {"sliding_window": WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 1.0, **BOTH},
+    "gemma3": BOTH,
+    "phi3": {"sliding_window": WINDOW, "rope_parameters": PART},
+    "gpt_neox": {"rope_parameters": PART},
+    "qwen3_moe": {**EXPERTS, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "mixtral": {**EXPERTS, "sliding_window": WINDOW},
+    "gpt_oss": {**EXPERTS, **BOTH, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+PADDING = 1
+ENCODER = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": PADDING,
+}  # fmt: skip
+_TABLES = {
+    "vocab_size": 60, "d_model": 32, "d_ff": 40, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0,
+    "pad_token_id": PADDING, "decoder_start_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_WINDOWS = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 3, "sep_token_id": 4}
+_WHOLE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {**ENCODER, **_WHOLE, "type_vocab_size": 2},
+    "roberta": {**ENCODER, **_WHOLE, "max_position_embeddings": 66},
+    "modernbert": {**ENCODER, **_WINDOWS, "bos_token_id": 3, "eos_token_id": 4},
+    "t5": _TABLES,
+    "mt5": _TABLES,
+    "umt5": _TABLES,
+}
+IMAGES = {
+    "image_size": 16, "patch_size": 4, "encoder_stride": 4, "num_channels": 2, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.1,
+}  # fmt: skip
+TINY = [name for name in (*DECODERS, *ENCODERS, "vit") if name not in DIRECTORIES]
+_HEADS = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), AutoModelForSeq2SeqLM),
+    **dict.fromkeys(("bert", "roberta", "modernbert"), AutoModelForMaskedLM),
+    "vit": AutoModelForMaskedImageModeling,
+}
+
+
 def auto(architecture: str) -> Any:
-    """Return the Auto class that loads a checkpoint with its language modelling head."""
-    return AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
+    """Return the Auto class that loads a checkpoint with its head."""
+    return _HEADS.get(architecture, AutoModelForCausalLM)
+
+
+@functools.cache
+def _tiny(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
+    sizes = IMAGES if name == "vit" else ENCODERS.get(name) or {**DECODER, **DECODERS.get(name, {})}
+    # Before 5.23, transformers offered Gemma 2 the "sdpa" that leaves out the softcap.
+    backend = {"attn_implementation": "eager"} if name == "gemma2" else {}
+    model: PreTrainedModel = auto(name).from_config(kind(**sizes), **backend).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms, biases and sinks start at numbers that hide mistakes
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tiny(name: str) -> PreTrainedModel:
+    """Return a fresh copy of a random model."""
+    return copy.deepcopy(_tiny(name))
 
 
 @functools.cache
@@ -39,23 +123,29 @@ def _original(architecture: str, **config: Any) -> PreTrainedModel:
 
 
 def stock(architecture: str, **config: Any) -> PreTrainedModel:
-    """Return a fresh copy of a checkpoint; attention implementation and the like go into the config."""
-    return copy.deepcopy(_original(architecture, **config))
+    """Return a fresh copy of a checkpoint, where there is one; attention implementation and the like go into the
+    config."""
+    return copy.deepcopy(_original(architecture, **config)) if architecture in DIRECTORIES else tiny(architecture)
 
 
 def tokens(architecture: str, rows: int, length: int, seed: int = 0) -> Tensor:
     """Return token ids that are neither padding nor special, `[rows, length]`."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = _original(architecture).config.vocab_size
+    config = (_original if architecture in DIRECTORIES else _tiny)(architecture).config
+    vocabulary = getattr(config, "vocab_size", 60)
     return torch.randint(20, vocabulary - 20, (rows, length), generator=generator)
 
 
 def inputs(architecture: str, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the keywords of a forward on token ids; T5 reads them in both stacks."""
+    """Return the keywords of a forward on token ids; T5 reads them in both stacks, and images are drawn by them."""
+    if architecture == "vit":
+        return {
+            "pixel_values": torch.randn(len(ids), 2, 16, 16, generator=torch.Generator().manual_seed(int(ids.sum())))
+        }
     call = {"input_ids": ids}
     if mask is not None:
         call["attention_mask"] = mask
-    if architecture == "t5":
+    if auto(architecture) is AutoModelForSeq2SeqLM:
         call["decoder_input_ids"] = ids.flip(1) if mask is None else ids
         if mask is not None:
             call["decoder_attention_mask"] = mask
@@ -64,12 +154,17 @@ def inputs(architecture: str, ids: Tensor, mask: Tensor | None = None) -> dict[s
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, architecture: str, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits of a forward, float32 `[B, S, V]`."""
-    return model(**inputs(architecture, ids, mask), use_cache=False).logits.float()
+    """Return the logits of a forward, float32 `[B, S, V]`; of images what is made of their patches."""
+    uncached = {} if architecture == "vit" else {"use_cache": False}
+    found: Tensor = model(**inputs(architecture, ids, mask), **uncached)[0].float()
+    return found
 
 
 def loss(model: PreTrainedModel, architecture: str, ids: Tensor) -> Tensor:
-    """Return the language modelling loss of a forward with gradients."""
+    """Return the loss of the head of a model in a forward with gradients."""
+    if architecture == "vit":
+        hidden = torch.arange(16)[None].expand(len(ids), -1) % 3 == 0
+        return model(**inputs(architecture, ids), bool_masked_pos=hidden).loss
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -81,4 +176,4 @@ def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 def stacks_for(architecture: str, scheme: str) -> dict[str, str]:
     """Return the argument of `patch` that a scheme needs on an architecture: one for decoders only says so on T5."""
     causal_only = "bidirectional" not in registry.get(scheme).directions
-    return {"stacks": "decoder"} if architecture == "t5" and causal_only else {}
+    return {"stacks": "decoder"} if auto(architecture) is AutoModelForSeq2SeqLM and causal_only else {}

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
+from transformers.models.vit import modeling_vit
 
 import hf_posenc
 from hf_posenc.patches import seams
@@ -55,7 +56,7 @@ def test_new_weights_are_drawn_as_in_the_stock_class(name: str, stock: type) -> 
 
 
 def test_every_head_class_of_transformers_is_known() -> None:
-    for module in (modeling_llama, modeling_gpt2, modeling_t5):
+    for module in (modeling_llama, modeling_gpt2, modeling_t5, modeling_vit):
         public = {getattr(module, name) for name in module.__all__}
         models = {kind for kind in public if hasattr(kind, "forward") and "PreTrained" not in kind.__name__}
         known = {stock for architecture in architectures().values() for stock in architecture.twins}

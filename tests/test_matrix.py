@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, SAME, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
+from huggingface_hub.errors import StrictDataclassError
+from models import ARCHITECTURES, SAME, TINY, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
 from hf_posenc.attention import blocks
+from hf_posenc.patches.architecture import architectures
 
 # Options that change what is computed; each runs through the same tests as a scheme of its own.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -92,13 +94,31 @@ def _id(case: tuple[str, str, dict[str, Any]]) -> str:
 # test_attend.py and the schemes' own files have all options.
 PARAMETERS = [pytest.param(case, id=_id(case), marks=[pytest.mark.grid] if case[2] else []) for case in CASES]
 # Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation.
-by_scheme = pytest.mark.parametrize("case", [p for p in PARAMETERS if not p.values[0][2]], indirect=True)
+DEFAULT = [p for p in PARAMETERS if not p.values[0][2]]
+by_scheme = pytest.mark.parametrize("case", DEFAULT, indirect=True)
+
+
+def _fits(architecture: str, name: str) -> bool:
+    encodes = auto(architecture) is AutoModelForMaskedLM or architecture == "vit"
+    return not encodes or "bidirectional" in hf_posenc.schemes()[name].directions
+
+
+# What does not generate, on tiny models of the other architectures too.
+OTHERS = [pytest.param((a, *c), id=_id((a, *c))) for c in DEFAULTS for a in TINY if _fits(a, c[0])]
+everywhere = pytest.mark.parametrize("case", PARAMETERS + OTHERS, indirect=True)
+everywhere_by_scheme = pytest.mark.parametrize("case", DEFAULT + OTHERS, indirect=True)
 
 
 @pytest.fixture(params=PARAMETERS)
 def case(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any]]:
     architecture, name, options = request.param
     return architecture, name, {**stacks_for(architecture, name), **options}
+
+
+def test_every_architecture_takes_part() -> None:
+    # Other tests register some of their own.
+    ours = {name for name, a in architectures().items() if a.twins[a.attention].__module__.startswith("hf_posenc.")}
+    assert ours == {*ARCHITECTURES, *TINY}
 
 
 def _patched(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
@@ -123,6 +143,7 @@ def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 12, **options: Any)
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
+@everywhere
 def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     model.train()
@@ -148,7 +169,7 @@ def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]
     assert [name for name, p in fresh.items() if torch.equal(p, before[name])] == []
 
 
-@by_scheme
+@everywhere_by_scheme
 def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     assert all(p.ndim >= 1 for p in new_parameters(model).values())
@@ -320,6 +341,7 @@ def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]
     torch.testing.assert_close(torch.cat(parts, dim=1), once, **SAME)
 
 
+@everywhere
 def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 4, 40)
@@ -343,7 +365,7 @@ def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
     assert (exact - rounded).pow(2).mean().sqrt() < 0.05 * exact.pow(2).mean().sqrt()
 
 
-@by_scheme
+@everywhere_by_scheme
 def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 19)
@@ -360,7 +382,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
         torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@by_scheme
+@everywhere_by_scheme
 def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -376,17 +398,20 @@ def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
         assert torch.equal(logits(model, architecture, ids), before)
 
 
+@everywhere
 def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
     model.save_pretrained(tmp_path)
-    loaded = auto(architecture).from_pretrained(tmp_path)
+    loaded = auto(architecture).from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert type(loaded) is type(model)
     assert torch.equal(logits(loaded, architecture, ids), logits(model, architecture, ids))
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
         n: p.requires_grad for n, p in model.named_parameters()
     }
     hf_posenc.verify(loaded)
+    with pytest.raises((KeyError, ValueError, StrictDataclassError)):
+        type(stock(architecture)).from_pretrained(tmp_path)
 
 
 @by_scheme
@@ -410,6 +435,7 @@ def test_attentions_of_all_layers_and_their_gradients(case: tuple[str, str, dict
         assert weights.grad.abs().sum() > 0
 
 
+@everywhere
 def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 37)
@@ -417,7 +443,8 @@ def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pyte
     mask[0, :5] = 0
 
     def both() -> list[Tensor]:
-        return [logits(model, architecture, ids), logits(model, architecture, ids, mask)[mask.bool()]]
+        padded = [] if architecture == "vit" else [logits(model, architecture, ids, mask)[mask.bool()]]
+        return [logits(model, architecture, ids), *padded]
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
@@ -440,6 +467,7 @@ def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pyte
         torch.testing.assert_close(eager, other, **SAME)
 
 
+@everywhere
 def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case
     original = stock(architecture)
@@ -457,7 +485,7 @@ def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) 
     assert plan.parameters == sum(p.numel() for p in new_parameters(original).values())
 
 
-@by_scheme
+@everywhere_by_scheme
 def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case
     model, other = stock(architecture), stock(architecture)
@@ -467,6 +495,7 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
     flags = {key: p.requires_grad for key, p in model.named_parameters()}
     config = model.config.to_json_string()
     kinds = {key: type(module) for key, module in model.named_modules()}
+    whole = set(model._no_split_modules)
 
     hf_posenc.patch(model, name, **options)
     assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
@@ -482,13 +511,15 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
     assert {key: type(module) for key, module in model.named_modules()} == kinds
     assert {key: p.requires_grad for key, p in model.named_parameters()} == flags
     assert model.config.to_json_string() == config
+    assert set(model._no_split_modules) == whole
+    assert [module for module in model.modules() if module._forward_pre_hooks] == []
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert [key for module in model.modules() for key in vars(module) if "posenc" in key] == []
     assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
 
 
-@by_scheme
+@everywhere_by_scheme
 def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     seen = hf_posenc.verify(model)
