@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
-from hf_posenc.structures import Bias, Equivalent, Folded, KeyScan, Locality
+from hf_posenc.structures import Equivalent
+
+
+def _of_base(name: str, *, softmax: bool = False) -> Any:
+    """Return a method that calls that of the base; with `softmax`, it returns `None` where an add-on replaces that."""
+
+    def call(self: Composite, *args: Any, **kwargs: Any) -> Any:
+        if softmax and any(part.overrides("weigh") for part in self.added_on):
+            return None
+        return getattr(self.base, name)(*args, **kwargs)
+
+    return functools.wraps(getattr(Scheme, name))(call)
 
 
 class Composite(Scheme):
@@ -72,8 +83,8 @@ class Composite(Scheme):
 
     # -- seams ---------------------------------------------------------------------------------------------------------
 
-    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
-        return self.base.embed(inputs, positions, coords)
+    embed, recall, score = _of_base("embed"), _of_base("recall"), _of_base("score")
+    mix, carry, feed = _of_base("mix"), _of_base("carry"), _of_base("feed")
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         there = self.base.project(tokens, q, k, v)
@@ -81,30 +92,20 @@ class Composite(Scheme):
             there = replace(there, q=part.project(tokens, there.q, there.k, there.v).q)
         return there
 
-    def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        return self.base.recall(k, state)
-
-    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        return self.base.score(logits, q, k, block)
-
     def weigh(self, logits: Tensor, block: Block) -> Tensor:
         return next((part for part in self.added_on if part.overrides("weigh")), self.base).weigh(logits, block)
-
-    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
-        return self.base.mix(weights, v, block)
-
-    def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
-        return self.base.carry(output, tokens)
 
     def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
         for part in self.schemes():
             output = part.finish(output, hidden)
         return output
 
-    def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
-        return self.base.feed(carried, fed)
-
     # -- what it says of itself ------------------------------------------------------------------------------------
+
+    cautions, state_bytes, end_of_positions = map(_of_base, ("cautions", "state_bytes", "end_of_positions"))
+    # Structures of a sum over keys by the softmax.
+    added, folded = _of_base("added", softmax=True), _of_base("folded", softmax=True)
+    locality, key_scan = _of_base("locality", softmax=True), _of_base("key_scan", softmax=True)
 
     def overrides(self, seam: str) -> bool:
         return any(part.overrides(seam) for part in self.schemes())
@@ -119,36 +120,10 @@ class Composite(Scheme):
         """Whether no add-on does anything at the start."""
         return all(part.starts_exact(native_kept=True) for part in self.added_on)
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        return self.base.cautions(native_kept=native_kept)
-
-    @property
-    def _plain(self) -> bool:
-        """Whether the softmax is left to the base."""
-        return not any(part.overrides("weigh") for part in self.added_on)
-
-    def added(self) -> Bias | None:
-        return self.base.added() if self._plain else None
-
-    def folded(self) -> Folded | None:
-        return self.base.folded() if self._plain else None
-
-    def locality(self) -> Locality | None:
-        return self.base.locality() if self._plain else None
-
-    def key_scan(self) -> KeyScan | None:
-        return self.base.key_scan() if self._plain else None
-
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        return self.base.state_bytes(element)
-
     def stock_equivalent(self) -> Equivalent:
         for part in self.added_on:
             part.stock_equivalent()  # Nothing, or an error
         return self.base.stock_equivalent()
-
-    def end_of_positions(self) -> int | None:
-        return self.base.end_of_positions()
 
     def weights_sum_to_one(self) -> bool:
         return all(part.weights_sum_to_one() for part in self.schemes())
