@@ -121,7 +121,7 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
         OptionError: The model has no rotary encoding, or transformers refuses the parameters.
     """
     config: Any = model.config
-    before = copy.deepcopy(getattr(config, "rope_parameters", None))
+    before: dict[str, Any] | None = copy.deepcopy(getattr(config, "rope_parameters", None))
     if not before:
         raise OptionError(f"The {type(model).__name__} has no rotary encoding to change.")
     kind = _kind(config)

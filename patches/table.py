@@ -38,13 +38,15 @@ class TableBody(PosencBody):
     """
 
     def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
-        table, ids = table_of(self), call.get("input_ids")
+        table = table_of(self)
+        ids: Any = call.get("input_ids")
         inputs = call.get("inputs_embeds") if ids is None else ids
         if inputs is not None and "token_type_ids" in self.posenc_arguments and call.get("token_type_ids") is None:
             # The stock model looks them up by position, in a buffer as long as the table.
             call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
-        if counts and call.get("attention_mask") is None and self.embedders() and table.padding_idx in ids:
+        unmasked = counts and call.get("attention_mask") is None and self.embedders()
+        if unmasked and bool((ids == table.padding_idx).any()):
             raise PositionError(
                 f"Got input_ids with padding ({table.padding_idx}) and no attention_mask; expected one: padding has no "
                 "position in the stock model, and would get one here. Pass the attention_mask of the tokenizer."

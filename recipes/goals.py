@@ -63,8 +63,8 @@ def recommended(config: Any) -> list[Recommendation]:
     case = _Case(config, {}, {}, {}, documents=False)
     measured, found = _data()["measured"][case.native], []
     for row in measured["recipes"]:
-        numbers = (f"{row[name]:.2f}" if name in row else "-" for name in ("quality", "far"))
-        found.append(Recommendation(row["recipe"], *numbers, measured["model"]))
+        quality, distant = (f"{row[name]:.2f}" if name in row else "-" for name in ("quality", "far"))
+        found.append(Recommendation(row["recipe"], quality, distant, measured["model"]))
     suited = [name for name, info in registry.schemes().items() if case.suits(info) and info.family != _ADDED]
     far = [name for name in suited if registry.get(name).cls.adaptation.reach]
     ways = ["extend", "remove", *(f"extend by={name}" for name in (*case.ways, *far))]
@@ -285,7 +285,7 @@ class _Case:
         """Return the best scheme of which long texts were measured."""
         rows = _data()["measured"][self.native]["recipes"]
         rows = sorted((row for row in rows if "far" in row), key=lambda row: row["quality"] * row["far"])
-        names = (row["recipe"].rpartition("=")[2] for row in rows)
+        names = (str(row["recipe"]).rpartition("=")[2] for row in rows)
         return next(name for name in names if self.suits(registry.get(name)))
 
     def _train_to(self, far: int) -> None:

@@ -70,10 +70,10 @@ def available(device: torch.device, processes: int = 1) -> int:
     """Return the free bytes of a device, or a process's share of the machine's within its container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     limit = _CGROUP.read_text(encoding="utf-8").strip() if _CGROUP.is_file() else "max"
     if limit != "max":
-        free = min(free, int(limit) - psutil.Process(os.getpid()).memory_info().rss)
+        free = min(free, int(limit) - int(psutil.Process(os.getpid()).memory_info().rss))
     return free // processes
 
 

@@ -157,7 +157,8 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
     conversion = dict(sections.pop("conversion"))
     del conversion["scheme"]
     own = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return conversion | conversion.pop("options") | own
+    options: dict[str, Any] = conversion.pop("options")
+    return conversion | options | own
 
 
 def _alike(settings: Sequence[dict[str, Any]], key: str) -> bool:

@@ -196,7 +196,7 @@ class Subject:
         if length not in self._longer:
             assert self.text is not None
             (stack,) = self.inputs
-            inputs = {stack: {"input_ids": self.text[None, :length], "use_cache": False}}
+            inputs: dict[str, dict[str, Any]] = {stack: {"input_ids": self.text[None, :length], "use_cache": False}}
             self._longer[length] = _see(self.architecture, self.model, inputs, last=LAST)
         return self._longer[length]
 
