@@ -42,7 +42,7 @@ def selective_places(scheme: Scheme, values: dict[str, np.ndarray], hidden: np.n
         ("selective_rope", {"kernel": 2}, selective_places),
         ("selective_rope", {"init": "official", "kernel": 4, "rank": 3}, selective_places),
     ],
-    ids=str,
+    ids=["theta", "official", "kernel", "rank"],
 )
 def test_slow_reference(name: str, options: dict[str, Any], places_of: Any) -> None:
     scheme = make(name, "causal", options)
