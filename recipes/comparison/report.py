@@ -124,8 +124,8 @@ def _costs(
     found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differences: Mapping[str, str]
 ) -> Table:
     times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
-    header = ["", "step time", "step memory", *(f"{each} times the length" for each in times)]
-    header += ["new parameters", "cache (bytes per token)", "at the start", "start", "own settings"]
+    header = ["", "step time", "step memory", *(f"at {each} times the length" for each in times)]
+    header += ["new parameters", "cache (bytes per token)", "at the start (times)", "start", "own settings"]
     rows: list[list[str | Cell]] = []
     for name, each in found.items():
         if name != UNTRAINED:
