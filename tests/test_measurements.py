@@ -283,6 +283,7 @@ def test_the_rows() -> None:
     measuring.take(NATIVE, None)
     measuring.take(20, None)
     assert out.getvalue().splitlines() == [
+        "measuring on held-out text ...",
         "tokens read            64    2,048",
         "native               2.25        -",
         "step 20               3.5     1234",

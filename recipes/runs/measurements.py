@@ -137,6 +137,9 @@ class Measuring(TrainerCallback):
         """
         grid = self._measurements.at(key)
         if grid is None:
+            if self._console is not None and not self._has_heading:
+                # It may take minutes, before the first step.
+                self._console.print("measuring on held-out text ...", highlight=False)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
                 grid = self._measure(model)
