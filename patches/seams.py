@@ -279,7 +279,8 @@ def _shown(mask: Tensor, shape: tuple[int, int, int, int], window: int | None) -
 def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None, query: Tensor, key: Tensor) -> Mask:
     """Return the same for one query, with the keys beyond the window among the hidden ones."""
     keep, bias = _shown(mask, shape, window).rows(0, 1, shape[3], Positions(query, key))
-    return Mask("all", keep, bias)
+    hides = keep is not None and (torch.compiler.is_compiling() or not bool(keep.all()))
+    return Mask("all", keep if hides else None, bias)
 
 
 class PosencLayer:
