@@ -122,6 +122,8 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
     },
 }
 STAGED = "new parameters first"
+# Default rate of the model's own weights for models of up to half a million of them.
+RATE = 1e-3
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
 LEVERS: dict[str, list[str]] = {
     "as shipped": [],
@@ -264,8 +266,8 @@ def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]
         "{skip_to}": 8 * training.length,
         "{twice}": 2 * training.steps,
         "{half}": training.batch_size // 2,
-        "{half_rate}": training.learning_rate / 2,
-        "{twice_rate}": training.learning_rate * 2,
+        "{half_rate}": (training.learning_rate or RATE) / 2,
+        "{twice_rate}": (training.learning_rate or RATE) * 2,
     }
     for lever, changes in LEVERS.items():
         mine = [filled(change, numbers) for change in changes]

@@ -53,9 +53,12 @@ class ContentRotation(Scheme):
         super().__init__(geometry)
         self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
         self.init, self.theta = init, theta
-        self._own = geometry.inv_freq if theta is None else None
+        own = geometry.inv_freq if theta is None else None
+        self.pairs = geometry.head_dim // 2 if own is None else own.numel()
+        # Layers of some models turn nothing. They start so, without the position, and learn to turn.
+        self._still = own is not None and not bool(own.any())
+        self._own = None if self._still else own
         self.layout = geometry.layout
-        self.pairs = geometry.head_dim // 2 if self._own is None else self._own.numel()
         self.require(self.pairs >= 1, "init", init, f"heads of at least 2 channels, not {geometry.head_dim}")
 
     def places(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -67,7 +70,7 @@ class ContentRotation(Scheme):
         precise = torch.promote_types(k.dtype, torch.float32)
         with torch.autocast(k.device.type, enabled=False):
             places, recent = self.places(tokens)
-            if self.init == "native":
+            if self.init == "native" and not self._still:
                 places = places + tokens.positions.key.to(places)[:, None, :, None]
             if self._own is not None:
                 frequencies = self._own.to(places)
@@ -81,7 +84,7 @@ class ContentRotation(Scheme):
         return Projection(of_q, turn_pairs(k, cos, sin, self.layout), v, recent=recent)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        return self.init == "zero" if native_kept else self.init == "native" and self._own is not None
+        return self.init == "zero" if native_kept else self.init == "native" and (self._own is not None or self._still)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         own = self._own is not None and self.init == "native"
