@@ -26,9 +26,9 @@ class ALiBi(GridBias):
 
     Args:
         geometry: Shape of the layer.
-        learned_slopes: Train the logarithms of the slopes. They start from `1 / T`, with T from 1/128 of the model's
-            context (2,048 tokens if it states none), 2 tokens at least, to the whole: the fixed slopes, which go up to
-            1/2, hide the first token from heads of a real model that rest on it.
+        learned_slopes: Train the logarithms of the slopes. They start from `1 / T`, with T from 2 tokens, the steepest
+            of the fixed slopes, to the model's context (2,048 tokens if it states none): heads of a real model that
+            rest on the first token still see it.
         gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one set of learned parameters for the whole stack.
     """
@@ -49,9 +49,8 @@ class ALiBi(GridBias):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.log_slopes is not None:
-            context = max(2.0, self.geometry.max_positions or _CONTEXT)
-            first, last = math.log(max(2.0, context / 128)), math.log(context)
-            set_start(self.log_slopes, -torch.linspace(first, last, self.geometry.heads, device="cpu"))
+            last = math.log(max(2.0, self.geometry.max_positions or _CONTEXT))
+            set_start(self.log_slopes, -torch.linspace(math.log(2.0), last, self.geometry.heads, device="cpu"))
 
     def grid_values(self, offset: Tensor) -> Tensor:
         return self.values(offset.norm(dim=-1), offset.dtype)
