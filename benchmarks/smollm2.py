@@ -30,27 +30,28 @@ RESULTS = Path(__file__).parent / "results"
 NATIVE, CONTROL = "native", "native + training"
 # Exact starts compute what the original computes, which then has nothing to teach them: they learn as the control does.
 UNTAUGHT = ["distillation={}"]
-KEPT = ["conversion.native=keep", "conversion.fit=null", *UNTAUGHT]
+KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
+KEPT = ["conversion.native=keep", *KEEPS, *UNTAUGHT]
 # Attention transfer, then the original's predictions and nothing else.
 REPLACED = ["conversion.native=remove", "conversion.fit=null", "distillation={share: 1.0}", "transfer.steps={transfer}"]
 REMOVED = [*REPLACED, "conversion.options={}"]
 # The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
 CONVERSIONS: dict[str, tuple[str, list[str]]] = {
-    CONTROL: ("llama-nope", ["conversion={scheme: null}", *UNTAUGHT]),
-    "rope": ("llama-rope", ["conversion.options={}", "training.skip_to=null", *UNTAUGHT]),
-    "tape": ("llama-tape", UNTAUGHT),
-    "fire, native kept": ("llama-fire", [*KEPT, "conversion.options={init: zero}", "training.skip_to=null"]),
-    "fox, native kept": ("llama-fox", KEPT),
-    "cope, native kept": ("llama-cope", KEPT),
-    "nope, every 4th layer": ("llama-nope", [*REPLACED, "conversion.layers=every:4"]),
-    "kerple": ("llama-kerple", REPLACED),
-    "t5": ("llama-t5", REPLACED),
-    "fire": ("llama-fire", [*REPLACED, "training.skip_to={far}"]),
-    "fox": ("llama-fox", REMOVED),
-    "alibi": ("llama-alibi", REPLACED),
-    "cope": ("llama-cope", REMOVED),
-    "stick_breaking": ("llama-stick_breaking", REPLACED),
-    "nope": ("llama-nope", REPLACED),
+    CONTROL: ("control", []),
+    "rope": ("swap", ["scheme=rope", *KEEPS, *UNTAUGHT]),
+    "tape": ("swap", ["scheme=tape", *KEEPS, *UNTAUGHT]),
+    "fire, native kept": ("swap", ["scheme=fire", *KEPT, "conversion.options={init: zero}"]),
+    "fox, native kept": ("swap", ["scheme=fox", *KEPT]),
+    "cope, native kept": ("swap", ["scheme=cope", *KEPT]),
+    "nope, every 4th layer": ("swap", ["scheme=nope", *REPLACED, "conversion.layers=every:4"]),
+    "kerple": ("swap", ["scheme=kerple", *REPLACED]),
+    "t5": ("swap", ["scheme=t5", *REPLACED]),
+    "fire": ("swap", ["scheme=fire", *REPLACED, "training.skip_to={far}"]),
+    "fox": ("swap", ["scheme=fox", *REMOVED]),
+    "alibi": ("swap", ["scheme=alibi", *REPLACED]),
+    "cope": ("swap", ["scheme=cope", *REMOVED]),
+    "stick_breaking": ("swap", ["scheme=stick_breaking", *REPLACED]),
+    "nope": ("swap", ["scheme=nope", *REPLACED]),
 }
 # Read tokens and windows of the measurements after a run. The longest context takes as long as all others.
 NEAR, FAR = ((128, 512, 1024), 64), ((512, 4096), 16)
@@ -329,7 +330,14 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
             entry = found[name]
             changes = ", ".join(f"`{change}`" for change in entry["changes"])
             speed = ", ".join(entry["speed"])
-            yield row(name, entry["recipe"], changes, f"{entry['tokens']:,}", speed, f"{entry['peak']:g}")
+            yield row(
+                name,
+                entry["recipe"],
+                changes,
+                f"{entry['tokens']:,}",
+                speed,
+                f"{entry['peak']:g}" if entry["peak"] else "-",
+            )
     yield from ("", f"{machine()}.")
     yield from ("", "Command: `python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR`")
 

@@ -21,6 +21,7 @@ from hf_posenc.recipes import library
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.schema import fields
 from hf_posenc.registry import SchemeInfo
+from hf_posenc.scheme import Scheme
 
 # Longest windows that a goal trains on; longer texts are reached by skipping positions.
 WINDOW = 1024
@@ -196,13 +197,17 @@ class _Case:
         """Begin with the attention transfer in a model of real size, instead of a fit or a handover."""
         conversion = self.content["conversion"]
         hidden = self.config.get_text_config().hidden_size
-        if not self.causal or hidden < _REAL or self.exact or info.family == "absolute":
+        # The original's positions must act in attention, and so must the scheme.
+        if not self.rotary or info.cls.embed is not Scheme.embed or self.exact:
+            return
+        if not self.causal or hidden < _REAL:
             return
         if conversion["native"] == "keep" or {"native", "fit"} & set(self.conversion):
             return
         conversion |= {"native": "remove", "fit": None}
         self.content["distillation"] = {"share": 1.0}
-        self.set("transfer", steps=max(1, _TRANSFER // (8 * self.length)))
+        # Many small steps, for which the rates were found.
+        self.set("transfer", steps=max(1, _TRANSFER // (2 * self.length)), batch_size=2)
 
     def _suited(self, info: SchemeInfo) -> Content:
         """Return the keys of the conversion to a scheme."""
