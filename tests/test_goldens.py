@@ -189,7 +189,7 @@ def test_alibi_slopes(heads: int) -> None:
 
 
 def test_learned_alibi_slopes_start_from_the_context() -> None:
-    for context, times in ((8192, [64.0, 724.077, 8192.0]), (128, [2.0, 16.0, 128.0]), (None, [16.0, 181.019, 2048.0])):
+    for context, times in ((8192, [2.0, 128.0, 8192.0]), (128, [2.0, 16.0, 128.0]), (None, [2.0, 64.0, 2048.0])):
         scheme = build("alibi", geometry(3, max_positions=context), learned_slopes=True)
         torch.testing.assert_close((-scheme.log_slopes).exp().tolist(), times, rtol=1e-5, atol=0)
 
