@@ -586,8 +586,8 @@ def test_every_seam_is_used(executor: str) -> None:
 # -- executors ---------------------------------------------------------------------------------------------------------
 
 # Relative to the largest element: gradients sum over all logits, some of which are in the thousands.
-# Slopes that keys set multiply rounding by the distance, up to 6e-12 of the largest in float64.
-CLOSE = {torch.float64: 1e-11, torch.float32: 1e-5}
+# Slopes that keys set multiply rounding by the distance: up to 3e-11 of the largest in float64; others stay below 1e-12.
+CLOSE = {torch.float64: 5e-11, torch.float32: 1e-5}
 
 
 def assert_near(got: Tensor, want: Tensor, what: str) -> None:
