@@ -586,7 +586,7 @@ def test_every_seam_is_used(executor: str) -> None:
 # -- executors ---------------------------------------------------------------------------------------------------------
 
 # Relative to the largest element: gradients sum over all logits, some of which are in the thousands.
-# Slopes that keys set multiply rounding by the distance: up to 3e-11 of the largest in float64; others stay below 1e-12.
+# Slopes that keys set multiply rounding by the distance: up to 3e-11 of the largest in float64; others, 1e-12.
 CLOSE = {torch.float64: 5e-11, torch.float32: 1e-5}
 
 
