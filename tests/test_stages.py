@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import hf_posenc
 from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.recipes import memory
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -77,6 +78,19 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
+
+
+def test_a_resumed_run_keeps_its_micro_batches(
+    whole: run.Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other micro batches round otherwise, and less memory may be free than there was."""
+    with monkeypatch.context() as patched:
+        stop_at(2, patched)
+        with pytest.raises(Stopped):
+            run.train(recipe_of(LONG), tmp_path / "out")
+    monkeypatch.setattr(memory, "available", lambda *given: 1)
+    expected, found = weights(whole.folder), weights(run.resume(tmp_path / "out").folder)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:

@@ -66,7 +66,7 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 LOCK = f"{CHECKPOINTS}/.lock"
 
 # Keys of the recipe, and of the verdict of a fit, in run.json.
-_KEPT, _FIT, _TRANSFER = "recipe", "fit", "transfer"
+_KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
 # Windows for `fit`; tokens that judge the transfer.
@@ -189,6 +189,8 @@ class _Run:
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
         self.transferred: dict[str, Any] | None = record.get(_TRANSFER)
+        # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
+        self.micro: dict[str, int | None] = record.get(_MICRO, {}).get(str(self.processes.num_processes), {})
 
     def complete(self) -> Outcome:
         recipe = self.recipe
@@ -227,6 +229,13 @@ class _Run:
             self.fitted = self._fit(model, data)
         model = attach(model, recipe.adapter)
         recipe, estimate = memory.fitted(recipe, model, length, self.processes.device, self.processes.num_processes)
+        begun = self.micro or {name: getattr(recipe, name).micro_batch_size for name in ("training", "lengthen")}
+        self.micro = begun
+        recipe = replace(
+            recipe,
+            training=replace(recipe.training, micro_batch_size=begun["training"]),
+            lengthen=replace(recipe.lengthen, micro_batch_size=begun["lengthen"]),
+        )
         teacher = _teacher(model, recipe)
         plans = stages(recipe, model)
         refused = self.fitted is not None and not self.fitted["accepted"]
@@ -456,7 +465,8 @@ class _Run:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         starts = [*_record(self.folder).get("starts", []), start]
-        return {**asdict(facts), _FIT: self.fitted, "starts": starts, _KEPT: asdict(self.recipe)}
+        micro = {**_record(self.folder).get(_MICRO, {}), str(self.processes.num_processes): self.micro}
+        return {**asdict(facts), _FIT: self.fitted, _MICRO: micro, "starts": starts, _KEPT: asdict(self.recipe)}
 
     def _save(
         self,
