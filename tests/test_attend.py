@@ -586,13 +586,14 @@ def test_every_seam_is_used(executor: str) -> None:
 # -- executors ---------------------------------------------------------------------------------------------------------
 
 # Relative to the largest element: gradients sum over all logits, some of which are in the thousands.
-# Slopes that keys set multiply rounding by the distance: up to 3e-11 of the largest in float64; others, 1e-12.
-CLOSE = {torch.float64: 5e-11, torch.float32: 1e-5}
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Slopes that keys set multiply rounding by the distance: up to 3e-11 of the largest in float64.
+LESS_CLOSE = {"grape_a": 50}
 
 
-def assert_near(got: Tensor, want: Tensor, what: str) -> None:
+def assert_near(got: Tensor, want: Tensor, what: str, *, times: float = 1) -> None:
     assert got.dtype == want.dtype
-    atol = CLOSE[want.dtype] * max(1.0, want.abs().max().item())
+    atol = times * CLOSE[want.dtype] * max(1.0, want.abs().max().item())
     torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda message: f"{what}: {message}")
 
 
@@ -626,7 +627,8 @@ def test_executors_agree(name: str, direction: str, options: dict, scenario: Cal
             got = outputs_and_gradients(scheme, inputs, at, executor)
             assert got.keys() == want.keys()
             for what, value in want.items():
-                assert_near(got[what], value, f"{executor}, {what}")
+                times = LESS_CLOSE.get(name, 1) if dtype == torch.float64 else 1
+                assert_near(got[what], value, f"{executor}, {what}", times=times)
 
 
 @pytest.mark.parametrize("groups", [1, 4])

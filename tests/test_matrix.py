@@ -347,8 +347,10 @@ def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str,
     model, architecture = _patched(case)
     ids = tokens(architecture, 4, 40)
     original = stock(architecture)
-    if hasattr(original.config, "num_experts_per_tok"):
-        pytest.skip("mixtures: a token that goes to another expert is no error of rounding")
+    for router in (*model.modules(), *original.modules()):
+        if hasattr(router, "top_k") and hasattr(router, "num_experts"):
+            # All experts take part: a token that goes to another one is no error of rounding.
+            router.top_k = router.num_experts
 
     def error(candidate: PreTrainedModel) -> float:
         exact = logits(candidate, architecture, ids)
@@ -381,8 +383,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
     loss(model, architecture, ids).backward()
     again = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert again.keys() == plain.keys()
+    # Relative to the largest gradient: sums over layers, such as that of a shared table, come in another order.
+    atol = 1e-6 * max(1.0, *(float(gradient.abs().max()) for gradient in plain.values()))
     for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(again[name], gradient, atol=atol, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @everywhere_by_scheme
@@ -408,9 +412,10 @@ def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_
     model.save_pretrained(tmp_path)
     loaded = auto(architecture).from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert type(loaded) is type(model)
-    # Products of random weights, which are saved unaligned, round by where these lie in memory.
-    atol = 1e-5 if architecture in TINY else 0
-    torch.testing.assert_close(logits(loaded, architecture, ids), logits(model, architecture, ids), rtol=0, atol=atol)
+    # Weights of a mapped file may be unaligned, and products then round otherwise.
+    for weight in (*loaded.parameters(), *loaded.buffers()):
+        weight.data = weight.data.clone()
+    assert torch.equal(logits(loaded, architecture, ids), logits(model, architecture, ids))
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
         n: p.requires_grad for n, p in model.named_parameters()
     }
