@@ -1,4 +1,4 @@
-"""What the attention transfer is worth: the same tokens with it and without, relative to the original after training.
+"""Worth of the attention transfer: trainings of equal tokens with it and without, relative to a control.
 
     python benchmarks/stages.py --model MODEL --train TRAIN.txt --held-out HELD_OUT.txt
 

@@ -70,6 +70,8 @@ class AttentionTransfer(nn.Module):
 
     Attributes:
         places: Stack and layer of each attention.
+        attentions: Converted attentions.
+        trained: Weights that learn.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -93,11 +95,7 @@ class AttentionTransfer(nn.Module):
                 self.add_module(surgery.SHARED, body._modules[surgery.SHARED])
         schemes = [weight for module in self.modules() if isinstance(module, Scheme) for weight in module.parameters()]
         own = {id(weight) for weight in schemes}
-        self._frozen = [
-            weight for weight in self.parameters() if weight.requires_grad and not projections and id(weight) not in own
-        ]
-        skipped = {id(weight) for weight in self._frozen}
-        self.trained = [w for w in self.parameters() if w.requires_grad and id(w) not in skipped]
+        self.trained = [w for w in self.parameters() if w.requires_grad and (projections or id(w) in own)]
         if not self.trained:
             raise OptionError(
                 "match: the schemes of this model have no weights to train: none with these options, or all are "
