@@ -215,7 +215,7 @@ def test_it_learns_where_the_caller_wants_no_gradients(mode: Any) -> None:
     ("architecture", "name", "said"),
     [
         ("llama", "alibi", "no weights"),
-        ("llama", "learned", "act on the inputs of the model"),
+        ("llama", "learned", "acts on the inputs of the model"),
         ("gpt2", "kerple", "adds its own encoding to what it reads"),
     ],
 )

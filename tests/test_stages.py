@@ -11,8 +11,10 @@ import pytest
 import torch
 from models import DIRECTORIES, stock, tokens
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import hf_posenc
+from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import memory
 from hf_posenc.recipes.runs import run
@@ -203,6 +205,21 @@ def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
     assert kept == [layer for layer in range(model.config.num_hidden_layers) if layer != dearest]
     with pytest.raises(OptionError, match="expected 0 to"):
         found.cheapest(99)
+
+
+def test_layers_on_the_command_line() -> None:
+    runner = CliRunner()
+    few = ["layers", "tiny-llama", "kerple", "--steps", "1", "--length", "32"]
+    done = runner.invoke(app, [*few, "--json"])
+    assert done.exit_code == 0, done.output
+    assert [row["layer"] for row in json.loads(done.stdout)["layers"]] == [0, 1, 2, 3]
+    for arguments, words in (
+        ([*few, "--spare", "9"], "4 layers"),
+        (["layers", "tiny-llama", "learned"], "on the inputs"),
+    ):
+        refused = runner.invoke(app, arguments)
+        assert refused.exit_code != 0
+        assert words in refused.output + str(refused.exception)
 
 
 def test_rates_fall_with_size() -> None:

@@ -108,6 +108,7 @@ def layers(
     from rich.console import Console
     from transformers import default_data_collator
 
+    from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes.data.collation import corruptor
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
@@ -122,7 +123,10 @@ def layers(
     ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
     windows = ids[: len(ids) // size * size].view(-1, size)
     hides = corruptor(loaded.config, tokenizer)
-    count = sum(hasattr(module, "is_causal") for module in loaded.modules())
+    architecture = of_model(loaded)
+    count = sum(len(architecture.attentions(body)) for body in architecture.stacks(loaded).values())
+    if spare is not None and spare >= count:
+        raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")
     with counting(None if as_json else Console(stderr=True), "steps and layers", steps + count) as advance:
         found = layer_costs(
             loaded,

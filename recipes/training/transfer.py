@@ -75,7 +75,7 @@ class AttentionTransfer(nn.Module):
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: There is nothing to train, or the native encoding does not act in attention.
+        OptionError: There is nothing to train, or scheme or native encoding do not act in attention.
     """
 
     # The loss is a mean; the trainer divides it among accumulated batches.
@@ -93,8 +93,13 @@ class AttentionTransfer(nn.Module):
         for body in architecture.stacks(inner).values():
             if surgery.SHARED in body._modules:
                 self.add_module(surgery.SHARED, body._modules[surgery.SHARED])
-        schemes = [weight for module in self.modules() if isinstance(module, Scheme) for weight in module.parameters()]
-        own = {id(weight) for weight in schemes}
+        schemes = [module for module in self.modules() if isinstance(module, Scheme)]
+        if any(scheme.overrides("embed") for scheme in schemes):
+            raise OptionError(
+                f"match: {schemes[0].name} acts on the inputs of the model, not in its attention, so attention says "
+                "nothing of it. Train it."
+            )
+        own = {id(weight) for scheme in schemes for weight in scheme.parameters()}
         self.trained = [w for w in self.parameters() if w.requires_grad and (projections or id(w) in own)]
         if not self.trained:
             raise OptionError(
@@ -154,11 +159,6 @@ class AttentionTransfer(nn.Module):
         # A scale of each batch would let the loss depend on how the batch is divided.
         scale = sizes if self._scale is None else self._scale
         distances = errors / scale.to(errors.device)
-        if torch.is_grad_enabled() and not distances.requires_grad:
-            raise OptionError(
-                "match: the weights of these schemes act on the inputs of the model, not in its attention, so "
-                "attention says nothing of them. Train them."
-            )
         return {"loss": distances.mean(), "errors": errors.detach(), "sizes": sizes}
 
     def distances(self, batches: Iterable[Inputs]) -> Tensor:
