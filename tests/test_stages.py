@@ -77,6 +77,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     outcome = run.resume(tmp_path / "out")
     expected, found = weights(whole.folder), weights(outcome.folder)
     assert found.keys() == expected.keys()
+    assert json.loads((outcome.folder / run.RUN).read_text(encoding="utf-8"))["transfer"]["accepted"]
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
@@ -99,6 +100,8 @@ def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[4].at(64).mean < course[0].at(64).mean
     record = json.loads((whole.folder / run.RUN).read_text(encoding="utf-8"))
+    assert record["transfer"]["accepted"]
+    assert len(record["transfer"]["after"]) == 4
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
 
 

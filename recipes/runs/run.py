@@ -58,14 +58,14 @@ from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
-from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
+from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest, Match
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 
-# Keys of the recipe, and of the verdict of a fit, in run.json.
+# Keys of the recipe, of the verdicts of the fit and the transfer, and of the micro batches in run.json.
 _KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
@@ -279,7 +279,9 @@ class _Run:
                     with disabled(model):
                         measuring.take(NATIVE, model)
                     measuring.take(0, model)
-                    self._transfer(stage, model, data, teacher, facts)
+                    found = self._transfer(stage, model, data, teacher, facts)
+                    if not found.accepted:
+                        facts = replace(facts, cautions=(*facts.cautions, found.sentence))
                     measuring.take(stage.recipe.training.steps, model)
                 continue
             ends = stage is plans[-1]
@@ -349,8 +351,8 @@ class _Run:
         trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
         trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
 
-    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> None:
-        """Run the attention transfer, or read its result."""
+    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> Match:
+        """Run the attention transfer, or read its result; its verdict goes into run.json."""
         recipe, device = self.recipe, self.processes.device
         checkpoints = self._checkpoints(stage)
         result = checkpoints.folder / TRANSFERRED
@@ -384,15 +386,19 @@ class _Run:
                     )
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
             found = best.restore()
-        if self.processes.is_main_process and not result.is_file():
-            checkpoints.folder.mkdir(exist_ok=True)
-            with published(result) as unfinished:
-                best.save(unfinished)
+        self.transferred = asdict(found)
+        if self.processes.is_main_process:
+            record = {**_record(self.folder), _TRANSFER: self.transferred}
+            write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
+            if not result.is_file():
+                checkpoints.folder.mkdir(exist_ok=True)
+                with published(result) as unfinished:
+                    best.save(unfinished)
         self.processes.wait_for_everyone()
         transfer.place(home)
-        self.transferred = {"accepted": found.accepted, "sentence": found.sentence}
         if self.console:
             self.console.print(found.sentence, highlight=False, soft_wrap=True)
+        return found
 
     def _precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
@@ -466,7 +472,8 @@ class _Run:
         }
         starts = [*_record(self.folder).get("starts", []), start]
         micro = {**_record(self.folder).get(_MICRO, {}), str(self.processes.num_processes): self.micro}
-        return {**asdict(facts), _FIT: self.fitted, _MICRO: micro, "starts": starts, _KEPT: asdict(self.recipe)}
+        verdicts = {_FIT: self.fitted, _TRANSFER: self.transferred}
+        return {**asdict(facts), **verdicts, _MICRO: micro, "starts": starts, _KEPT: asdict(self.recipe)}
 
     def _save(
         self,
