@@ -190,7 +190,10 @@ class _Run:
         self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
         self.transferred: dict[str, Any] | None = record.get(_TRANSFER)
         # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
-        self.micro: dict[str, int | None] = record.get(_MICRO, {}).get(str(self.processes.num_processes), {})
+        transfer = folder / CHECKPOINTS / "transfer"
+        has_begun = self.checkpoint or files.last(transfer) or (transfer / TRANSFERRED).is_file()
+        kept = record.get(_MICRO, {}) if has_begun else {}
+        self.micro: dict[str, int | None] = kept.get(str(self.processes.num_processes), {})
 
     def complete(self) -> Outcome:
         recipe = self.recipe
