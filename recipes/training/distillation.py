@@ -293,7 +293,7 @@ def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Te
         wanted: The teacher's logits, of the same shape.
         keep: Mask of counted tokens, `[B, S]`; `None`, or a mask of another shape, counts all.
     """
-    return _mean(cast(Tensor, _Divergence.apply(logits, wanted)), keep)
+    return _mean(cast(Tensor, _Divergence.apply(logits, wanted)), keep)  # type: ignore[no-untyped-call]
 
 
 class _Divergence(torch.autograd.Function):
@@ -308,7 +308,7 @@ class _Divergence(torch.autograd.Function):
         """Compute divergence and gradient."""
         slopes, found = torch.empty_like(logits, memory_format=torch.contiguous_format), []
         size = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
-        pieces = (x.flatten(0, -2).split(size) for x in (logits, wanted, slopes))
+        pieces = (torch.split(x.flatten(0, -2), size) for x in (logits, wanted, slopes))
         for one, other, slope in zip(*pieces, strict=True):
             # At least float32, since the differences of log-probabilities are small.
             exact = torch.promote_types(one.dtype, torch.float32)
@@ -317,7 +317,7 @@ class _Divergence(torch.autograd.Function):
             found.append(target.sub_(got).mul_(probability).sum(-1))
             slope.copy_(got.exp_().sub_(probability))
         ctx.save_for_backward(slopes)
-        return torch.cat(found).unflatten(0, logits.shape[:-1])
+        return torch.cat(found).view(logits.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
