@@ -32,8 +32,15 @@ NATIVE, CONTROL = "native", "native + training"
 UNTAUGHT = ["distillation={}"]
 KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
 KEPT = ["conversion.native=keep", *KEEPS, *UNTAUGHT]
-# Attention transfer, then the original's predictions and nothing else.
-REPLACED = ["conversion.native=remove", "conversion.fit=null", "distillation={share: 1.0}", "transfer.steps={transfer}"]
+# Attention transfer, then the predictions of the converted model and nothing else. This model is the trained control,
+# since the original cannot teach what the control has learned from the text.
+REPLACED = [
+    "model={control}",
+    "conversion.native=remove",
+    "conversion.fit=null",
+    "distillation={share: 1.0}",
+    "transfer.steps={transfer}",
+]
 REMOVED = [*REPLACED, "conversion.options={}"]
 # The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
 CONVERSIONS: dict[str, tuple[str, list[str]]] = {
@@ -86,7 +93,7 @@ def main() -> None:
     arguments.runs.mkdir(parents=True, exist_ok=True)
     if arguments.model is None:
         arguments.model = checkpoint(arguments.runs / "SmolLM2-135M-Instruct")
-    for name in (NATIVE, *(arguments.only or CONVERSIONS)):
+    for name in (NATIVE, CONTROL, *(arguments.only or CONVERSIONS)):
         if name in recorded(arguments.record):
             continue
         say(f"{name} ...")
@@ -133,7 +140,7 @@ def native(arguments: argparse.Namespace) -> dict[str, Any]:
 def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a conversion in a process of its own, and return what there is to record of it."""
     recipe, own = CONVERSIONS[name]
-    folder = arguments.runs / re.sub(r"\W+", "-", name)
+    folder = folder_of(name, arguments)
     step = arguments.batch * arguments.length
     transfer = arguments.transfer // step
     changes = {
@@ -151,10 +158,10 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation.every": max(1, EVERY // step),
         **dict(change.split("=", 1) for change in (*own, *arguments.changes)),
     }
-    given = [
-        f"{key}={value}".replace("{far}", str(FAR[0][-1])).replace("{transfer}", str(transfer))
-        for key, value in changes.items()
-    ]
+    fields = {"far": FAR[0][-1], "transfer": transfer, "control": folder_of(CONTROL, arguments) / "model"}
+    given = [f"{key}={value}" for key, value in changes.items()]
+    for field, value in fields.items():
+        given = [change.replace(f"{{{field}}}", str(value)) for change in given]
     program = [sys.executable, "-c", "from hf_posenc.cli import app; app()"]
     with subprocess.Popen([*program, "train", recipe, *given, "--out", str(folder)], stdout=sys.stderr) as run:
         _, status, usage = os.wait4(run.pid, 0)
@@ -173,6 +180,11 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "course": course(folder, step),
         "after": after(folder / "model", arguments),
     }
+
+
+def folder_of(name: str, arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run of a conversion."""
+    return Path(arguments.runs) / re.sub(r"\W+", "-", name)
 
 
 def course(folder: Path, step: int) -> list[tuple[str | int, Any]]:
