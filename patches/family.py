@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NoReturn, cast
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -277,7 +279,7 @@ class _Projected(Exception):
 def read_facts(
     config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
 ) -> Facts:
-    """Run the stock forward of a layer on the meta device, and return what it shows.
+    """Run the stock forward of a layer on the meta device, once for the same code and config; return what it shows.
 
     Args:
         config: Config of the model.
@@ -289,6 +291,37 @@ def read_facts(
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
+    code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
+    said = (index, type(config), repr(vars(config)), code)
+    if said not in _FOUND:
+        if len(_FOUND) == _MOST_FOUND:
+            del _FOUND[next(iter(_FOUND))]
+        _FOUND[said] = _probe(config, layer, attention, rotary, index)
+    facts = _FOUND[said]
+    # A scheme may write into what it gets.
+    return facts if facts.inv_freq is None else replace(facts, inv_freq=facts.inv_freq.clone())
+
+
+# Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
+_FOUND: dict[tuple[Any, ...], Facts] = {}
+_MOST_FOUND = 1024
+
+
+def _code(*classes: type | None) -> Iterator[Any]:
+    """Yield the functions of the modules of some classes, and their code: somebody may replace either."""
+    names = {kind.__module__ for given in classes if given for kind in given.__mro__ if issubclass(kind, nn.Module)}
+    for name in sorted(names):
+        for thing in vars(sys.modules[name]).values():
+            own = isinstance(thing, type) and thing.__module__ == name
+            for found in (thing, *vars(thing).values()) if own else (thing,):
+                function = getattr(found, "__func__", found)
+                if isinstance(function, FunctionType):
+                    yield function, function.__code__
+
+
+def _probe(
+    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
+) -> Facts:
     given: dict[str, Any] = {"attention_mask": None}
     kind = ""
     if rotary is not None:

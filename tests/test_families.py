@@ -6,6 +6,7 @@ which run by default.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from models import BOTH, DECODERS, EXPERTS, PART, SAME
 from models import tiny as make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
 from hf_posenc.attention import blocks, sdpa
 from hf_posenc.errors import ArchitectureError
+from hf_posenc.ops.rotations import turn_pairs
+from hf_posenc.patches import family
 from hf_posenc.patches.architecture import architectures, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
-from hf_posenc.patches.family import Family, add_family
+from hf_posenc.patches.family import Facts, Family, add_family
 
 NAMES = list(DECODERS)
 
@@ -192,6 +196,55 @@ def test_facts_are_those_of_the_stock_code() -> None:
     assert not torch.equal(local.inv_freq, whole.inv_freq)
     assert hf_posenc.plan(make("gemma3"), "tape").start == "break"  # TaPE has one rotation for all layers
     assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
+
+
+def test_facts_follow_code_that_is_replaced_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read once for the same code and config, and a caller may write into them."""
+    model, runs = make("olmo2"), []
+    architecture, body = of_model(model), model.model
+    modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
+    monkeypatch.setattr(family, "_probe", lambda *given, probe=family._probe: runs.append(given) or probe(*given))
+
+    def read() -> Facts:
+        return architecture.facts(body, 0)
+
+    read().inv_freq.zero_()
+    assert (read().inv_freq.any(), len(runs)) == (True, 1)
+    assert (read().head_dim, read().layout) == (16, "half")
+    with monkeypatch.context() as patch:
+        patch.setattr(body.config, "head_dim", 8)
+        assert read().head_dim == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "apply_rotary_pos_emb", turn_neighbours)
+        assert read().layout == "interleaved"
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "compute_default_rope_parameters", ones)
+        assert read().inv_freq.tolist() == [1.0] * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+        assert read().inv_freq[0] == 0.5
+        patch.setitem(ROPE_INIT_FUNCTIONS, "linear", ones)
+        assert read().inv_freq.tolist() == [1.0] * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling.rotate_half, "__code__", (lambda x: -x).__code__)
+        with pytest.raises(ArchitectureError, match="in another way than in pairs"):
+            read()
+    forward = architecture.attention.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call))
+        with pytest.raises(ArchitectureError, match="by another function"):
+            read()
+    assert (read().layout, len(runs)) == ("half", 8)
+
+
+def ones(config: Any, *given: Any, **keywords: Any) -> tuple[Tensor, float]:
+    return torch.ones(8), 1.0
+
+
+def turn_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate as `apply_rotary_pos_emb` does, in pairs of neighbours."""
+    half = cos.shape[-1] // 2
+    return tuple(turn_pairs(x, cos[:, None, :, :half], sin[:, None, :, :half], "interleaved") for x in (q, k))
 
 
 # Families that are not in the package, as a newcomer would add them; they are there only for this module.
