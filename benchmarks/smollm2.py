@@ -263,7 +263,7 @@ def recorded(path: Path) -> dict[str, Any]:
 def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Write the table and the picture of a record next to it."""
     from hf_posenc.patches.directories import write_text
-    from hf_posenc.recipes.plots.curves import Panel, plot_panels
+    from hf_posenc.recipes.plots.curves import Panel, lines_figure
 
     courses = dict(ratios(found))
     if courses:
@@ -275,7 +275,8 @@ def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
             scale=100,
             level=(100, name),
         )
-        plot_panels(arguments.record.with_suffix(".png"), "SmolLM2-135M by training after its conversion", [panel])
+        figure = lines_figure("SmolLM2-135M by training after its conversion", [panel])
+        figure.savefig(arguments.record.with_suffix(".png"))
     write_text(arguments.record.with_suffix(".md"), "\n".join(lines(found, courses)) + "\n")
 
 

@@ -18,7 +18,7 @@ from test_display import FACTS
 import hf_posenc
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots import curves as plots
+from hf_posenc.recipes.plots import curves, style
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
@@ -127,8 +127,8 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
     shown: dict[str, Any] = {}
     monkeypatch.setattr(
         report,
-        "plot_run",
-        lambda path, title, panel, **given: (shown.update(given, panel=panel), path.write_bytes(PNG)),
+        "run_figure",
+        lambda title, panel, **given: (shown.update(given, panel=panel), style.figure(1, 1, title))[1],
     )
     given = recipe(conversion=Conversion(scheme="fire", native=native, handover=0.5))
     # With a teacher, the loss is a mixture: it begins with the distance from the teacher alone.
@@ -146,19 +146,19 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [strengths[step] for step in (0, 50, 100, 200)] == [0, 0.5, 1, 1]
 
 
-def test_round_numbers() -> None:
-    assert plots.round_numbers(3, 120) == [5, 10, 20, 50, 100]
-    assert plots.round_numbers(3.9, 6.3) == [4, 5, 6]
-    assert plots.round_numbers(4.05, 4.45) == [4.1, 4.2, 4.3, 4.4]
-    assert plots.round_numbers(101, 102) == []
-    assert len(plots.round_numbers(1.0, 2.9)) >= 3
+@pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
+def test_logarithmic_axes_have_a_few_ticks(low: float, high: float) -> None:
+    line = [(point, Interval(value, value, value)) for point, value in ((64, low), (128, high))]
+    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"native": line})]).axes
+    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    assert 3 <= len(ticks) <= 10
 
 
-def test_a_picture_of_one_point_and_no_log(tmp_path: Path) -> None:
+def test_a_picture_of_one_point_and_no_log() -> None:
     one = Interval(3.0, math.nan, math.nan)
-    panel = plots.Panel(lines={"native": [(64, one)]}, mark=plots.trained_mark(64))
-    plots.plot_run(tmp_path / "one.png", "one", panel, losses=[], course=[(0, one)], native=None, course_length=64)
-    assert (tmp_path / "one.png").read_bytes().startswith(PNG)
+    panel = curves.Panel(lines={"native": [(64, one)]}, mark=curves.trained_mark(64))
+    figure = curves.run_figure("one", panel, losses=[], course=[(0, one)], native=None, course_length=64)
+    figure.draw_without_rendering()
 
 
 # -- the model card ----------------------------------------------------------------------------------------------------

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED
 from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.report import Section
-from hf_posenc.recipes.plots.curves import Panel, plot_panels, trained_mark
+from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.reports import Cell, Table, render
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
@@ -53,7 +55,7 @@ def write(
     rank = {NATIVE: 0, UNTRAINED: 2}
     ordered = {name: found[name] for name in sorted(found, key=lambda name: rank.get(name, 1))}
     with published(folder / PICTURES / _CURVES) as draft:
-        _draw_curves(draft, ordered, trained)
+        _curves(ordered, trained).savefig(draft, format="png")
     for name, source in overviews.items():
         with published(folder / PICTURES / f"{name}.png") as draft:
             draft.write_bytes(source.read_bytes())
@@ -79,7 +81,7 @@ def write(
     write_text(folder / HTML, render("comparison", "html", **values))
 
 
-def _draw_curves(path: Path, found: Mapping[str, Findings], trained: int) -> None:
+def _curves(found: Mapping[str, Findings], trained: int) -> Figure:
     native = found[NATIVE]
     lines = {
         name: [(context, each.ratio(context, native, trained)) for context in each.contexts]
@@ -88,7 +90,7 @@ def _draw_curves(path: Path, found: Mapping[str, Findings], trained: int) -> Non
     noun = native.perplexity.quantity.noun
     label = f"{noun} in % of the native model's at {trained:,} tokens\n(same training; lower is better)"
     panel = Panel(lines=lines, y=label, scale=100, top=_TOP, mark=trained_mark(trained))
-    plot_panels(path, f"{noun.capitalize()} by context length", [panel])
+    return lines_figure(f"{noun.capitalize()} by context length", [panel])
 
 
 def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) -> Table:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+from matplotlib.figure import Figure
 from pydantic import TypeAdapter, ValidationError, WrapSerializer
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Point, table
-from hf_posenc.recipes.plots.curves import HeatMap, Mark, Panel, plot_heat_maps, plot_panels
+from hf_posenc.recipes.plots.curves import Mark, Panel, heat_maps_figure, lines_figure
 from hf_posenc.recipes.reports import Table, render
 
 DATA, TEXT = "report.json", "report.md"
@@ -80,31 +82,26 @@ class Section:
         """Return the section as Markdown, without its picture."""
         return render("section", section=self)
 
-    def draw(self, path: Path) -> None:
-        """Write a PNG: lines over one axis, lines for each name on the first axis, or heat maps over two axes."""
+    def figure(self) -> Figure:
+        """Return lines over one axis, lines for each name on the first axis, or heat maps over two axes."""
         quantities = self.quantities()
         first = next(iter(quantities[0].values()))
         axes = list(first.axes.items())
         if len(axes) == 1:
-            plot_panels(path, self.title, [panel(grids, self.mark) for grids in quantities])
-        elif isinstance(axes[0][1][0], str):
-            named = [panel(quantities[0], self.mark, name) for name in axes[0][1]]
-            plot_panels(path, self.title, named)
-        else:
-            down, across = axes
-            maps = [
-                [
-                    HeatMap(
-                        title=f"{name}: {grid.quantity.name}",
-                        rows=(f"{down[0]} (0 is the beginning)", down[1]),
-                        columns=across,
-                        values=[[grid.at(row, column).mean for column in across[1]] for row in down[1]],
-                    )
-                    for name, grid in grids.items()
-                ]
-                for grids in quantities
-            ]
-            plot_heat_maps(path, self.title, maps)
+            return lines_figure(self.title, [panel(grids, self.mark) for grids in quantities])
+        if isinstance(axes[0][1][0], str):
+            return lines_figure(self.title, [panel(quantities[0], self.mark, name) for name in axes[0][1]])
+        (down, rows), across = axes
+        maps = [
+            {
+                f"{name}: {grid.quantity.name}": torch.tensor(
+                    [[grid.at(row, column).mean for column in across[1]] for row in rows]
+                )
+                for name, grid in grids.items()
+            }
+            for grids in quantities
+        ]
+        return heat_maps_figure(self.title, (f"{down} (0 is the beginning)", rows), across, maps)
 
 
 def panel(grids: dict[str, Grid], mark: Mark | None, *before: Point) -> Panel:
@@ -159,7 +156,7 @@ class Report:
         folder.mkdir(exist_ok=True)
         for section in self.sections:
             with published(folder / section.picture) as draft:
-                section.draw(draft)
+                section.figure().savefig(draft, format="png")
         save(self, folder / DATA)
         write_text(folder / TEXT, self.markdown())
 

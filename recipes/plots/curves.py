@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
+from torch import Tensor
 
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import style
+from hf_posenc.recipes.plots.panels import bar, grid, heat
 
 # Estimates of one model by the place on the axis.
 Line = Sequence[tuple[Any, Interval]]
@@ -61,45 +63,23 @@ def trained_mark(length: int | None) -> Mark | None:
     return None if length is None else (length, f"trained on {length:,} tokens")
 
 
-def plot_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Write a PNG of some panels with one legend.
-
-    Args:
-        path: File to write.
-        title: Title of the picture.
-        panels: Panels; several with titles of their own share their axes.
-    """
-    lines_figure(title, panels).savefig(path, format="png")
-
-
 def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Return the figure of `plot_panels`."""
+    """Return a figure of some panels with one legend; several panels with titles of their own share their axes."""
     shares = len(panels) > 1 and bool(panels[0].title)
     across = min(_ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     size = (3.2 * across + 0.6, 2.6 * down + 0.9) if shares else (7.5 if across == 1 else 5.5 * across, 4.8)
     figure = style.figure(*size, title, dpi=_DPI)
-    places = figure.subplots(down, across, squeeze=False, sharex=shares, sharey=shares)
-    for index, axes in enumerate(places.flat):
-        if index >= len(panels):
-            axes.set_visible(False)
-            continue
-        panel = panels[index]
-        if shares:
-            # Every panel has the marked line; only the first has its label.
-            panel = replace(
-                panel,
-                mark=panel.mark if panel.mark is None or index == 0 else (panel.mark[0], ""),
-                x=panel.x if index + across >= len(panels) else "",
-                y=panel.y if index % across == 0 else "",
-            )
+    places = grid(figure, len(panels), across, x=panels[0].x, y=panels[0].y, share_x=shares, share_y=shares)
+    for axes, panel in zip(places, panels, strict=True):
         draw_lines(axes, panel)
-    _legend(figure, len(panels[0].lines))
+        if not shares:
+            axes.set(xlabel=panel.x, ylabel=panel.y)
+    _legend(figure)
     return figure
 
 
-def plot_run(
-    path: Path,
+def run_figure(
     title: str,
     panel: Panel,
     *,
@@ -108,11 +88,10 @@ def plot_run(
     native: Interval | None,
     course_length: int,
     strength: Sequence[tuple[int, float]] = (),
-) -> None:
-    """Write a PNG of perplexity by context length and, next to it, the course of a training.
+) -> Figure:
+    """Return a figure of perplexity by context length and, next to it, the course of a training.
 
     Args:
-        path: File to write.
         title: Title of the picture.
         panel: Perplexity by context length; the last line is that of the trained model.
         losses: Training loss in nats per token, by step.
@@ -122,10 +101,12 @@ def plot_run(
         strength: Strength of the scheme by step, from 0 to 1; empty without a handover.
     """
     figure = style.figure(12, 5.0, title, dpi=_DPI)
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
-    draw_lines(figure.add_subplot(grid[:, 0]), panel)
-    upper = figure.add_subplot(grid[0, 1])
-    lower = figure.add_subplot(grid[1, 1], sharex=upper)
+    places = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
+    left = figure.add_subplot(places[:, 0])
+    draw_lines(left, panel)
+    left.set(xlabel=panel.x, ylabel=panel.y)
+    upper = figure.add_subplot(places[0, 1])
+    lower = figure.add_subplot(places[1, 1], sharex=upper)
     if strength:
         _draw_strength(upper, strength)
     trained = style.look(len(panel.lines) - 1)[0]
@@ -135,8 +116,7 @@ def plot_run(
     _errorbar(lower, course, (trained, "o", "-"), 1.0)
     shown = [point for _, point in course]
     if native is not None:
-        lower.axhline(native.mean, color=style.look(0)[0], linewidth=1.2, linestyle="--", label="native")
-        lower.legend(loc="best", framealpha=0.9, edgecolor=style.FAINT, fontsize=9)
+        lower.axhline(native.mean, color=style.look(0)[0], linewidth=1.2, linestyle="--")
         shown.append(native)
     _logarithmic(lower, shown, 1.0, None)
     lower.set_ylabel(f"perplexity at {course_length:,} tokens")
@@ -144,8 +124,8 @@ def plot_run(
     lower.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     for axes in (upper, lower):
         _finish(axes)
-    _legend(figure, len(panel.lines))
-    figure.savefig(path, format="png")
+    _legend(figure)
+    return figure
 
 
 def draw_lines(axes: Axes, panel: Panel) -> None:
@@ -171,11 +151,11 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(-0.03 * top, 1.05 * top)
     if panel.level is not None:
         value, text = panel.level
-        axes.axhline(value, color=style.GREY, linewidth=1, linestyle=(0, (5, 3)), zorder=0)
-        _note(axes, text, (1, value), ("axes fraction", "data"), (-2, 3), "right", "bottom")
-    _mark(axes, panel.mark)
-    axes.set_xlabel(panel.x)
-    axes.set_ylabel(panel.y)
+        axes.axhline(value, color=style.GREY, linewidth=1, linestyle=(0, (5, 3)), zorder=0, label=text)
+    low, high = axes.get_xlim()
+    if panel.mark is not None and low <= panel.mark[0] <= high:
+        place, text = panel.mark
+        axes.axvline(place, color=style.GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0, label=text)
     if panel.title:
         axes.set_title(panel.title, fontsize=10)
     _finish(axes)
@@ -246,46 +226,11 @@ def _logarithmic(axes: Axes, shown: Sequence[Interval], scale: float, top: float
     high = high if top is None else max(min(high, top), 1.05 * low)
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(FixedLocator(round_numbers(low, high)))
+    is_narrow, is_wide = high < 10 * low, high > 1000 * low
+    ticks = MaxNLocator(_TICKS, steps=[1, 2, 5, 10]) if is_narrow else LogLocator(subs=(1,) if is_wide else (1, 2, 5))
+    axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def round_numbers(low: float, high: float) -> list[float]:
-    """Return a few round numbers between two bounds, finer ones where the bounds are close."""
-    found: list[float] = []
-    for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(digit / 10 for digit in range(10, 100))):
-        numbers = [digit * 10.0**power for power in range(-3, 12) for digit in digits]
-        found = [round(number, 6) for number in numbers if low <= number <= high]
-        if len(found) >= 3:
-            break
-    return found[:: max(1, math.ceil(len(found) / _TICKS))]
-
-
-def _mark(axes: Axes, mark: Mark | None) -> None:
-    low, high = axes.get_xlim()
-    if mark is None or not low <= mark[0] <= high:
-        return
-    place, text = mark
-    axes.axvline(place, color=style.GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0)
-    # In the right part of the panel the label stands to the left of the line, where there is room.
-    across, _ = axes.transAxes.inverted().transform(axes.get_xaxis_transform().transform((place, 1)))
-    is_left = across < 0.6
-    _note(axes, text, (place, 1), ("data", "axes fraction"), (3 if is_left else -3, -2), "left" if is_left else "right")
-
-
-def _note(
-    axes: Axes,
-    text: str,
-    place: tuple[float, float],
-    units: tuple[str, str],
-    shift: tuple[float, float],
-    ha: str,
-    va: str = "top",
-) -> None:
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-    options: dict[str, Any] = {"xycoords": units, "xytext": shift, "textcoords": "offset points", "bbox": box}
-    axes.annotate(text, place, ha=ha, va=va, fontsize=8, color=style.GREY, **options)
 
 
 def _finish(axes: Axes) -> None:
@@ -294,72 +239,58 @@ def _finish(axes: Axes) -> None:
     style.open_frame(axes)
 
 
-def _legend(figure: Figure, models: int) -> None:
-    """Write the names below the panels."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+def _legend(figure: Figure) -> None:
+    """Write the names of lines below the panels, each once."""
+    named = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    # Models come first, then marks and levels.
+    named = dict(sorted(named.items(), key=lambda entry: isinstance(entry[1], Line2D)))
     # About 0.07 inches per character, and 0.65 for the line sample.
-    columns = int(figure.get_figwidth() // (0.07 * max(map(len, labels)) + 0.65))
-    columns = max(1, min(models, 4, columns))
+    columns = int(figure.get_figwidth() // (0.07 * max(map(len, named)) + 0.65))
+    columns = max(1, min(len(named), 4, columns))
     # The figure has room for two rows.
-    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(models / columns) - 2))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(named) / columns) - 2))
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 9}
+    figure.legend(named.values(), named, **place)
 
 
 # -- other pictures ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """Shares over two axes.
+def heat_maps_figure(
+    title: str,
+    down: tuple[str, Sequence[Any]],
+    across: tuple[str, Sequence[Any]],
+    groups: Sequence[Mapping[str, Tensor]],
+) -> Figure:
+    """Return a figure of heat maps with the same axes.
 
-    Attributes:
+    Args:
         title: Title.
-        rows: Name and points of the vertical axis.
-        columns: Name and points of the horizontal axis.
-        values: Shares from 0 to 1 by row and column; NaN where nothing was measured.
+        down: Name and points of the vertical axis.
+        across: Name and points of the horizontal axis.
+        groups: One quantity of all models each: shares from 0 to 1 by row and column, `[rows, columns]`, by their
+            titles; NaN where nothing was measured. Each group starts a new row.
     """
-
-    title: str
-    rows: tuple[str, Sequence[Any]]
-    columns: tuple[str, Sequence[Any]]
-    values: Sequence[Sequence[float]]
-
-
-def plot_heat_maps(path: Path, title: str, groups: Sequence[Sequence[HeatMap]]) -> None:
-    """Write a PNG of heat maps with the same axes; each group, one quantity of all models, starts a new row."""
-    heat_maps_figure(title, groups).savefig(path, format="png")
-
-
-def heat_maps_figure(title: str, groups: Sequence[Sequence[HeatMap]]) -> Figure:
-    """Return the figure of `plot_heat_maps`."""
-    first = groups[0][0]
-    (down, rows), (across, columns) = first.rows, first.columns
+    (y, rows), (x, columns) = down, across
     width = max(2.4, 0.62 * len(columns) + 1)
     per_row = min(_ACROSS, len(groups[0]))
     levels = math.ceil(len(groups[0]) / per_row) * len(groups)
     size = max(6, width * per_row + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5
     figure = style.figure(*size, title, dpi=_DPI)
-    panels = figure.subplots(levels, per_row, squeeze=False, sharex=True, sharey=True)
-    for part, maps in zip(panels.reshape(len(groups), -1, per_row), groups, strict=True):
-        for axes in part.flat[len(maps) :]:
-            axes.set_visible(False)
-        for axes, shown in zip(part.flat, maps, strict=False):
-            values = [[100 * value for value in row] for row in shown.values]
-            image = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto")
-            for y, row in enumerate(values):
-                for x, value in enumerate(row):
+    for part, group in zip(figure.subfigures(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        drawn = grid(part, len(group), per_row, x=x, y=y)
+        for axes, (name, shares) in zip(drawn, group.items(), strict=True):
+            image = heat(axes, 100 * shares, "cividis", vmin=0, vmax=100, aspect="auto")
+            for row, values in enumerate((100 * shares).tolist()):
+                for column, value in enumerate(values):
                     text = "-" if math.isnan(value) else f"{value:.0f}"
                     colour = "black" if value > 55 else "white"
-                    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
-            axes.set_title(textwrap.fill(shown.title, round(13 * width)), fontsize=9)
-            axes.set_xticks(range(len(columns)), [f"{column:,}" for column in columns], rotation=30, ha="right")
-            axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
+                    axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+            axes.set_title(textwrap.fill(name, round(13 * width)), fontsize=9)
+            axes.set_xticks(range(len(columns)), [f"{point:,}" for point in columns], rotation=30, ha="right")
+            axes.set_yticks(range(len(rows)), [f"{point:g}" for point in rows])
             axes.tick_params(length=0)
-        for axes in part[:, 0]:
-            axes.set_ylabel(down)
-        figure.colorbar(image, ax=list(part.flat), label="%", fraction=0.05, pad=0.02)
-    for column in panels.T:
-        lowest = [axes for axes in column if axes.get_visible()][-1]
-        lowest.set_xlabel(across)
-        lowest.tick_params(labelbottom=True)
+        bar(part, image, drawn, "%", fraction=0.05)
     return figure

@@ -28,9 +28,17 @@ def shape(count: int, most: int = COLUMNS) -> tuple[int, int]:
 
 
 def grid(
-    canvas: FigureBase, count: int, most: int = COLUMNS, *, x: str, y: str, share_x: bool = True, size: float = 9
+    canvas: FigureBase,
+    count: int,
+    most: int = COLUMNS,
+    *,
+    x: str,
+    y: str,
+    share_x: bool = True,
+    share_y: bool = True,
+    size: float = 9,
 ) -> list[Axes]:
-    """Return panels in rows that share their axes; labels are written at the outer ones.
+    """Return panels in rows; labels are written at the outer ones.
 
     Args:
         canvas: Figure, or part of one.
@@ -38,11 +46,12 @@ def grid(
         most: Largest number of columns.
         x: Label of the horizontal axes.
         y: Label of the vertical axes.
-        share_x: Whether panels share their horizontal axes, too.
+        share_x: Whether panels share their horizontal axes.
+        share_y: Whether they share their vertical axes.
         size: Font size of the labels.
     """
     rows, columns = shape(count, most)
-    panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=True).flat)
+    panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
     for place, axes in enumerate(panels):
         axes.set_visible(place < count)
         axes.tick_params(labelsize=8)

@@ -128,7 +128,7 @@ class ByDistance(Kind):
             style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
-        style.legend_of_heads(drawn[_columns(layers) - 1], part.heads)
+        style.legend_beside(drawn[_columns(layers) - 1], "head")
 
     def _maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> None:
         cells = canvas.subplots(len(layers), len(part.heads), squeeze=False, sharex=True, sharey=True)
@@ -264,9 +264,7 @@ class Frequencies(Kind):
                 axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
             style.caption(axes, name)
             style.open_frame(axes)
-        corner = drawn[min(len(drawn), panels.COLUMNS) - 1]
-        if corner.get_legend_handles_labels()[0]:
-            corner.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+        style.legend_beside(drawn[min(len(drawn), panels.COLUMNS) - 1])
         if still:
             style.caption(drawn[0], f"{layers[0][0]} (planes that stand still are left out)")
 
@@ -573,8 +571,7 @@ class Reach(Kind):
             axes.set_ylim(-0.02, 1.02)
             style.caption(axes, name)
             style.open_frame(axes)
-        corner = drawn[min(len(drawn), panels.COLUMNS) - 1]
-        corner.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+        style.legend_beside(drawn[min(len(drawn), panels.COLUMNS) - 1])
 
 
 # Multiples of the trained length.

@@ -81,20 +81,13 @@ def look(index: int) -> tuple[str, str, str]:
     return _COLOURS[index % len(_COLOURS)], _MARKERS[again % len(_MARKERS)], _DASHES[again % len(_DASHES)]
 
 
-def legend_of_heads(axes: Axes, heads: Sequence[int]) -> None:
+def legend_beside(axes: Axes, title: str = "") -> None:
     """Name the lines next to a panel, or some of them if there are many."""
     handles, labels = axes.get_legend_handles_labels()
-    step = math.ceil(len(heads) / _LEGEND)
-    axes.legend(
-        handles[::step],
-        labels[::step],
-        title="head",
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1),
-        frameon=False,
-        fontsize=8,
-        title_fontsize=8,
-    )
+    step = math.ceil(len(handles) / _LEGEND)
+    if handles:
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+        axes.legend(handles[::step], labels[::step], title=title, fontsize=8, title_fontsize=8, **place)
 
 
 def open_frame(axes: Axes) -> None:

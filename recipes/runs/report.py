@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.patches.companions import encoding_section
@@ -17,7 +18,7 @@ from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
-from hf_posenc.recipes.plots.curves import Panel, plot_run, trained_mark
+from hf_posenc.recipes.plots.curves import Panel, run_figure, trained_mark
 from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -54,7 +55,8 @@ def write(
         verdict: Verdict on the run.
     """
     if _models(measurements, facts):
-        _draw(folder / PICTURE, recipe, measurements, facts, log)
+        with published(folder / PICTURE) as draft:
+            _figure(recipe, measurements, facts, log).savefig(draft, format="png")
     course = {f"{step:,}": grid for step, grid in measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
     text = render("run", **_values(measurements, facts, log, pace), verdict=verdict, course=by_step, picture=PICTURE)
@@ -112,7 +114,7 @@ def on_the_hub(source: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
 
 
-def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) -> None:
+def _figure(recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) -> Figure:
     models = _models(measurements, facts)
     first = next(iter(models.values()))
     contexts, name = first.points, first.quantity.name
@@ -123,17 +125,15 @@ def _draw(path: Path, recipe: Recipe, measurements: Measurements, facts: Facts, 
         way = Handover(recipe.conversion.handover)
         strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
     lines = {name: [(context, grid.at(context)) for context in grid.points] for name, grid in models.items()}
-    with published(path) as unfinished:
-        plot_run(
-            unfinished,
-            f"{_values(measurements, facts, log, None)['title']}: {name} on held-out text",
-            Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=trained_mark(facts.trained_length)),
-            losses=_losses(log),
-            course=[(step, grid.at(length)) for step, grid in measurements.course()],
-            native=None if native is None else native.at(length),
-            course_length=length,
-            strength=strength,
-        )
+    return run_figure(
+        f"{_values(measurements, facts, log, None)['title']}: {name} on held-out text",
+        Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=trained_mark(facts.trained_length)),
+        losses=_losses(log),
+        course=[(step, grid.at(length)) for step, grid in measurements.course()],
+        native=None if native is None else native.at(length),
+        course_length=length,
+        strength=strength,
+    )
 
 
 def model_card(
