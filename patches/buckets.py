@@ -58,6 +58,7 @@ class BucketAttention(PosencAttention):
             index=self.layer_idx,
         )
         output, weights = self.attend_with_scheme(layer)
+        output = output.flatten(2)
         if "position_bias" not in self.posenc_arguments:
             return self.o(output), weights
         bias = call.get("position_bias")

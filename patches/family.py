@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
@@ -42,7 +43,9 @@ _CACHES = ("past_key_values", "layer_past")
 _FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
 
 # Fields of configs that name the activation.
-_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation")
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function")
+# Ends of the names of heads, one of which tells the config of the family.
+_HEADS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForImageClassification")
 
 Then = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -168,6 +171,7 @@ class FamilyAttention(PosencAttention):
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
             index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
+            upcast=getattr(self, "reorder_and_upcast_attn", False) and self.posenc_is_eager(),
             rotate=turn,
             operands=(query, key, value),
             window=sliding_window,
@@ -492,7 +496,7 @@ class Family(Architecture):
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         # The names are those of a new attention: this one may have been altered after loading.
         blank = _blank(self.attention, vars(attention)["config"], getattr(attention, "layer_idx", None) or 0)
-        names = [name for name, module in blank.named_children() if isinstance(module, nn.Linear)]
+        names = [name for name, module in blank.named_children() if isinstance(module, nn.Linear | Conv1D)]
         return {name: getattr(attention, name, None) for name in names}
 
     def facts(self, body: nn.Module, layer: int) -> Facts:
@@ -507,8 +511,6 @@ class Family(Architecture):
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config
-        embeddings = cast(PreTrainedModel, body).get_input_embeddings()
-        rms = embedding_rms(weight_of(embeddings))
         return Geometry(
             heads=facts.heads,
             kv_heads=facts.kv_heads,
@@ -519,13 +521,19 @@ class Family(Architecture):
             causal="decoder" in self.stacks(body),
             inv_freq=facts.inv_freq,
             layout=facts.layout,
-            max_positions=config.max_position_embeddings,
+            max_positions=stated_length(config),
             rotary_scaling=facts.scaling,
             rotary_limit=frequency_limit(config, facts.kind) if facts.rotates else None,
             inv_freq_long=long_frequencies(config, facts.kind) if facts.rotates else None,
-            # Gemma's embeddings multiply by a factor of their own.
-            embedding_rms=None if rms is None else rms * float(getattr(embeddings, "scalar_embed_scale", 1.0)),
+            embedding_rms=self.embedding_rms(body),
         )
+
+    def embedding_rms(self, body: nn.Module) -> float | None:
+        """Return the root mean square of embedded inputs; `None` while the weights have no storage."""
+        embeddings = cast(PreTrainedModel, body).get_input_embeddings()
+        rms = embedding_rms(weight_of(embeddings))
+        # Gemma's embeddings multiply by a factor of their own.
+        return None if rms is None else rms * float(getattr(embeddings, "scalar_embed_scale", 1.0))
 
 
 class RotaryFamily(Family):
@@ -567,7 +575,7 @@ class TableFamily(TableArchitecture, Family):
         return replace(geometry, max_positions=rows.shape[0], native=native)
 
 
-def add_family(name: str, namespace: dict[str, Any]) -> Family:
+def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None = None) -> Family:
     """Register the models of one module of transformers, with every head.
 
     The models rotate queries and keys, or add a learned table of positions to the embeddings of tokens.
@@ -575,19 +583,20 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
     Args:
         name: Name of the module, as in `transformers.models.<name>`.
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
+        kind: Reads the native encoding; by default `RotaryFamily`, or `TableFamily` if nothing rotates.
 
     Raises:
-        ArchitectureError: There is no such module, or it is not built like a family: it has no language model, or does
-            not record the outputs of one class of attention and one of layers.
+        ArchitectureError: There is no such module, or it is not built like a family: it has no head of a common kind,
+            or does not record the outputs of one class of attention and one of layers.
     """
     modeling = modeling_module(name)
     models = models_in(modeling)
-    language = [kind for kind in models if kind.__name__.endswith(("ForCausalLM", "ForMaskedLM"))]
-    if not language:
-        raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...ForCausalLM or ...ForMaskedLM.")
-    stock_config = cast(Any, language[0]).config_class
-    models = [kind for kind in models if cast(Any, kind).config_class is stock_config]
-    bodies = [kind for kind in models if kind.__name__.endswith("Model") and not issubclass(kind, GenerationMixin)]
+    heads = [model for model in models if model.__name__.endswith(_HEADS)]
+    if not heads:
+        raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...{', ...'.join(_HEADS)}.")
+    stock_config = cast(Any, heads[0]).config_class
+    models = [model for model in models if cast(Any, model).config_class is stock_config]
+    bodies = [model for model in models if model.__name__.endswith("Model") and not issubclass(model, GenerationMixin)]
     if len(bodies) != 1:
         raise ArchitectureError(
             f"Cannot add the family {name!r}: expected one class ...Model with the config {stock_config.__name__}, "
@@ -600,15 +609,15 @@ def add_family(name: str, namespace: dict[str, Any]) -> Family:
         raise ArchitectureError(
             f"Cannot add the family {name!r}: {body.__name__} records no single class of attention."
         )
-    rotary = [kind for kind in _classes(modeling) if kind.__name__.endswith("RotaryEmbedding")]
-    base = RotaryFamily if rotary else TableFamily
-    twins = Twins(name, namespace, stock_config, base.lock(stock_config, rotary))
+    rotary = [part for part in _classes(modeling) if part.__name__.endswith("RotaryEmbedding")]
+    kind = kind or (RotaryFamily if rotary else TableFamily)
+    twins = Twins(name, namespace, stock_config, kind.lock(stock_config, rotary))
     twins.add(attention, FamilyAttention)
     twins.add(layer, FamilyLayer)
-    twins.add_body(body, base.acting, FamilyBody)
+    twins.add_body(body, kind.acting, FamilyBody)
     twins.add_heads(models)
-    parts = {"name": name, "twins": {**twins, **base.shared}, "attention": attention, "body": body, "layer": layer}
-    made: Family = type(f"{name.title().replace('_', '')}Family", (base,), parts)()
+    parts = {"name": name, "twins": {**twins, **kind.shared}, "attention": attention, "body": body, "layer": layer}
+    made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
     return made
 

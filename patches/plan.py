@@ -257,8 +257,9 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     kind: Any = (named or generates)[0]
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
-    # Loading would give it this dtype, and the cache has the same.
-    return model if config.dtype is None else model.to(config.dtype)
+    # Loading would give it this dtype, and the cache has the same. A config that was made by hand may have its name.
+    dtype: Any = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+    return model if dtype is None else model.to(dtype)
 
 
 def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:

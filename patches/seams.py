@@ -99,6 +99,11 @@ class PosencAttention:
         assert isinstance(context, Context)
         return context
 
+    def posenc_is_eager(self) -> bool:
+        """Whether the user wants the dense reference, which gives weights."""
+        implementation: str | None = vars(self)["config"]._attn_implementation
+        return implementation == "eager"
+
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden `[B, S, E]`, without positions."""
         raise NotImplementedError
@@ -107,7 +112,7 @@ class PosencAttention:
         """Project, and run the layer's scheme.
 
         Returns:
-            The output `[B, S, H * D]`, and the weights `[B, H, S, K]` or `None`.
+            The output `[B, S, H, D]`, as attention functions return it, and the weights `[B, H, S, K]` or `None`.
         """
         own: Any = self._modules.get(OWN)
         shared: Any = getattr(layer.context.shared, str(self.posenc_group), None)
@@ -118,7 +123,7 @@ class PosencAttention:
             output, weights = own(attend)
         else:
             output, weights = shared(lambda common: own(attend, common))
-        return output.transpose(1, 2).reshape(*layer.hidden.shape[:-1], -1), weights
+        return output.transpose(1, 2), weights
 
     def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the output `[B, H, S, D]` and the weights, given the scheme and its part that all layers share."""
@@ -185,7 +190,7 @@ class PosencAttention:
             sinks=layer.sinks,
             dropout=layer.dropout,
             upcast=layer.upcast,
-            need_weights=layer.need_weights or vars(self)["config"]._attn_implementation == "eager",
+            need_weights=layer.need_weights or self.posenc_is_eager(),
         )
 
 

@@ -41,7 +41,8 @@ class TableBody(PosencBody):
         table = table_of(self)
         ids: Any = call.get("input_ids")
         inputs = call.get("inputs_embeds") if ids is None else ids
-        if inputs is not None and "token_type_ids" in self.posenc_arguments and call.get("token_type_ids") is None:
+        buffered = hasattr(getattr(self, "embeddings", None), "token_type_ids")
+        if inputs is not None and buffered and call.get("token_type_ids") is None:
             # The stock model looks them up by position, in a buffer as long as the table.
             call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
@@ -117,11 +118,12 @@ def table_of(body: object) -> nn.Embedding:
     Raises:
         ArchitectureError: There is none.
     """
-    table = getattr(getattr(body, "embeddings", None), "position_embeddings", None)
+    embeddings = getattr(body, "embeddings", None)
+    table = getattr(body, "wpe", None) if embeddings is None else getattr(embeddings, "position_embeddings", None)
     if not isinstance(table, nn.Embedding):
         raise ArchitectureError(
             f"Cannot patch {type(body).__name__}: found neither a rotary embedding nor a table "
-            "embeddings.position_embeddings. Write an architecture of its own, see CONTRIBUTING.md."
+            "embeddings.position_embeddings or wpe. Write an architecture of its own, see CONTRIBUTING.md."
         )
     return table
 

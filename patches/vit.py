@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.vit import modeling_vit
-from transformers.models.vit.configuration_vit import ViTConfig
-from transformers.models.vit.modeling_vit import ViTAttention, ViTEmbeddings, ViTLayer, ViTModel
+from transformers.models.vit.modeling_vit import ViTEmbeddings, ViTModel
 
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
+from hf_posenc.patches.family import Family, add_family
 from hf_posenc.patches.record import FULL, Strengths
-from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer
-from hf_posenc.patches.twins import Twins, models_in
-
-
-class PosencViTAttention(PosencAttention, ViTAttention):
-    posenc_stock = ViTAttention
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        context = self.take_context(kwargs)
-        if context.positions is None:
-            stock: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **kwargs)
-            return stock
-        layer = LayerCall(
-            context,
-            hidden_states,
-            attention_mask,
-            causal=False,
-            scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            need_weights=bool(kwargs.get("output_attentions")),
-        )
-        output, weights = self.attend_with_scheme(layer)
-        return self.o_proj(output), weights
-
-    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        q, k, v = (x(hidden).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
-
-
-class PosencViTLayer(PosencLayer, ViTLayer):
-    posenc_stock = ViTLayer
-
-    def feed_forward(self) -> nn.Module:
-        module: nn.Module = self.mlp
-        return module
+from hf_posenc.patches.seams import CONTEXT, PosencBody
 
 
 class PosencViTEmbeddings(Switch, ViTEmbeddings):
@@ -146,9 +109,6 @@ class ViTBody(PosencBody):
         finally:
             handle.remove()
 
-    def is_causal_stack(self) -> bool:
-        return False
-
 
 def grid_coords(rows: int, columns: int, device: torch.device) -> Tensor:
     """Return row and column of the class token, (0, 0), and of each patch, float32 `[1, 1 + rows * columns, 2]`."""
@@ -156,39 +116,18 @@ def grid_coords(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.cat((patches.new_zeros(1, 1, 2), patches), dim=1)
 
 
-twins = Twins("vit", globals(), ViTConfig, ("hidden_act", "requires hf_posenc"))
-twins |= {ViTAttention: PosencViTAttention, ViTLayer: PosencViTLayer, ViTEmbeddings: PosencViTEmbeddings}
-twins.add_body(ViTModel, ViTBody)
-twins.add_heads(models_in(modeling_vit))
-
-
-class ViT(Architecture):
+class ViTFamily(Family):
     """ViT models with any head. The table enters once, before the first layer, so all layers have it or none.
 
     Without the table, images have any size that is a multiple of the patch size; with it, sizes other than the trained
     one need `interpolate_pos_encoding`, as in transformers.
     """
 
-    name = "vit"
-    attention = ViTAttention
     native = "learned table of positions"
     native_per_layer = False
     native_fades = True
-    twins = twins
-
-    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {"encoder": next(module for module in model.modules() if isinstance(module, ViTModel))}
-
-    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
-        assert isinstance(body, ViTModel)
-        return [layer.attention for layer in body.layers]
-
-    def layers(self, body: nn.Module) -> Sequence[nn.Module]:
-        assert isinstance(body, ViTModel)
-        return list(body.layers)
-
-    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
-        return {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    acting = ViTBody
+    shared = {ViTEmbeddings: PosencViTEmbeddings}
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         assert isinstance(body, ViTModel)
@@ -200,22 +139,18 @@ class ViT(Architecture):
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         assert isinstance(body, ViTModel)
-        config, attention = body.config, body.layers[layer].attention
         table = weight_of(body.embeddings, "position_embeddings").detach()[0]
-        return Geometry(
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads,
-            head_dim=attention.head_dim,
-            hidden_size=config.hidden_size,
-            scale=attention.scaling,
-            layer=layer,
-            causal=False,
+        return replace(
+            super().geometry(body, layer),
             axes=2,
             max_positions=table.shape[0],
             native=NativeTable("learned", table),
-            # The size of embedded patches depends on the images, so the size of the table stands for it.
-            embedding_rms=embedding_rms(table),
         )
+
+    def embedding_rms(self, body: nn.Module) -> float | None:
+        assert isinstance(body, ViTModel)
+        # The size of embedded patches depends on the images, so the size of the table stands for it.
+        return embedding_rms(weight_of(body.embeddings, "position_embeddings"))
 
     def example(self, body: nn.Module) -> dict[str, Tensor]:
         assert isinstance(body, ViTModel)
@@ -224,4 +159,4 @@ class ViT(Architecture):
         return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(weight)}
 
 
-register_architecture(ViT())
+add_family("vit", globals(), ViTFamily)

@@ -68,3 +68,11 @@ def test_the_four_that_remember() -> None:
     assert {name: count for name, count in per_layer.items() if count} == {
         name: count for name, count in known.items() if name in per_layer
     }
+
+
+def test_a_config_may_give_the_name_of_its_dtype() -> None:
+    named, config = LlamaConfig(**SHAPES), LlamaConfig(**SHAPES)
+    named.dtype, config.dtype = "float16", torch.float16
+    assert hf_posenc.plan(named, "tape", native="keep") == hf_posenc.plan(config, "tape", native="keep")
+    config.dtype = torch.float64
+    assert hf_posenc.plan(named, "tape", native="keep") != hf_posenc.plan(config, "tape", native="keep")
