@@ -337,10 +337,29 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
     calls = Calls(monkeypatch)
     result = run("train", "drope", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0, result.stderr
-    for part in ("tiny-llama", "nope", "keep", "10 steps of 8 windows of 128 tokens, 10,240 in all", "GiB"):
+    for part in ("tiny-llama", "nope", "keep", "10 steps of 8 windows of 128 tokens, 10,240 in all", "builtin", "GiB"):
         assert part in result.stdout
     assert calls.made == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        (None, "There is no file or folder"),
+        ("", "is empty; expected text"),
+        ("\0" * 9, "There is no text"),
+        ("Once upon a time.\n" * 9, "The held-out text has"),
+        ("word " * 999, None),
+    ],
+)
+def test_dry_run_reads_the_text(content: str | None, answer: str | None, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_text(content, encoding="utf-8")
+    result = run("train", "control", f"data={text}", "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == (answer is not None)
+    assert (answer or "") in (result.stderr.splitlines() or [""])[-1]
 
 
 # What a test changes to make a run small.

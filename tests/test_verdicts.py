@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,19 +61,24 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     assert "worse than the control" in str(verdict)
     assert "train the control" in str(judge(good, FACTS))
     assert "train the control" not in str(verdict) + str(judge(good, dataclasses.replace(FACTS, scheme=None)))
+    assert judge(good, dataclasses.replace(FACTS, scheme=None, rope={"rope_type": "yarn"})).wants_control
+    # Where only the scheme's weights are trained, the native model is the control.
+    assert not judge(good, dataclasses.replace(FACTS, trained_parameters=FACTS.new_parameters)).wants_control
 
 
 def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
     recipe = Recipe.read("llama-fire")
     control = Recipe.read("llama-fire", ["conversion={scheme: null}", "distillation={}", "training.skip_to=null"])
     other = dataclasses.replace(control, training=dataclasses.replace(control.training, steps=7))
-    for name, each in (("a-shorter", other), ("fire", recipe), ("z-control", control)):
+    yarn = dataclasses.replace(control, conversion=dataclasses.replace(control.conversion, rope={"rope_type": "yarn"}))
+    for name, each in (("a-shorter", other), ("b-yarn", yarn), ("fire", recipe), ("z-control", control)):
         (tmp_path / name / run.MODEL).mkdir(parents=True)
         (tmp_path / name / run.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / run.MEASUREMENTS)
         written.record(NATIVE, measured(len(name), 2.0).at(NATIVE))
     found = run._control(tmp_path / "fire", recipe)
     assert torch.equal(found.at(NATIVE).samples, measured(len("z-control"), 2.0).at(NATIVE).samples)
+    assert run._control(tmp_path / "b-yarn", yarn) is not None
     assert run._control(tmp_path / "z-control", control) is None
     (tmp_path / "z-control" / run.MODEL).rmdir()
     assert run._control(tmp_path / "fire", recipe) is None
@@ -84,4 +90,20 @@ def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[
         command._say_what_is_there(SimpleNamespace(folder=tmp_path, already=False, verdict=verdict))
         out = capsys.readouterr().out
         assert str(verdict) in out
-        assert ("hf-posenc push" in out) == offered
+        assert ("hf-posenc push" in out, "hf-posenc eval" in out) == (offered, offered)
+
+
+@pytest.mark.parametrize("words", [["swap", "scheme=kerple"], ["swap", "scheme=fire", "adapter=lora"], ["extend"]])
+def test_the_offered_control_is_a_recipe_that_is_found(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, folder = Recipe.read(words[0], words[1:]), tmp_path / "a run"
+    folder.mkdir()
+    (folder / run.RECIPE).write_text(recipe.text(), encoding="utf-8")
+    command._say_what_is_there(SimpleNamespace(folder=folder, already=False, verdict=judge(measured(2.0, 1.9), FACTS)))
+    offered = next(line for line in capsys.readouterr().out.splitlines() if "hf-posenc train" in line)
+    _, _, source, *changes, _, out = shlex.split(offered)
+    control = Recipe.read(source, changes)
+    (Path(out) / run.MODEL).mkdir(parents=True)
+    (Path(out) / run.RECIPE).write_text(control.text(), encoding="utf-8")
+    assert run._control(folder, recipe) is not None

@@ -194,23 +194,32 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
 def _say_what_is_there(outcome: Outcome) -> None:
     if is_main() and not outcome.already:
         typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
-        verdict = outcome.verdict
+        verdict, folder = outcome.verdict, shlex.quote(str(outcome.folder))
         if verdict is not None:
             typer.echo(f"\n{verdict}")
+        if verdict is not None and verdict.wants_control:
+            recipe, control = (shlex.quote(f"{outcome.folder}{end}") for end in ("/recipe.yaml", "-control"))
+            changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
+            typer.echo("\nTo train the control, and to compare:\n")
+            typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
+            typer.echo(f"    hf-posenc eval {control} {folder}")
         if verdict is None or not verdict.is_bad:
-            typer.echo(f"\nTo push it:\n\n    hf-posenc push {shlex.quote(str(outcome.folder))} REPO")
+            typer.echo(f"\nTo push it:\n\n    hf-posenc push {folder} REPO")
 
 
 def _plan(recipe: Recipe) -> str:
-    """Return a description of a recipe's run; only the model's config is read."""
+    """Return a description of a recipe's run; of the model only the config is read, of the text about a window."""
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes import loading, memory
+    from hf_posenc.recipes.data.windows import check_data
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.schema import suitability
 
     config = load_config(loading.place(recipe.model))
     suitability.check_unconverted(recipe, config)
     length, _ = suitability.lengths(recipe, config)
+    longest = max(length, (recipe.lengthen.length or length) if recipe.lengthen.steps else 0)
+    check_data(recipe.data, loading.load_tokenizer(loading.place(recipe.model)), length=longest, config=config)
     conversion, training = recipe.conversion, recipe.training
     lines, new = [f"{'model:':<20} {recipe.model}"], 0
     if conversion.rope:
@@ -230,6 +239,7 @@ def _plan(recipe: Recipe) -> str:
         lines.append(str(planned))
     tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
     lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
+    lines.append(f"{'text:':<20} {recipe.data.source}")
     if training.skip_to is not None:
         lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")
     device, trained = processes().device, None if recipe.adapter.kind == "none" else new

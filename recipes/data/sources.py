@@ -130,8 +130,8 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         with _without_logging():
             documents = datasets.load_dataset(**arguments)
             first = next(iter(documents), None)
-    # `datasets` raises these for missing names, splits, files or network, and for unreadable files.
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+    # `datasets` raises these for missing names, splits, files, packages or network, and for unreadable files.
+    except (DatasetsError, OSError, ValueError, RuntimeError, ImportError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if isinstance(cause, SchemaInferenceError):  # The file has no rows.
             raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error

@@ -92,21 +92,37 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config:
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.
     """
+    return _prepared(*sources.read(data), data, tokenizer, length, seed, config, HELD_OUT_TOKENS)
+
+
+def check_data(data: Data, tokenizer: Any, *, length: int, config: Any = None) -> None:
+    """Raise the errors of `load_data`, after reading about a window of the text, and of what is held out."""
+    documents, set_aside = (
+        part.to_iterable_dataset() if isinstance(part, Dataset) else part for part in sources.read(data)
+    )
+    _prepared(documents, set_aside, data, tokenizer, length, 0, config, length + 1)
+
+
+def _prepared(
+    documents: sources.Documents,
+    set_aside: sources.Documents,
+    data: Data,
+    tokenizer: Any,
+    length: int,
+    seed: int,
+    config: Any,
+    most: int,
+) -> Prepared:
+    """Tokenise and cut documents, of those that are held out `most` tokens or a little more."""
     end = end_token(tokenizer)
     collate = None if config is None else corruptor(config, tokenizer, seed=seed)
     if collate is not None and data.packing == "documents":
         raise RecipeError(
             'data.packing is "documents", which an encoder as it was cannot tell apart. Take data.packing: "windows".'
         )
-    documents, set_aside = sources.read(data)
     of_tokenizer = _key(VERSION, _content(tokenizer))
     tokens = _generated(partial(tokenised, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
-    measured = _generated(
-        partial(tokenised, tokenizer=tokenizer, most=HELD_OUT_TOKENS),
-        set_aside,
-        _IDS,
-        _key(of_tokenizer, HELD_OUT_TOKENS),
-    )
+    measured = _generated(partial(tokenised, tokenizer=tokenizer, most=most), set_aside, _IDS, _key(of_tokenizer, most))
     held_out = [np.asarray(ids, dtype=np.int32) for ids in _ids(measured)]
     if sum(map(len, held_out)) <= length:
         raise RecipeError(
@@ -120,7 +136,7 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config:
         train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     return Prepared(
         train=train.with_format("torch"),
-        held_out=torch.from_numpy(np.concatenate(held_out)[:HELD_OUT_TOKENS]).long(),
+        held_out=torch.from_numpy(np.concatenate(held_out)[:most]).long(),
         tokens=len(train) * length if isinstance(train, Dataset) else None,
         collate=collate,
     )

@@ -47,7 +47,7 @@ from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
-from hf_posenc.recipes.runs.measurements import NATIVE, Measure, Measurements, Measuring
+from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.runs.verdict import Verdict, judge
 from hf_posenc.recipes.schema import fields, suitability
@@ -288,14 +288,12 @@ class _Run:
                     measuring.take(stage.recipe.training.steps, model)
                 continue
             ends = stage is plans[-1]
-            callbacks: list[TrainerCallback] = []
-            if stage.name == "training":
-                callbacks.append(
-                    _NativeFirst(self.measurements, measure, converts=planned is not None, rope=stock_rope)
-                )
             measuring = Measuring(
                 self.measurements, measure, every=recipe.evaluation.every, begins=stage.begins, console=self.console
             )
+            callbacks: list[TrainerCallback] = []
+            if stage.name == "training":
+                callbacks.append(_NativeFirst(measuring, converts=planned is not None, rope=stock_rope))
             windows = data
             if stage.recipe.training.length != recipe.training.length:
                 assert stage.recipe.training.length is not None
@@ -512,10 +510,8 @@ class _Run:
 class _NativeFirst(TrainerCallback):
     """Callback that measures the original model before the first step, when it is on its device and sharded."""
 
-    def __init__(
-        self, measurements: Measurements, measure: Measure, *, converts: bool, rope: dict[str, Any] | None
-    ) -> None:
-        self._measuring, self._converts, self._rope = Measuring(measurements, measure), converts, rope
+    def __init__(self, measuring: Measuring, *, converts: bool, rope: dict[str, Any] | None) -> None:
+        self._measuring, self._converts, self._rope = measuring, converts, rope
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -581,14 +577,15 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
 
 
 def _control(folder: Path, recipe: Recipe) -> Measurements | None:
-    """Return the measurements of a finished run next to this one, which trained the same without a scheme."""
-    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if recipe.conversion.scheme is not None else ():
+    """Return the measurements of a finished run next to this one, which trained the same and changed no encoding."""
+    changes = recipe.conversion.scheme is not None or recipe.conversion.rope
+    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
         if path.parent != folder and (path.parent / MODEL).is_dir():
             with contextlib.suppress(PosencError):
                 other = Recipe.read(path)
                 keys = ("steps", "length", "batch_size", "seed")
                 here, there = ([each.model, each.data, *map(vars(each.training).get, keys)] for each in (recipe, other))
-                if other.conversion.scheme is None and here == there:
+                if other.conversion.scheme is None and not other.conversion.rope and here == there:
                     return Measurements.load(path.parent / MEASUREMENTS, writes=False)
     return None
 

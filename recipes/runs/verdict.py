@@ -30,12 +30,14 @@ class Verdict:
         is_bad: Whether the model should not be used as it is.
         sentences: The verdict and its reasons.
         advice: The next step.
+        wants_control: Whether a control would tell more.
     """
 
     grade: Literal["better", "as good", "worse"]
     is_bad: bool
     sentences: tuple[str, ...]
     advice: str
+    wants_control: bool = False
 
     def __str__(self) -> str:
         return " ".join((*self.sentences, self.advice))
@@ -62,13 +64,16 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     grade: Literal["better", "as good", "worse"] = (
         "worse" if is_bad or ratio.low > 1 else "better" if ratio.high < 1 else "as good"
     )
-    name = facts.scheme or "the trained model"
+    name = facts.encoding or "the trained model"
     words = grade if grade == "as good" else f"significantly {grade}" if ratio.high < 1 or ratio.low > 1 else grade
     first = f"{name} is {words} {'as' if grade == 'as good' else 'than'} {other}"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
     sentences = (f"{first[0].upper()}{first[1:]}.", *_far(after, rival, other, length))
-    return Verdict(grade, is_bad, sentences, _advice(facts, ratio, is_bad=is_bad, alone=rival is native))
+    # Of the scheme's weights alone, nothing is left to train in a control.
+    trains = facts.encoding is not None and facts.trained_parameters != facts.new_parameters
+    alone = rival is native and trains and not is_bad
+    return Verdict(grade, is_bad, sentences, _advice(facts, ratio, is_bad=is_bad, alone=alone), alone)
 
 
 def nearest(contexts: Iterable[int], length: int) -> int:
@@ -98,9 +103,9 @@ def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
     if is_bad:
         keep = ", or with the native encoding kept (conversion.native=keep)" if facts.fate != "kept" else ""
         return f"It is not ready for use. Train it longer (training.steps={4 * facts.steps}){keep}."
-    if alone and facts.scheme is not None:
+    if alone:
         return (
-            "The native model had no such training. To tell what the scheme did, train the control, too: the same "
+            "The native model had no such training. To tell what the encoding did, train the control, too: the same "
             "recipe with conversion={scheme: null} distillation={}, in a folder next to this one."
         )
     return "To compare it by other measures, use hf-posenc eval."
