@@ -67,6 +67,9 @@ COURSE, AT = ((128, 512), 16), 512
 # Tokens of training at which the table gives the ratio, and the tokens between two measurements.
 POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000), 50_000
 
+# Columns of the table of runs. The tokens of a transfer are those before the plus.
+RUN = ("", "recipe", "changes", "tokens", "precision", "tokens/s", "peak memory (GiB)")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,6 +87,9 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2, help="windows of a forward")
     parser.add_argument("--only", nargs="+", choices=CONVERSIONS, help="the conversions to run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--precision", choices=("bfloat16", "float32"), default="bfloat16", help="float32 where it is the faster one"
+    )
     parser.add_argument("changes", nargs="*", default=[], help="changes KEY=VALUE of every recipe")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -99,7 +105,8 @@ def main() -> None:
         say(f"{name} ...")
         entry = native(arguments) if name == NATIVE else converted(name, arguments)
         with arguments.record.open("a", encoding="utf-8") as record:
-            record.write(json.dumps({"name": name, **entry, "machine": machine()}) + "\n")
+            about = {"name": name, "precision": arguments.precision, "machine": machine()}
+            record.write(json.dumps({**about, **entry}) + "\n")
         publish(recorded(arguments.record), arguments)
     publish(recorded(arguments.record), arguments)
 
@@ -151,7 +158,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "training.batch_size": arguments.batch,
         "training.micro_batch_size": arguments.micro_batch,
         "training.length": arguments.length,
-        "training.precision": "bfloat16",
+        "training.precision": arguments.precision,
         "training.seed": arguments.seed,
         "evaluation.contexts": list(COURSE[0]),
         "evaluation.windows": COURSE[1],
@@ -205,9 +212,8 @@ def course(folder: Path, step: int) -> list[tuple[str | int, Any]]:
 
 def after(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a model in a process of its own, whose memory comes back."""
-    same = [
-        f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("train", "held-out", "runs", "length")
-    ]
+    names = ("train", "held-out", "runs", "length", "precision")
+    same = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in names]
     command = [sys.executable, __file__, *same, f"--measure={model}"]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return dict(json.loads(found.splitlines()[-1]))
@@ -224,7 +230,7 @@ def measured(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load(str(path), dtype=torch.float32)
     ids = token_ids(read_text(str(arguments.held_out)), tokenizer)
     # As in training, where the original is measured, too.
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bfloat16"):
         near, far = (
             context_curve(model, ids, contexts, windows=windows, batch_size=1) for contexts, windows in (NEAR, FAR)
         )
@@ -303,7 +309,7 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
     yield ""
     yield (
         f"Perplexity of the last 64 tokens of {windows} held-out windows ({fewer} at {far[-1]:,} tokens), spread "
-        "evenly over a text that nothing was trained or chosen on, in bfloat16. Ratios are paired by window, in %, "
+        "evenly over a text that nothing was trained or chosen on. Ratios are paired by window, in %, "
         f"with 95 % intervals. *Control*: {CONTROL}, the original with as many tokens of the same training. *Own*: the "
         f"same model at {far[0]} tokens, on the {fewer} windows."
     )
@@ -338,7 +344,7 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
         for name, line in courses.items():
             at = {min(POINTS, key=lambda point: abs(point - tokens)): ratio for tokens, ratio in line}
             yield row(name, *(RATIO.write(at[point]) if point in at else "-" for point in POINTS))
-        yield from ("", "## Runs", "", *heading("", "recipe", "changes", "tokens", "tokens/s", "peak memory (GiB)"))
+        yield from ("", "## Runs", "", *heading(*RUN))
         for name in courses:
             entry = found[name]
             changes = ", ".join(f"`{change}`" for change in entry["changes"])
@@ -347,7 +353,8 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
                 name,
                 entry["recipe"],
                 changes,
-                f"{entry['tokens']:,}",
+                f"{entry['transfer']:,} + {entry['tokens']:,}" if entry["transfer"] else f"{entry['tokens']:,}",
+                entry.get("precision", "bfloat16"),
                 speed,
                 f"{entry['peak']:g}" if entry["peak"] else "-",
             )
