@@ -1,4 +1,4 @@
-"""Extend a model to four times its trained length in several ways, beside the model itself and its control.
+"""Extend a model to four times its trained length in several ways, and compare with the model itself and its control.
 
     python benchmarks/extend.py MODEL --train TRAIN --held-out HELD_OUT --runs DIR [KEY=VALUE ...]
 

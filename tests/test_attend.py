@@ -65,6 +65,7 @@ VARIANTS: dict[str, list[dict]] = {
     "grape_a": [{}, {"gate": True}],
     "kerple": [{}, {"kernel": "power"}, {"kernel": "power", "weighted": True, "gate": True}],
     "log_temperature": [{}, {"temperature": "ssmax"}, {"temperature": "llama4", "floor": 5}],
+    "path": [{}, {"gate": True, "kernel": 1, "rank": 3}],
     "repo": [{}, {"init": "official", "width": 3}],
     "rope": [{}, {"layout": "interleaved", "rotary_dim": 4, "theta": 100.0, "gate": True}, {"proportion": 0.5}],
     "sandwich": [{}, {"dim": 10, "freq_start": 1, "gate": True}],

@@ -28,6 +28,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("fox", {"forget_gate": "bias_only"}),
     ("fox_pro", {"share_qk_norm": True, "gate_activation": "silu", "output_norm": False}),
     ("liere", {"axes": 2, "init": "official"}),
+    ("path", {"gate": True, "kernel": 1, "rank": 3}),
     ("rope", {"gate": True, "layout": "interleaved"}),
     ("shaw", {"max_distance": 2, "init": "normal"}),
     ("shaw", {"max_distance": 2, "values": False}),
@@ -120,7 +121,7 @@ def test_as_many_queries_as_keys_may_stand_elsewhere(name: str) -> None:
     torch.testing.assert_close(attend(scheme, q[:, :, 5:], k[:, :, :5], v[:, :, :5], **at), whole, rtol=0, atol=1e-11)
 
 
-BY_ORDER = [case for case in CASES if case[0] in ("cope", "fox", "fox_pro", "nope", "stick_breaking")]
+BY_ORDER = [case for case in CASES if case[0] in ("cope", "fox", "fox_pro", "nope", "path", "stick_breaking")]
 
 
 @pytest.mark.parametrize(("name", "direction", "options"), BY_ORDER, ids=str)

@@ -509,6 +509,26 @@ def test_grape_a(heads: int) -> None:
         torch.testing.assert_close(got, weights @ k, rtol=0, atol=10 * atol)
 
 
+# -- path --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 64])
+def test_path(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_posenc.schemes.path._CHUNK", chunk)
+    values, places = golden("path"), torch.arange(13)[None]
+    q, k, v = (values[name] for name in "qkv")
+    seen, scheme = torch.ones(13, 13).tril().bool(), build("path", geometry(4, kv_heads=2, scale=8**-0.5)).double()
+    state = {
+        "reflection_directions": values["w"].transpose(1, 2),
+        "reflection_strengths": values["beta"].transpose(1, 2),
+    }
+    block = Block(Positions(places, places), reach=12, keep=seen[None, None], state=state)
+    logits = scheme.score(8**-0.5 * q @ k.repeat_interleave(2, 1).mT, q, k, block)
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+    torch.testing.assert_close(weights, values["attn"], rtol=0, atol=about("path")["atol"])
+    torch.testing.assert_close(weights @ v.repeat_interleave(2, 1), values["out"], rtol=0, atol=about("path")["atol"])
+
+
 # -- rope2d ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
+from hf_posenc.structures import Equivalent, Nothing, Numbers, Picture
+
+# Direction `[B, S, G, D]` and strength `[B, S, G]` of each token's reflection; projections of the tokens before.
+_DIRECTIONS, _STRENGTHS, _BEFORE = "reflection_directions", "reflection_strengths", "reflections_before"
+# Keys of a chunk. All that stand in one are passed at once, with matrices of this size.
+_CHUNK = 64
+
+
+@register_scheme("path", paper="2505.16381", family="contextual", directions=("causal",))
+class PaTH(Scheme):
+    """A reflection by each token that stands between a query and a key (PaTH attention, Yang et al. 2025).
+
+    Token t has a matrix `H_t = I - beta_t w_t w_t^T`, with w_t of length 1 and beta_t between 0 and 2: the identity at
+    0, a projection at 1, a reflection at 2. The logit is `s k_j^T H_{j+1} ... H_i q_i` (s the softmax scale), so what a
+    position means depends on all that has been read since. Only the order of tokens matters; padding does not reflect.
+    Query heads that share keys share the matrices. The computation is in float32 or wider.
+
+    `w` is a projection of rank `rank` of the hidden state, mixed by a causal convolution over `kernel` tokens, through
+    SiLU, and of length 1 in each kv head; `beta = 2 sigmoid(b . x + c)`.
+
+    Parameters: `w_proj.0.weight` `[rank, E]`, `w_proj.1.weight` `[G D, rank]`, `w_conv1d` `[G D, kernel]`,
+    `bt_proj.weight` `[G, E]`, `bt_proj.bias` `[G]`.
+
+    Starts: a break with the official start, beta near 1. With `gate` every beta is multiplied by a learned factor per
+    kv head that starts at 0, an exact no-op if the native encoding is kept: then the logit is the native one plus what
+    the matrices change of `s k_j^T q_i`.
+
+    Deviations from the official code: the low rank for grouped queries, too; the convolution begins again with each
+    packed sequence; the gate. Without its forget gate and normalised queries and keys. The official decoder rewrites
+    the cached keys with each token. Here the cache keeps w and beta of each token in float32 instead, so that it can be
+    cropped, reordered and shared, and a decoded token takes 64 times as much work per key as plain attention.
+
+    Args:
+        geometry: Shape of the layer.
+        rank: Rank of the projection.
+        kernel: Tokens under the convolution: the token itself and those before it.
+        gate: Multiply every beta by a learned factor per kv head that starts at 0.
+    """
+
+    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+    reads_keys = True
+    history = 64
+
+    def __init__(self, geometry: Geometry, *, rank: int = 32, kernel: int = 3, gate: bool = False) -> None:
+        super().__init__(geometry)
+        self.require(rank >= 1, "rank", rank, "at least 1")
+        self.require(1 <= kernel <= self.history, "kernel", kernel, f"a number from 1 to {self.history}")
+        self.rank, self.kernel, self.gate = rank, kernel, gate
+        width = geometry.kv_heads * geometry.head_dim
+        self.w_proj = nn.ModuleList(
+            [AnyDtypeLinear(geometry.hidden_size, rank, bias=False), AnyDtypeLinear(rank, width, bias=False)]
+        )
+        self.w_conv1d = nn.Parameter(torch.empty(width, kernel))
+        self.bt_proj = AnyDtypeLinear(geometry.hidden_size, geometry.kv_heads)
+        if gate:
+            self.gate_weight = nn.Parameter(torch.zeros(geometry.kv_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for layer in (*self.w_proj, self.bt_proj):
+            assert isinstance(layer, AnyDtypeLinear)
+            layer.reset_parameters()
+        nn.init.zeros_(self.bt_proj.bias)
+        nn.init.uniform_(self.w_conv1d, -(self.kernel**-0.5), self.kernel**-0.5)
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        hidden = tokens.hidden_states(self.name)
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+            narrow, wide = self.w_proj
+            shifted: Tensor = narrow(hidden)  # [B, S, rank]
+            taps = self.w_conv1d.to(shifted).unbind(-1)
+            # Convolution and projection commute, so that few channels are kept of the tokens before.
+            mixed = wide(shifted) * taps[-1]
+            recent: dict[str, Tensor] = {}
+            for back in range(1, self.kernel):
+                shifted, needed = tokens.previous(shifted, f"{_BEFORE}_{back}")
+                recent |= needed
+                mixed = mixed + wide(shifted) * taps[-1 - back]
+            in_heads = F.silu(mixed).view(*mixed.shape[:-1], self.geometry.kv_heads, -1)
+            directions = F.normalize(in_heads, dim=-1)
+            strengths = self.gated(2 * self.bt_proj(hidden).sigmoid())
+        if tokens.real is not None:
+            strengths = strengths.masked_fill(~tokens.real[..., None], 0)
+        return Projection(q, k, v, {_DIRECTIONS: directions, _STRENGTHS: strengths}, recent)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        assert self.geometry.scale is not None
+        with torch.autocast(logits.device.type, enabled=False):
+            w, beta = (block.state[name].to(logits).transpose(1, 2) for name in (_DIRECTIONS, _STRENGTHS))
+            return logits + self.geometry.scale * _change(q.to(logits), k.to(logits), w, beta, block.keep)
+
+    def stock_equivalent(self) -> Equivalent:
+        closed = self.gate_weight is not None and not bool(self.gate_weight.any())
+        return Nothing() if closed else super().stock_equivalent()
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return native_kept and self.gate
+
+    def state_bytes(self, element: int) -> tuple[int, int]:
+        per_token = 4 * self.geometry.kv_heads * (self.geometry.head_dim + 1)
+        return per_token, self.history * (self.kernel - 1) * (4 * self.rank + 8)
+
+    pictures = (
+        Picture(
+            "strengths",
+            "strength of the reflection by each token of a text",
+            "strengths of reflections",
+            "tokens",
+            (
+                Numbers(
+                    lambda scheme, logits, q, k, block: block.state[_STRENGTHS].transpose(1, 2),
+                    "strength (0: none, 1: projection, 2: reflection)",
+                    high=2.0,
+                ),
+            ),
+        ),
+    )
+
+
+def _change(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keep: Tensor | None) -> Tensor:
+    """Return `k_j^T (H_{j+1} ... H_i - I) q_i`, `[B, H, Q, K]`.
+
+    A query passes the chunks of keys from the last to the first. Within a chunk let x be the query as it comes in. The
+    token t takes `u_t w_t` from it, with `u_t = beta_t w_t^T (x - sum of u_s w_s over later s)`: a triangular system,
+    whose matrix all queries share. So key j has `k_j^T (x - sum of u_t w_t over t > j)`.
+
+    Args:
+        q: Queries, `[B, H, Q, D]`.
+        k: Keys, `[B, G, K, D]`.
+        w: Directions, `[B, G, K, D]`.
+        beta: Strengths, `[B, G, K]`.
+        keep: Mask of the keys that each query may see, bool `[B|1, H|1, Q|1, K]`. Tokens ahead of a query take nothing
+            from it. Those hidden for another reason change keys farther away only, which are hidden, too, or padding.
+    """
+    (batch, heads, queries, width), (groups, keys) = q.shape, k.shape[1:3]
+    size = min(_CHUNK, keys)
+    missing = -keys % size
+    if missing:
+        k, w, beta = F.pad(k, (0, 0, 0, missing)), F.pad(w, (0, 0, 0, missing)), F.pad(beta, (0, missing))
+    k, w, beta = (x.reshape(*x.shape[:2], -1, size, *x.shape[3:]) for x in (k, w, beta))  # [B, G, chunks, size, ...]
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(-1)  # row t, column j: t > j
+    one = torch.eye(size, dtype=q.dtype, device=q.device)
+    system = torch.where(later, w @ w.mT * beta[..., None, :], 0)  # the diagonal of ones is implied
+    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    passed = torch.where(later, w @ k.mT, 0)
+    if keep is not None:
+        taking = F.pad(keep, (0, missing)).expand(-1, heads, queries, -1)
+        taking = taking.reshape(len(keep), groups, -1, taking.shape[-1])
+    first = q.reshape(batch, groups, -1, width)  # query heads of a group, one after the other
+    x, found = first, []
+    for chunk in reversed(range(k.shape[2])):
+        at = w[:, :, chunk]
+        wanted = x @ at.mT * beta[:, :, None, chunk]
+        if keep is not None:
+            wanted = wanted.where(taking[..., chunk * size : (chunk + 1) * size], 0)
+        taken = wanted @ inverse[:, :, chunk]
+        found.append((x - first) @ k[:, :, chunk].mT - taken @ passed[:, :, chunk])
+        x = x - taken @ at
+    return torch.cat(found[::-1], dim=-1)[..., :keys].reshape(batch, heads, queries, keys)
