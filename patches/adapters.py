@@ -183,15 +183,14 @@ class PosencTuner:
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Put an adapter into the model; all of its adapters have the same schemes."""
-        with surgery.all_or_nothing() as undo:
-            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name], undo)
-            surgery.remember(undo, model)
+        with surgery.all_or_nothing(model) as restore:
+            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name])
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             if config._weights is not None:
                 with config.loading(_whole(self, adapter_name), adapter_name, [config._weights]):
                     pass
             elif config._pending:
-                config._undo = undo.roll_back  # transformers looks for the weights after this
+                config._undo = restore  # transformers looks for the weights after this
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):
@@ -287,13 +286,12 @@ class Kind:
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
-def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
+def agree(model: Any, config: Any) -> Any:
     """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
     Args:
         model: Stock or converted model.
         config: The adapter's configuration. One of PEFT's own is copied, not changed.
-        undo: Record of the conversion, for a caller that may fail later.
 
     Returns:
         The adapter's configuration.
@@ -311,7 +309,7 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     if own is not None and config.posenc is not None:
         _check_same(config.posenc, own)
     elif config.posenc is not None:
-        _convert(model, config.posenc, undo or surgery.Undo())
+        _convert(model, config.posenc)
         if _has_parameters(model) and not config.has_schemes:
             raise OptionError(
                 f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it "
@@ -340,17 +338,17 @@ def agree(model: Any, config: Any, undo: surgery.Undo | None = None) -> Any:
     return config
 
 
-def _convert(model: Any, schemes: dict[str, Any], undo: surgery.Undo) -> None:
+def _convert(model: Any, schemes: dict[str, Any]) -> None:
     """Patch a stock model, in place, with the record of a converted one."""
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    belonging.own_configs(undo, architecture, model)
-    belonging.rename(undo, model)
+    belonging.own_configs(architecture, model)
+    belonging.rename(model)
     for config in surgery.configs(model):
-        undo.set(config, "posenc", copy.deepcopy(schemes))
-    attach_recorded(architecture, model, undo)
-    belonging.mark_parts(undo, model)
+        config.posenc = copy.deepcopy(schemes)
+    attach_recorded(architecture, model)
+    belonging.mark_parts(model)
 
 
 def base_of(folder: str) -> str:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, CheckpointError
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.patches.surgery import Undo, configs, is_patched, stock_class
+from hf_posenc.patches.surgery import configs, is_patched, stock_class
 
 # The name of a model that was changed in memory. Other libraries load a model again by the name in its config, for a
 # reference model or a tokenizer, and after `patch` the old name leads to another model. It is a folder, because
@@ -39,25 +39,25 @@ class UnsavedConfig(PreTrainedConfig):
 AutoConfig.register(UnsavedConfig.model_type, UnsavedConfig)
 
 
-def rename(undo: Undo, model: nn.Module) -> None:
+def rename(model: nn.Module) -> None:
     """Replace the name of a model that is about to change; the old one is remembered if it names the stock model."""
     for config in configs(model):
         stock = vars(config).get("posenc_origin") if is_patched(config) else config._name_or_path
-        undo.set(config, "posenc_origin", stock)
-    _name(undo, model, stock=False)
+        config.posenc_origin = stock
+    _name(model, stock=False)
 
 
-def rename_stock(undo: Undo, model: nn.Module) -> None:
+def rename_stock(model: nn.Module) -> None:
     """Give a model that is about to be unpatched the name of its stock model, where that is known."""
-    _name(undo, model, stock=True)
+    _name(model, stock=True)
 
 
-def _name(undo: Undo, model: nn.Module, *, stock: bool) -> None:
+def _name(model: nn.Module, *, stock: bool) -> None:
     for config in configs(model):
-        undo.set(config, "_name_or_path", (stock and vars(config).get("posenc_origin")) or UNSAVED)
+        config._name_or_path = (stock and vars(config).get("posenc_origin")) or UNSAVED
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            undo.set(module, "name_or_path", configs(model)[0]._name_or_path)
+            module.name_or_path = configs(model)[0]._name_or_path
 
 
 def origin(config: Any) -> str:
@@ -66,7 +66,7 @@ def origin(config: Any) -> str:
     return str(vars(config).get("posenc_origin") or "") if name == UNSAVED else name
 
 
-def own_configs(undo: Undo, architecture: Architecture, model: nn.Module) -> None:
+def own_configs(architecture: Architecture, model: nn.Module) -> None:
     """Give a model with a head copies of its configs, from which other models may have been made."""
     if any(model is body for body in architecture.stacks(model).values()):
         return
@@ -74,7 +74,7 @@ def own_configs(undo: Undo, architecture: Architecture, model: nn.Module) -> Non
         own = copy.deepcopy(config)
         for module in model.modules():
             for name in [name for name, value in vars(module).items() if value is config]:
-                undo.set(module, name, own)
+                setattr(module, name, own)
 
 
 class _Whole(weakref.ref[nn.Module]):
@@ -84,12 +84,12 @@ class _Whole(weakref.ref[nn.Module]):
         return type(None), ()  # a copy of the whole model marks its own parts
 
 
-def mark_parts(undo: Undo, model: nn.Module) -> None:
+def mark_parts(model: nn.Module) -> None:
     """Mark the bodies inside a patched model as its parts, for `refuse_part`; the model itself gets no mark."""
-    undo.unset(model, "posenc_whole")
+    vars(model).pop("posenc_whole", None)
     for module in model.modules():
         if module is not model and is_patched(module) and isinstance(module, PreTrainedModel):
-            undo.set(module, "posenc_whole", _Whole(model))
+            module.posenc_whole = _Whole(model)
 
 
 def refuse_part(architecture: Architecture, model: nn.Module) -> None:

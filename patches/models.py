@@ -43,18 +43,18 @@ class PosencModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        attach_recorded(of_model(self), self)  # type: ignore[arg-type]
+        attach_recorded(of_model(self), self, is_new=True)  # type: ignore[arg-type]
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
         parts = {part for name in self.state_dict() for part in name.split(".")}  # type: ignore[attr-defined]
         own = parts & {surgery.OWN, surgery.SHARED}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
-        belonging.mark_parts(surgery.Undo(), self)  # type: ignore[arg-type]
+        belonging.mark_parts(self)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        belonging.mark_parts(surgery.Undo(), self)  # type: ignore[arg-type]
+        belonging.mark_parts(self)  # type: ignore[arg-type]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):
@@ -114,7 +114,7 @@ class PosencModel:
         # Loading makes new parameters, all trainable.
         architecture = of_model(model)
         for body in architecture.stacks(model).values():
-            surgery.settle_native(surgery.Undo(), architecture, body)
+            surgery.settle_native(architecture, body)
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -160,8 +160,8 @@ class PosencModel:
         # A folder that is uploaded under its name, or that other processes write too, is written in place.
         is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         in_place = bool(args or is_shared or folder.is_file() or kwargs.get("push_to_hub"))
-        undo = surgery.Undo()
-        undo.set(self, "hf_quantizer", checkpoint.Binding(self, state_dict))
+        quantizer = vars(self).get("hf_quantizer")
+        self.hf_quantizer: Any = checkpoint.Binding(self, state_dict)
         try:
             with storing(folder, needed=size) if in_place else whole_files(folder, needed=size, stale=_SHARD) as fresh:
                 place = save_directory if fresh is None else fresh
@@ -170,7 +170,9 @@ class PosencModel:
                 for adapter in getattr(self, "peft_config", {}).values() if is_main_process else ():
                     adapter.bind(Path(place))
         finally:
-            undo.roll_back()
+            del self.hf_quantizer
+            if quantizer is not None:
+                self.hf_quantizer = quantizer
         if is_main_process:
             self._write_companions(save_directory)
 
@@ -195,13 +197,13 @@ class PosencModel:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
 
 
-def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.Undo | None = None) -> None:
+def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
     """Patch a model with the groups recorded in its config.
 
     Args:
         architecture: Architecture of the model.
-        model: A model just built from that config, or a stock model that was given the record.
-        undo: Record of the changes, where a failure must take them back.
+        model: A model built from that config, or a stock model that was given the record.
+        is_new: Whether the model was just built, so that nobody trained its tables.
 
     Raises:
         CheckpointError: The model cannot be patched with the record.
@@ -211,7 +213,6 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
     bodies = architecture.stacks(model)
     if all(surgery.SHARED in body._modules or _has_schemes(architecture, body) for body in bodies.values()):
         return  # A head builds its body through `AutoModel`, which has done it.
-    is_new, undo = undo is None, undo or surgery.Undo()
     strengths = record.strengths_from_config(config)
     layers: dict[str, set[int]] = {name: set() for name in bodies}
     for group in groups:
@@ -237,7 +238,7 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
             f"config.json has the {architecture.native} of {architecture.name} kept in some layers only, or at part of "
             f"its strength, which it cannot be. {_RESTORE}"
         )
-    surgery.swap_classes(undo, architecture, model, layers)
+    surgery.swap_classes(architecture, model, layers)
     for group in groups:
         try:
             info = registry.get(group.scheme)
@@ -254,10 +255,10 @@ def attach_recorded(architecture: Architecture, model: nn.Module, undo: surgery.
                 f"The checkpoint uses the scheme {group.scheme!r}, which this installation does not know. {error} "
                 "Upgrade hf-posenc, or import the module that registers the scheme before loading."
             ) from error
-        surgery.attach(undo, architecture, model, group, built)
-    surgery.set_strengths(undo, architecture, model, strengths)
+        surgery.attach(architecture, model, group, built)
+    surgery.set_strengths(architecture, model, strengths)
     for body in bodies.values():
-        surgery.settle_native(undo, architecture, body)
+        surgery.settle_native(architecture, body)
 
 
 def _has_schemes(architecture: Architecture, body: nn.Module) -> bool:

@@ -57,22 +57,22 @@ def patch(
     """
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     architecture, group = prepared.architecture, prepared.group
-    with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, architecture, model)
-        belonging.rename(undo, model)
+    with surgery.all_or_nothing(model):
+        belonging.own_configs(architecture, model)
+        belonging.rename(model)
         chosen = {name: set(part.layers) for name, part in group.stacks.items()}
-        surgery.swap_classes(undo, architecture, model, chosen)
-        belonging.mark_parts(undo, model)
+        surgery.swap_classes(architecture, model, chosen)
+        belonging.mark_parts(model)
         # Before attaching: the new group may have the number of one that it replaces.
         for name, body in architecture.stacks(model).items():
-            surgery.drop_shared(undo, body, {g.id for g in prepared.kept if name in g.stacks})
-        surgery.attach(undo, architecture, model, group, prepared.built)
-        surgery.set_strengths(undo, architecture, model, record.FULL)
+            surgery.drop_shared(body, {g.id for g in prepared.kept if name in g.stacks})
+        surgery.attach(architecture, model, group, prepared.built)
+        surgery.set_strengths(architecture, model, record.FULL)
         groups = [*prepared.kept, group]
         for body in architecture.stacks(model).values():
-            surgery.settle_native(undo, architecture, body)
+            surgery.settle_native(architecture, body)
         for config in surgery.configs(model):
-            undo.set(config, "posenc", record.to_dict(groups))
+            config.posenc = record.to_dict(groups)
     for warning in prepared.warnings:
         logger.warning("%s", warning)
     return model
@@ -97,21 +97,21 @@ def unpatch(model: Model) -> Model:
         raise NotPatchedError(f"unpatch: the {type(model).__name__} is not patched. Nothing was done.")
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    with surgery.all_or_nothing() as undo:
-        belonging.own_configs(undo, architecture, model)
-        belonging.rename_stock(undo, model)
+    with surgery.all_or_nothing(model):
+        belonging.own_configs(architecture, model)
+        belonging.rename_stock(model)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
-            surgery.release(undo, architecture, body, patched)
-            surgery.drop_shared(undo, body, set())
-            surgery.settle_native(undo, architecture, body)
-            surgery.settle_layers(undo, architecture, model, body)
-            undo.unset(body, "posenc_frozen")
+            surgery.release(architecture, body, patched)
+            surgery.drop_shared(body, set())
+            surgery.settle_native(architecture, body)
+            surgery.settle_layers(architecture, model, body)
+            vars(body).pop("posenc_frozen", None)
         for module in model.modules():
             if surgery.is_patched(module):
-                surgery.restore(undo, module)
+                surgery.restore(module)
         for config in surgery.configs(model):
-            surgery.restore(undo, config)
+            surgery.restore(config)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +68,13 @@ def drop_native(model: PreTrainedModel) -> None:
     """
     groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
     architecture = of_model(model)
-    with surgery.all_or_nothing() as undo:
+    with surgery.all_or_nothing(model):
         for body in architecture.stacks(model).values():
+            attention: Any
             for attention in architecture.attentions(body):
                 if surgery.is_patched(attention):
-                    undo.set(attention, "posenc_keeps_native", False)
-            surgery.settle_native(undo, architecture, body)
+                    attention.posenc_keeps_native = False
+            surgery.settle_native(architecture, body)
         _write(model, groups, record.FULL)
 
 
@@ -87,11 +89,11 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
 
 
 def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
-    with surgery.all_or_nothing() as undo:
-        surgery.set_strengths(undo, of_model(model), model, strengths)
-        belonging.rename(undo, model)
+    with surgery.all_or_nothing(model):
+        surgery.set_strengths(of_model(model), model, strengths)
+        belonging.rename(model)
         for config in surgery.configs(model):
-            undo.set(config, "posenc", record.to_dict(groups, strengths))
+            config.posenc = record.to_dict(groups, strengths)
 
 
 class Blended(Scheme):

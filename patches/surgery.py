@@ -1,4 +1,4 @@
-"""Changes to a model: swap the classes of its modules, attach schemes, and undo both.
+"""Changes to a model: swap the classes of its modules, attach schemes, and take both back.
 
 Nothing global is touched. A class swap survives `deepcopy`, `pickle`, output recording and `torch.compile`, where
 replaced methods do not.
@@ -36,83 +36,19 @@ class SharedSchemes(nn.Module):
         return [scheme for scheme in self.children() if isinstance(scheme, Scheme)]
 
 
-class Undo:
-    """Remembers how to take changes back, so that a failure leaves the model as it was."""
-
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], None]] = []
-
-    def set(self, target: Any, name: str, value: Any) -> None:
-        """Set an attribute that is not a module."""
-        had, old = name in vars(target), vars(target).get(name)
-        setattr(target, name, value)
-        self._steps.append(lambda: setattr(target, name, old) if had else delattr(target, name))
-
-    def unset(self, target: Any, name: str) -> None:
-        """Delete an attribute that is not a module, if it is there."""
-        if name in vars(target):
-            old = vars(target)[name]
-            delattr(target, name)
-            self._steps.append(lambda: setattr(target, name, old))
-
-    def swap_class(self, target: Any, new: type) -> None:
-        """Swap the class of an object, and rebind the forward that accelerate's hooks keep for it."""
-        old = type(target)
-        target.__class__ = new
-        rebind_hook(target)
-
-        def back() -> None:
-            target.__class__ = old
-            rebind_hook(target)
-
-        self._steps.append(back)
-
-    def add_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """Set or, with `None`, delete a child module."""
-        old = parent._modules.get(name)
-
-        def put(child: nn.Module | None) -> None:
-            if child is None:
-                parent._modules.pop(name, None)
-            else:
-                parent.add_module(name, child)
-
-        put(module)
-        self._steps.append(lambda: put(old))
-
-    def set_grad(self, parameter: nn.Parameter, value: bool) -> None:
-        """Freeze or thaw a parameter."""
-        old = parameter.requires_grad
-        parameter.requires_grad_(value)
-
-        def back() -> None:
-            parameter.requires_grad_(old)
-
-        self._steps.append(back)
-
-    def add(self, step: Callable[[], None]) -> None:
-        """Remember a step of any other kind."""
-        self._steps.append(step)
-
-    def roll_back(self) -> None:
-        """Take all changes back, the last first."""
-        while self._steps:
-            self._steps.pop()()
-
-
 @contextlib.contextmanager
-def all_or_nothing() -> Iterator[Undo]:
-    """Give an `Undo` that is rolled back if the block raises."""
-    undo = Undo()
+def all_or_nothing(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give a function that restores a model to what it is now, and call it if the block raises."""
+    restore_all = remember(model)
     try:
-        yield undo
+        yield restore_all
     except BaseException:
-        undo.roll_back()
+        restore_all()
         raise
 
 
-def remember(undo: Undo, model: nn.Module) -> None:
-    """Remember a model, except for values of parameters, before another library changes it."""
+def remember(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a model and its configs to what they are now, but no values of parameters."""
     kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
     values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -125,7 +61,7 @@ def remember(undo: Undo, model: nn.Module) -> None:
             parameter.data = data
             parameter.requires_grad_(trained)
 
-    undo.add(back)
+    return back
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +69,11 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, (dict, list, set)) else value for name, value in state.items()}
 
 
-def rebind_hook(module: Any) -> None:
-    """Make an accelerate hook on a module call the forward of its present class."""
-    if "_old_forward" in getattr(module, "__dict__", {}):
-        module._old_forward = type(module).forward.__get__(module)
+def swap_class(target: Any, new: type) -> None:
+    """Swap the class of an object, and make an accelerate hook on it call the forward of the new one."""
+    target.__class__ = new
+    if "_old_forward" in vars(target):
+        target._old_forward = new.forward.__get__(target)  # type: ignore[attr-defined]
 
 
 def is_patched(module: object) -> bool:
@@ -150,7 +87,7 @@ def stock_class(kind: type) -> type:
     return stock
 
 
-def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
+def swap(architecture: Architecture, target: Any) -> None:
     """Give an object the patched twin of its class."""
     if is_patched(target):
         return
@@ -167,7 +104,7 @@ def swap(undo: Undo, architecture: Architecture, target: Any) -> None:
             f"The {type(target).__name__} has a forward of its own on the instance: another library patched it. Patch "
             "with hf_posenc first."
         )
-    undo.swap_class(target, twin)
+    swap_class(target, twin)
 
 
 def build_group(
@@ -236,48 +173,50 @@ def take_common(scheme: Scheme) -> Scheme | None:
 
 
 def attach(
-    undo: Undo, architecture: Architecture, model: nn.Module, group: Group, built: Mapping[str, Mapping[int, Scheme]]
+    architecture: Architecture, model: nn.Module, group: Group, built: Mapping[str, Mapping[int, Scheme]]
 ) -> None:
     """Put the schemes of one group into a model whose classes are swapped already."""
     for name, body in architecture.stacks(model).items():
         attentions = architecture.attentions(body)
         for layer, scheme in built.get(name, {}).items():
-            attention = attentions[layer]
+            attention: Any = attentions[layer]
             # Layers that torch.ao quantised have no parameters.
             device = next(chain(attention.parameters(), body.parameters())).device
-            undo.set(attention, "posenc_group", group.id)
-            undo.set(attention, "posenc_keeps_native", group.native == "keep")
+            attention.posenc_group = group.id
+            attention.posenc_keeps_native = group.native == "keep"
             for attribute, value in architecture.attributes(body, layer).items():
-                undo.set(attention, attribute, value)
+                setattr(attention, attribute, value)
+            attention._modules.pop(OWN, None)
             common = scheme if scheme.shared else take_common(scheme)
-            undo.add_module(attention, OWN, None if scheme.shared else _placed(scheme, device))
+            if not scheme.shared:
+                attention.add_module(OWN, _placed(scheme, device))
             if common is None:
                 continue
             if SHARED not in body._modules:
-                undo.add_module(body, SHARED, SharedSchemes())
+                body.add_module(SHARED, SharedSchemes())
             container = body._modules[SHARED]
             assert container is not None
-            undo.add_module(container, str(group.id), _placed(common, next(body.parameters()).device))
-        settle_layers(undo, architecture, model, body)
+            container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
+        settle_layers(architecture, model, body)
 
 
-def swap_classes(undo: Undo, architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
+def swap_classes(architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
     """Give a model, its bodies, the chosen attentions and its configs their patched classes."""
     for name, body in architecture.stacks(model).items():
         attentions = architecture.attentions(body)
         for layer in sorted(layers.get(name, ())):
-            swap(undo, architecture, attentions[layer])
+            swap(architecture, attentions[layer])
         if layers.get(name):
             for module in architecture.swapped(body):
-                swap(undo, architecture, module)
+                swap(architecture, module)
     for module in model.modules():
         if type(module) in architecture.twins and hasattr(module, "config") and hasattr(module, "save_pretrained"):
-            swap(undo, architecture, module)
+            swap(architecture, module)
     for config in configs(model):
-        swap(undo, architecture, config)
+        swap(architecture, config)
 
 
-def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
+def settle_layers(architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
     """Give layers whose scheme carries state their patched class, and all others their stock class.
 
     The name of a layer's class tells accelerate what must not be split between devices.
@@ -286,10 +225,10 @@ def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body
     for layer, attention in zip(layers, architecture.attentions(body), strict=True):
         scheme = attention._modules.get(OWN)
         if isinstance(scheme, Scheme) and scheme.overrides("carry"):
-            swap(undo, architecture, layer)
-            undo.set(layer, "posenc_group", attention.posenc_group)
+            swap(architecture, layer)
+            layer.posenc_group = attention.posenc_group
         elif is_patched(layer):
-            restore(undo, layer)
+            restore(layer)
     present: dict[type, set[str]] = {}
     for other in architecture.stacks(model).values():
         for layer in architecture.layers(other):
@@ -306,31 +245,32 @@ def settle_layers(undo: Undo, architecture: Architecture, model: nn.Module, body
             if unsplit & names:
                 wanted = wanted - names | kinds
         if wanted != unsplit:
-            undo.set(module, "_no_split_modules", wanted)
+            vars(module)["_no_split_modules"] = wanted
 
 
-def set_strengths(undo: Undo, architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
+def set_strengths(architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
     """Set the strengths of the model's own encoding and of the schemes, in all modules that read them."""
     for body in architecture.stacks(model).values():
+        module: Any
         for module in (body, *architecture.swapped(body)):
             if is_patched(module):
-                undo.set(module, "posenc_strengths", strengths)
+                module.posenc_strengths = strengths
 
 
-def release(undo: Undo, architecture: Architecture, body: nn.Module, layers: set[int]) -> None:
+def release(architecture: Architecture, body: nn.Module, layers: set[int]) -> None:
     """Give the chosen layers of a body their stock class back, without any scheme."""
     attentions = architecture.attentions(body)
     for layer in layers:
         attention = attentions[layer]
-        undo.add_module(attention, OWN, None)
-        restore(undo, attention)
+        attention._modules.pop(OWN, None)
+        restore(attention)
 
 
-def restore(undo: Undo, target: Any) -> None:
+def restore(target: Any) -> None:
     """Restore the stock class of an object, and remove the attributes of the patch."""
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
-        undo.unset(target, name)
-    undo.swap_class(target, stock_class(type(target)))
+        delattr(target, name)
+    swap_class(target, stock_class(type(target)))
 
 
 def check_record(architecture: Architecture, model: Any) -> None:
@@ -368,37 +308,38 @@ def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
     return own if own is not None else getattr(body._modules[SHARED], str(attention.posenc_group))
 
 
-def drop_shared(undo: Undo, body: nn.Module, used: set[int]) -> None:
+def drop_shared(body: nn.Module, used: set[int]) -> None:
     """Remove the shared schemes of a body that belong to no group any more."""
     container = body._modules.get(SHARED)
     if container is None:
         return
     for name in list(container._modules):
         if int(name) not in used:
-            undo.add_module(container, name, None)
+            del container._modules[name]
     if not container._modules:
-        undo.add_module(body, SHARED, None)
+        del body._modules[SHARED]
 
 
-def settle_native(undo: Undo, architecture: Architecture, body: nn.Module) -> None:
+def settle_native(architecture: Architecture, body: Any) -> None:
     """Freeze the parameters of the model's own encoding where nothing reads them, and thaw them where something does.
 
     A parameter that is trained but unused makes distributed training fail; it stays in checkpoints for `unpatch`.
     """
     removed = native_removed(architecture, body)
+    module: Any
     for module in architecture.swapped(body):
-        undo.set(module, "posenc_removed", removed)
+        module.posenc_removed = removed
     frozen = set(vars(body).get("posenc_frozen", []))
     natives = zip(architecture.native_parameters(body), architecture.native_readers(body), strict=True)
     for index, (parameter, readers) in enumerate(natives):
         unread = removed or all(map(_has_removed, readers))
         if unread and parameter.requires_grad:
-            undo.set_grad(parameter, False)
+            parameter.requires_grad_(False)
             frozen.add(index)
         elif not unread and index in frozen:
-            undo.set_grad(parameter, True)
+            parameter.requires_grad_(True)
             frozen.remove(index)
-    undo.set(body, "posenc_frozen", sorted(frozen))
+    body.posenc_frozen = sorted(frozen)
 
 
 def native_removed(architecture: Architecture, body: nn.Module) -> bool:

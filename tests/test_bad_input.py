@@ -513,8 +513,8 @@ def test_patch_that_fails_half_way_is_taken_back(
 def test_patch_that_fails_after_the_first_stack_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, attach = t5(), surgery.attach
 
-    def half(undo: Any, architecture: Any, whole: Any, group: Any, built: Any) -> None:
-        attach(undo, architecture, whole, group, {"encoder": built["encoder"]})
+    def half(architecture: Any, whole: Any, group: Any, built: Any) -> None:
+        attach(architecture, whole, group, {"encoder": built["encoder"]})
         assert surgery.OWN in whole.encoder.block[0].layer[0].SelfAttention._modules
         raise Failure
 

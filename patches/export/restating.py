@@ -47,7 +47,7 @@ class Draft:
         self.model, self.architecture = model, architecture
         self.kind: Any = surgery.stock_class(type(model))
         self.config: Any = copy.deepcopy(model.config)
-        surgery.restore(surgery.Undo(), self.config)
+        surgery.restore(self.config)
         self.names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.weights: dict[str, Tensor] = {
             name: tensor
