@@ -157,8 +157,9 @@ class Scheme(nn.Module):
         return getattr(type(self), seam) is not getattr(Scheme, seam)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        """Whether a freshly patched model computes the same function as before."""
-        return False
+        """Whether a freshly patched model computes the same function as before; here, with the neutral options."""
+        neutral = self.neutral_options
+        return native_kept and neutral is not None and all(getattr(self, x) == value for x, value in neutral.items())
 
     def start_tolerance(self, *, native_kept: bool) -> float | None:
         """Return a bound on how far attention logits move at the start, over the model's whole context.

@@ -33,7 +33,6 @@ class ALiBi(GridBias):
         shared: Use one set of learned parameters for the whole stack.
     """
 
-    neutral_options = {"gate": True}
     adaptation = Adaptation(fit="native", options={"learned_slopes": True, "shared": False}, symmetric=True)
 
     def __init__(

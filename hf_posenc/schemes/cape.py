@@ -122,6 +122,3 @@ class CAPE(Scheme):
         if direct or not self.mlp2.is_silent():
             return super().stock_equivalent()
         return Nothing()
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.init == "zero"

@@ -173,9 +173,6 @@ class CoPE(Scheme):
         filled = [table for table in (self.pos_emb, self.pos_emb_right) if table is not None and bool(table.any())]
         return super().stock_equivalent() if filled else Nothing()
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept
-
     def state_bytes(self, element: int) -> tuple[int, int]:
         return (self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0), 0
 

@@ -169,6 +169,9 @@ class FoX(Scheme):
     def _key_bias(self, state: Mapping[str, Tensor]) -> Tensor:
         return -state[_SUMS].transpose(1, 2)
 
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        return False
+
     def start_tolerance(self, *, native_kept: bool) -> float | None:
         if not native_kept or self.horizon is None:
             return None

@@ -80,9 +80,6 @@ class GRAPEA(Scheme):
         closed = self.gate_weight is not None and not bool(self.gate_weight.any())
         return Nothing() if closed else super().stock_equivalent()
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.gate
-
     def state_bytes(self, element: int) -> tuple[int, int]:
         return 4 * self.geometry.heads, 0
 

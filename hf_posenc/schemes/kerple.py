@@ -37,7 +37,6 @@ class KERPLE(DistanceBias):
         shared: Use one set of parameters for the whole stack (the official form), not one per layer.
     """
 
-    neutral_options = {"gate": True}
     adaptation = Adaptation(
         fit="native", options={"shared": False}, elsewhere="handover", symmetric=True, encoder={"directed": True}
     )

@@ -24,6 +24,3 @@ class NoPE(Scheme):
 
     def stock_equivalent(self) -> Nothing:
         return Nothing()
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept

@@ -30,7 +30,6 @@ class Sandwich(DistanceBias):
         shared: Use one set of gates for the whole stack.
     """
 
-    neutral_options = {"gate": True}
     adaptation = Adaptation(symmetric=True)
 
     def __init__(

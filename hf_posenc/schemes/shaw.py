@@ -35,7 +35,7 @@ class Shaw(Scheme):
             `"normal"` is N(0, 0.02). (The official code has the defaults of its framework.)
     """
 
-    neutral_options = {}
+    neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1})
 
     portrait = Portrait(span=40)
@@ -94,6 +94,3 @@ class Shaw(Scheme):
     def stock_equivalent(self) -> Equivalent:
         filled = [table for table in (self.rel_k, self.rel_v) if table is not None and bool(table.any())]
         return super().stock_equivalent() if filled else Nothing()
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.init == "zero"

@@ -96,6 +96,3 @@ class Sinusoidal(Scheme):
         with torch.no_grad():
             none = torch.zeros(1, count, self.geometry.hidden_size, dtype=torch.float64)
             return self.embed(none, torch.arange(count)[None])[0]
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.gate

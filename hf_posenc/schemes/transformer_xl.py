@@ -200,6 +200,3 @@ class TransformerXL(Scheme):
         sine, cosine = (a @ sin)[..., None], (b @ cos)[..., None]
         products = torch.where(distance > self.clamp_len, cosine + sine, products)
         return torch.where(distance < -self.clamp_len, cosine - sine, products)
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.init == "zero"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ class AdditiveBias(Scheme):
         shared: Use one module for the whole stack.
         ahead: Bias of keys ahead of the query, in encoders; `None` uses the bias of keys behind it.
     """
+
+    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
 
     def __init__(
         self, geometry: Geometry, *, gate: bool = False, shared: bool = False, ahead: AdditiveBias | None = None
@@ -70,9 +74,6 @@ class AdditiveBias(Scheme):
     def is_zero(self) -> bool:
         """Whether the bias is zero with the current parameters, apart from `ahead`."""
         return self.gate_weight is not None and not bool(self.gate_weight.any())
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.gate
 
 
 class DistanceBias(AdditiveBias):
