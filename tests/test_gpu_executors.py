@@ -24,6 +24,7 @@ import test_engine
 import torch
 from test_engine import compare, left_padded, packed, plain, skipped
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_posenc import OptionError, Positions, Scheme, attend
 from hf_posenc.attention import Call, Choice, Mask, choose, executors
@@ -294,23 +295,20 @@ def test_kernels_wait_for_triton() -> None:
 @pytest.mark.parametrize(("length", "queries"), [(300, 300), (256, 256), (400, 270)])
 @pytest.mark.parametrize("rule", ["slots", "positions"])
 @pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
-def test_blocks_without_a_visible_key_are_skipped(
-    layout: Callable, rule: str, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    monkeypatch.setattr(flex, "_ROWS", 256)
+def test_blocks_without_a_visible_key_are_skipped(layout: Callable, rule: str, length: int, queries: int) -> None:
     q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
     places, keep = layout(length)
+    if rule == "positions":
+        places = torch.cat((places[:1], places[:1].flip(1)))
     if keep is not None:
         keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
     at, mask = Positions(places[:, length - queries :], places), Mask(rule, keep=keep, ahead=length - queries)
     got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
-    want = create_block_mask(got.mask_mod, 2, HEADS, queries, length, device="cpu")
-    keys = want.to_dense().bool()
-    assert torch.equal(got.to_dense().bool().expand_as(keys), keys)
-    whole = [int(x.full_kv_num_blocks.expand(2, HEADS, -1).sum()) for x in (got, want)]
-    assert whole[0] == whole[1]
+    shown, _ = mask.rows(0, queries, length, at)
+    padded = F.pad(shown.expand(2, HEADS, queries, length), (0, -length % 128, 0, -queries % 128))
+    blocks = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
+    assert torch.equal(got.to_dense().bool().expand(2, HEADS, -1, -1), blocks.any(-1).any(3))
+    assert int(got.full_kv_num_blocks.expand(2, HEADS, -1).sum()) == int(blocks.all(-1).all(3).sum())
 
 
 def test_one_compiled_function_serves_a_structure() -> None:

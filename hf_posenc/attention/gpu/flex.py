@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
-from hf_posenc.attention.mask import Mask
-from hf_posenc.operands import Positions
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, DistanceTable, KeyBias, PiecewiseLinear
 
@@ -30,15 +28,14 @@ if TYPE_CHECKING:
 _NARROWEST = 16
 # Rows and columns of the blocks that are skipped, the size that torch's kernels expect.
 _BLOCK = 128
-# Rows of a mask that are looked at at once, a multiple of that.
-_ROWS = 1024
 # A function is compiled again for other dtypes, numbers of heads, masks, and operands with or without gradients.
 # Beyond torch's own limit of 8 it would raise.
 _VARIANTS = 64
 
 
 class Flex(CompiledExecutor):
-    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except a mask that is given as one.
+    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except while a mask is laid out in
+    blocks.
 
     Queries that see no key get zeros. Gradients of tables are added up in no fixed order.
     """
@@ -183,15 +180,22 @@ def _block_mask(call: Call) -> BlockMask | None:
     if mask.only_ahead:
         # The same for every layer and every step.
         return _mask_of_slots(mask.ahead, call.queries, call.keys, call.device)
-    some, every = _blocks(mask, call.positions, call.queries, call.keys)
-    return _sparse(some, every, call.queries, call.keys, _visible(call))
+    per_row = mask.rule == "positions" or (mask.keep is not None and len(mask.keep) > 1)
+    per_head = mask.keep is not None and mask.keep.shape[1] > 1
+    rows, heads = len(call.q) if per_row else None, call.q.shape[1] if per_head else None
+    return _layout(_visible(call), rows, heads, call.queries, call.keys, call.device)
 
 
 @functools.lru_cache(maxsize=32)
 def _mask_of_slots(ahead: int, length: int, keys: int, device: torch.device) -> BlockMask:
-    places = torch.zeros(1, max(length, keys), dtype=torch.long, device=device)
-    some, every = _blocks(Mask("slots", ahead=ahead), Positions(places[:, :length], places[:, :keys]), length, keys)
-    return _sparse(some, every, length, keys, lambda b, h, i, j: j <= i + ahead)
+    return _layout(lambda b, h, i, j: j <= i + ahead, None, None, length, keys, device)
+
+
+def _layout(visible: Callable[..., Tensor], *shape: Any) -> BlockMask:
+    # Late, since it takes a second.
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(visible, *shape, BLOCK_SIZE=_BLOCK)
 
 
 def _visible(call: Call) -> Callable[..., Tensor]:
@@ -210,32 +214,3 @@ def _visible(call: Call) -> Callable[..., Tensor]:
         return parts[0]
     first, second = parts
     return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
-
-
-def _blocks(mask: Mask, positions: Positions, length: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks with any visible key, and those with all, `[B|1, H|1, rows, columns]`."""
-    found = []
-    for start in range(0, length, _ROWS):
-        rows = min(_ROWS, length - start)
-        keep, _ = mask.rows(start, start + rows, keys, positions)
-        if keep is None:
-            keep = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=positions.key.device)
-        # A block that goes over an end is never whole.
-        padded = F.pad(keep.expand(-1, -1, rows, -1), (0, -keys % _BLOCK, 0, -rows % _BLOCK))
-        blocks = padded.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
-        found.append((blocks.any(-1).any(3), blocks.all(-1).all(3)))
-    some, every = zip(*found, strict=True)
-    return torch.cat(some, dim=2), torch.cat(every, dim=2)
-
-
-def _sparse(some: Tensor, every: Tensor, length: int, keys: int, visible: Callable[..., Tensor]) -> BlockMask:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def ordered(present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks in each row, and the blocks of the row with these first."""
-        numbers = present.to(torch.int32)
-        order = numbers.argsort(dim=-1, descending=True, stable=True)
-        return numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)
-
-    blocks = (*ordered(some & ~every), *ordered(every))
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(length, keys))
