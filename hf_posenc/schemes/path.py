@@ -108,9 +108,6 @@ class PaTH(Scheme):
         closed = self.gate_weight is not None and not bool(self.gate_weight.any())
         return Nothing() if closed else super().stock_equivalent()
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.gate
-
     def state_bytes(self, element: int) -> tuple[int, int]:
         per_token = 4 * self.geometry.kv_heads * (self.geometry.head_dim + 1)
         return per_token, self.history * (self.kernel - 1) * (4 * self.rank + 8)

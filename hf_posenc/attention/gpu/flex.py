@@ -182,20 +182,22 @@ def _block_mask(call: Call) -> BlockMask | None:
         return _mask_of_slots(mask.ahead, call.queries, call.keys, call.device)
     per_row = mask.rule == "positions" or (mask.keep is not None and len(mask.keep) > 1)
     per_head = mask.keep is not None and mask.keep.shape[1] > 1
-    rows, heads = len(call.q) if per_row else None, call.q.shape[1] if per_head else None
-    return _layout(_visible(call), rows, heads, call.queries, call.keys, call.device)
+    batch, heads = len(call.q) if per_row else None, call.q.shape[1] if per_head else None
+    return _layout(_visible(call), batch, heads, (call.queries, call.keys), call.device)
 
 
 @functools.lru_cache(maxsize=32)
 def _mask_of_slots(ahead: int, length: int, keys: int, device: torch.device) -> BlockMask:
-    return _layout(lambda b, h, i, j: j <= i + ahead, None, None, length, keys, device)
+    return _layout(lambda b, h, i, j: j <= i + ahead, None, None, (length, keys), device)
 
 
-def _layout(visible: Callable[..., Tensor], *shape: Any) -> BlockMask:
+def _layout(
+    visible: Callable[..., Tensor], batch: int | None, heads: int | None, size: tuple[int, int], device: torch.device
+) -> BlockMask:
     # Late, since it takes a second.
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(visible, *shape, BLOCK_SIZE=_BLOCK)
+    return create_block_mask(visible, batch, heads, *size, device=device, BLOCK_SIZE=_BLOCK)
 
 
 def _visible(call: Call) -> Callable[..., Tensor]:
