@@ -14,6 +14,10 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 # Also for processes that tests start: the models are tiny, and the tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.manual_seed notes for each of these who called it, and looks at every file on the stack to do so.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -84,7 +84,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("kerple", {"layers": [0], "native": "keep", "gate": False}),
 ]
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
-CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS + VARIANTS]
+# Options change a scheme and nothing of an architecture: each set runs on one, in turn.
+IN_TURN = [(ARCHITECTURES[number % len(ARCHITECTURES)], *choice) for number, choice in enumerate(VARIANTS)]
+CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS] + IN_TURN
 
 
 def _id(case: tuple[str, str, dict[str, Any]]) -> str:
