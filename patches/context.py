@@ -83,6 +83,7 @@ class Context:
         found: Results of `once`, with the tensors that they came from.
         packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
             one sequence.
+        dense: Whether the dense reference runs, which gives weights.
     """
 
     positions: Tensor | None = None
@@ -99,6 +100,7 @@ class Context:
     passage: Passage | None = None
     coords: Tensor | None = None
     packed: Tensor | None = None
+    dense: bool = False
     ruled: bool = False
     found: dict[Any, Any] = field(default_factory=dict)
 

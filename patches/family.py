@@ -171,7 +171,7 @@ class FamilyAttention(PosencAttention):
             need_weights=bool(keywords.get("output_attentions")),
             cache=cache,
             index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
-            upcast=getattr(self, "reorder_and_upcast_attn", False) and self.posenc_is_eager(),
+            upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
             rotate=turn,
             operands=(query, key, value),
             window=sliding_window,

@@ -354,7 +354,8 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     """Say which executor computes the attention of each patched layer, by running the model once.
 
     The choice depends on the scheme, the length, the device, the dtype and the attention implementation of the model;
-    padding, explicit positions or dropout may change it too. `model.set_attn_implementation("eager")` makes it dense.
+    padding, explicit positions or dropout may change it too. `model.set_attn_implementation("eager")` makes it dense,
+    where the model has a choice.
 
     Args:
         model: A patched model.

@@ -35,7 +35,8 @@ from hf_posenc.patches.strength import Blended
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Scheme
 
-# "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs.
+# "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
+# classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
 
 NO_CONTINUOUS_BATCHING = (
@@ -98,11 +99,6 @@ class PosencAttention:
             raise without_context(self)
         assert isinstance(context, Context)
         return context
-
-    def posenc_is_eager(self) -> bool:
-        """Whether the user wants the dense reference, which gives weights."""
-        implementation: str | None = vars(self)["config"]._attn_implementation
-        return implementation == "eager"
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden `[B, S, E]`, without positions."""
@@ -190,7 +186,7 @@ class PosencAttention:
             sinks=layer.sinks,
             dropout=layer.dropout,
             upcast=layer.upcast,
-            need_weights=layer.need_weights or self.posenc_is_eager(),
+            need_weights=layer.need_weights or context.dense,
         )
 
 
@@ -205,7 +201,7 @@ class LayerCall:
         causal: Whether the layer is causal.
         scale: Softmax scale of the layer.
         dropout: Probability in training, 0 otherwise.
-        need_weights: Return the weights although the attention implementation is not eager.
+        need_weights: Return the weights although the context does not ask for the dense reference.
         cache: The model's cache, if it uses one.
         index: Index of the layer in the cache.
         upcast: Multiply queries and keys in float32.
@@ -437,7 +433,11 @@ class PosencBody(Switch):
     ) -> Context:
         """Return what the layers get to know of the new tokens, see `Context`."""
         shared = self._modules.get(SHARED)
-        return Context(positions, reach, shared, self.strengths().scheme, real=real, coords=coords, ruled=ruled)
+        config = self.config
+        # A model that has no other implementation than eager was not asked to be dense.
+        dense = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
+        strength = self.strengths().scheme
+        return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
 
     def embedders(self) -> list[Scheme]:
         """Return the schemes that act on the input of the first layer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
+from hf_posenc import attention
 from hf_posenc.attention import blocks, sdpa
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.ops.rotations import turn_pairs
@@ -52,6 +53,42 @@ def logits(model: PreTrainedModel, ids: Tensor, **call: Any) -> Tensor:
 def same(got: Tensor, expected: Tensor) -> None:
     """Compare within 1e-4, relative to the largest number."""
     assert float((got - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+RESHAPED = [name for name in NAMES if not cast(Any, architectures()[name]).body._supports_sdpa]
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_softcaps_and_sinks_on_blocks(name: str) -> None:
+    """Against the stock model, which is dense, and against the reference; of odd length, padded, with a window."""
+    assert blocks._DENSE_LOGITS < 2 * 2 * 391 * 391
+    stock, ids = make(name), tokens(2, 391)
+    mask = torch.ones_like(ids)
+    mask[0, :57] = 0
+    model = hf_posenc.patch(make(name), "rope")
+    ran = [layer.sequence for layer in hf_posenc.explain(model, length=600).layers]
+    assert ran == ["blocks"] * len(ran)
+
+    def gradients(made: PreTrainedModel, **call: Any) -> dict[str, Tensor]:
+        made.zero_grad()
+        out = made(ids, attention_mask=mask, use_cache=False, **call).logits * mask[:, :, None]
+        out.square().mean().backward()
+        found = {key: weight.grad for key, weight in made.named_parameters() if weight.grad is not None}
+        return {**found, "": out.detach()}
+
+    with attention.recorded() as choices:
+        got = gradients(model)
+    assert {choice.executor for choice in choices} == {"blocks"}
+    for key, expected in gradients(stock).items():
+        same(got[key], expected)
+    hf_posenc.patch(model, "kerple")
+    got = gradients(model)
+    with attention.recorded() as choices:
+        reference = gradients(model, output_attentions=True)
+    assert {choice.executor for choice in choices} == {"dense"}
+    assert got.keys() == reference.keys()
+    for key, expected in reference.items():
+        same(got[key], expected)
 
 
 def test_every_family_of_decoders_is_tested() -> None:

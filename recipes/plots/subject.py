@@ -328,7 +328,7 @@ def _see(
         undo.callback(model.set_attn_implementation, before)
         model.set_attn_implementation("eager")
         for stack, body in bodies.items():
-            output = body(**inputs[stack], **encoded)
+            output = body(**inputs[stack], **encoded, output_attentions=True)
             if stack == "encoder" and "decoder" in bodies:
                 encoded = {"encoder_hidden_states": output.last_hidden_state}
     return {place: observer.seen for place, observer in observers.items() if observer.seen is not None}
