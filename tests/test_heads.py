@@ -107,30 +107,6 @@ def test_gpt2_cross_attention_is_left_alone() -> None:
     torch.testing.assert_close(torch.cat([cached.logits, rest.logits], 1), full, atol=1e-5, rtol=1e-5)
 
 
-SHORT = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default", "rope_theta": 500.0},
-    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, **SHORT},
-    {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], **SHORT},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
-    {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
-]
-
-
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-def test_rope_reproduces_every_rope_type(rope: dict[str, Any]) -> None:
-    model = make(modeling_llama.LlamaForCausalLM, small("llama", rope_parameters=rope))
-    before = first_output(model, ids())
-    limit = {"dynamic": 64, "longrope": 32}.get(rope["rope_type"])
-    cautions = [text for text in hf_posenc.plan(model, "rope").warnings if "rotary frequencies" in text]
-    assert len(cautions) == (limit is not None)
-    assert limit is None or f"up to {limit} tokens only" in cautions[0]
-    torch.testing.assert_close(first_output(hf_posenc.patch(model, "rope"), ids()), before, atol=2e-5, rtol=1e-5)
-    assert (first_output(hf_posenc.patch(model, "nope"), ids()) - before).abs().max() > 1e-3
-
-
 def test_every_architecture_has_one_config() -> None:
     for architecture in architectures().values():
         stock, twin = config_pair(architecture)

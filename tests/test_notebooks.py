@@ -25,7 +25,7 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path: Path) -> None:
     assert len(pictures) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @every_notebook
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell, in a kernel of its own, with a few steps of training instead of some hundred."""
