@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_posenc import registry
 from hf_posenc.attention import Call, Mask, run
 from hf_posenc.operands import Geometry, Positions, Tokens
-from hf_posenc.recipes.plots import panels, style
+from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.probe import added
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Portrait
@@ -63,7 +63,7 @@ def _encoding(name: str, look: Portrait) -> Figure:
     for axes, scheme, options in zip(_row(figure, len(schemes)), schemes, look.variants, strict=True):
         table = scheme.embed(torch.zeros(1, positions.shape[1], geometry.hidden_size), positions)[0].T
         limit = float(table.abs().max())
-        image = panels.heat(axes, table, "cividis", aspect="auto", origin="lower", vmin=-limit, vmax=limit)
+        image = style.heat(axes, table, "cividis", aspect="auto", origin="lower", vmin=-limit, vmax=limit)
         figure.colorbar(image, ax=axes, label="added value", pad=0.01)
         _label(axes, "position (tokens)", "channel", _given(options))
     return figure
@@ -91,7 +91,7 @@ def _bias(name: str, look: Portrait, *, content: bool) -> Figure:
     figure = _figure(f"{name}: {what}, by distance{note}")
     drawn = _row(figure, len(schemes))
     for axes, options, curve in zip(drawn, look.variants, found, strict=True):
-        panels.lines(axes, distances, curve, range(1, heads + 1), log=look.log, width=1.8)
+        style.lines(axes, distances, curve, range(1, heads + 1), log=look.log, width=1.8)
         _label(axes, "distance to the key (tokens)", "" if axes is not drawn[0] else _CHANGE, _given(options))
     if min(float(curve.min()) for curve in found) < style.FLOOR:
         drawn[0].set_ylim(style.FLOOR, max(0.5, *(float(curve.max()) for curve in found)))
@@ -110,7 +110,7 @@ def _bias_by_query(title: str, scheme: Scheme, q: Tensor, k: Tensor) -> Figure:
             axes.plot(distances, curve, color=colour, linewidth=1.8, label=f"{query}")
             axes.plot(distances[-1:], curve[-1:], color=colour, marker="o", markersize=4)
     for head, axes in enumerate(drawn):
-        panels.frame(axes, torch.tensor([0, 2 * queries[-1]]), log=True)
+        style.frame(axes, torch.tensor([0, 2 * queries[-1]]), log=True)
         _label(axes, "distance to the key (tokens)", "" if head else _CHANGE, f"head {head + 1}")
     _legend(drawn[-1], "query at")
     return figure
@@ -130,7 +130,7 @@ def _decay(name: str, look: Portrait) -> Figure:
         axes.fill_between(distances, low, high, color=colour, alpha=0.18, linewidth=0)
         given = _given(options) or "mean"
         axes.plot(distances, curves.mean(0), color=colour, linestyle=line, linewidth=1.8, label=given)
-    panels.frame(axes, distances, log=True)
+    style.frame(axes, distances, log=True)
     _label(axes, "distance (tokens)", _CHANGE)
     axes.legend(title="mean; band: 10 to 90 %", loc="lower left", frameon=False, fontsize=9)
     return figure
@@ -290,7 +290,7 @@ def _heat(figure: Figure, axes: Axes, neighbours: Sequence[Axes], weights: Tenso
     """Draw one matrix of weights; the colour bar goes next to the given axes, if any."""
     hidden = torch.ones_like(weights).triu(1).bool()
     # One scale for all pictures, so that they can be compared.
-    image = panels.heat(axes, weights.masked_fill(hidden, float("nan")), scale=LogNorm(1e-3, 1, clip=True))
+    image = style.heat(axes, weights.masked_fill(hidden, float("nan")), scale=LogNorm(1e-3, 1, clip=True))
     _label(axes, "key (position)", "", title)
     if len(neighbours):
         figure.colorbar(image, ax=list(neighbours), label="weight", pad=0.01, format="%g")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hf_posenc.patches.patch import disabled, patch, unpatch
     from hf_posenc.patches.plan import explain, plan, verify
     from hf_posenc.patches.strength import drop_native, set_strength
-    from hf_posenc.recipes.evaluation.run import evaluate
+    from hf_posenc.recipes.evaluation.measure import evaluate
     from hf_posenc.registry import SchemeInfo, build, describe, register_scheme, schemes
     from hf_posenc.scheme import Scheme
 
@@ -96,7 +96,7 @@ _NAMES = {
     "patches.patch": ("disabled", "patch", "unpatch"),
     "patches.plan": ("explain", "plan", "verify"),
     "patches.strength": ("drop_native", "set_strength"),
-    "recipes.evaluation.run": ("evaluate",),
+    "recipes.evaluation.measure": ("evaluate",),
     "registry": ("SchemeInfo", "build", "describe", "register_scheme"),
     "scheme": ("Scheme",),
 }

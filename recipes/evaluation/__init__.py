@@ -11,11 +11,10 @@ from __future__ import annotations
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
-from hf_posenc.recipes.evaluation.measure import Measure, Workers
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.run import evaluate
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.tasks import LengthGeneralisation
 from hf_posenc.recipes.intervals import Interval

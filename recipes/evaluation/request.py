@@ -16,7 +16,7 @@ from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
-from hf_posenc.recipes.evaluation.measure import Measure, Workers
+from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import (
     ContextPerplexity,
@@ -24,7 +24,6 @@ from hf_posenc.recipes.evaluation.perplexity import (
     contexts_for,
 )
 from hf_posenc.recipes.evaluation.report import Report
-from hf_posenc.recipes.evaluation.run import evaluate
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation

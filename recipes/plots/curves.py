@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.panels import bar, grid, heat
 
 # Estimates of one model by the place on the axis.
 Line = Sequence[tuple[Any, Interval]]
@@ -70,7 +69,7 @@ def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
     down = math.ceil(len(panels) / across)
     size = (3.2 * across + 0.6, 2.6 * down + 0.9) if shares else (7.5 if across == 1 else 5.5 * across, 4.8)
     figure = style.figure(*size, title, dpi=_DPI)
-    places = grid(figure, len(panels), across, x=panels[0].x, y=panels[0].y, share_x=shares, share_y=shares)
+    places = style.grid(figure, len(panels), across, x=panels[0].x, y=panels[0].y, share_x=shares, share_y=shares)
     for axes, panel in zip(places, panels, strict=True):
         draw_lines(axes, panel)
         if not shares:
@@ -280,9 +279,9 @@ def heat_maps_figure(
     size = max(6, width * per_row + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5
     figure = style.figure(*size, title, dpi=_DPI)
     for part, group in zip(figure.subfigures(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
-        drawn = grid(part, len(group), per_row, x=x, y=y)
+        drawn = style.grid(part, len(group), per_row, x=x, y=y)
         for axes, (name, shares) in zip(drawn, group.items(), strict=True):
-            image = heat(axes, 100 * shares, "cividis", vmin=0, vmax=100, aspect="auto")
+            image = style.heat(axes, 100 * shares, "cividis", vmin=0, vmax=100, aspect="auto")
             for row, values in enumerate((100 * shares).tolist()):
                 for column, value in enumerate(values):
                     text = "-" if math.isnan(value) else f"{value:.0f}"
@@ -292,5 +291,5 @@ def heat_maps_figure(
             axes.set_xticks(range(len(columns)), [f"{point:,}" for point in columns], rotation=30, ha="right")
             axes.set_yticks(range(len(rows)), [f"{point:g}" for point in rows])
             axes.tick_params(length=0)
-        bar(part, image, drawn, "%", fraction=0.05)
+        style.bar(part, image, drawn, "%", fraction=0.05)
     return figure

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
-from hf_posenc.recipes.plots import panels, style
+from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.probe import added, asked
 from hf_posenc.recipes.plots.subject import LAST, Layer, Part
 from hf_posenc.structures import Numbers, Picture
@@ -97,7 +97,7 @@ class ByDistance(Kind):
         layers = self.panels(part)
         if part.on_grid:
             return 1.2 + 1.25 * len(part.heads), 0.6 + 1.35 * len(layers)
-        rows, columns = panels.shape(len(layers) * len(_queries(part)), _columns(layers))
+        rows, columns = style.shape(len(layers) * len(_queries(part)), _columns(layers))
         return 1.0 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
@@ -108,7 +108,7 @@ class ByDistance(Kind):
         cells = [(query, *layer) for query in _queries(part) for layer in layers]
         several, lowest = len(cells) > len(layers), -0.1
         ahead = "" if part.geometry.causal else "; below 0: ahead"
-        drawn = panels.grid(
+        drawn = style.grid(
             canvas,
             len(cells),
             _columns(layers),
@@ -124,7 +124,7 @@ class ByDistance(Kind):
             values = values - values.amax(-1, keepdim=True)
             lowest = min(lowest, float(values.min()))
             is_log = int(far.max()) > _FAR and not _is_linear(far, values)
-            panels.lines(axes, far, values, part.heads, log=is_log, width=1.5)
+            style.lines(axes, far, values, part.heads, log=is_log, width=1.5)
             style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
@@ -141,7 +141,7 @@ class ByDistance(Kind):
                 *(rows - rows // 2 - 0.5, -(rows // 2) - 0.5),
             )
             for axes, value in zip(line, values, strict=True):
-                image = panels.heat(axes, value, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
+                image = style.heat(axes, value, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
                 axes.tick_params(labelsize=7)
                 for axis in (axes.xaxis, axes.yaxis):
                     axis.set_major_locator(MaxNLocator(5, integer=True))
@@ -149,7 +149,7 @@ class ByDistance(Kind):
         for top, bottom, head in zip(cells[0], cells[-1], part.heads, strict=True):
             style.caption(top, f"head {head}")
             bottom.set_xlabel("column (patches)", fontsize=8)
-        panels.bar(canvas, image, cells, "added to the logit (nats)")
+        style.bar(canvas, image, cells, "added to the logit (nats)")
 
 
 def _is_linear(far: Tensor, values: Tensor) -> bool:
@@ -160,7 +160,7 @@ def _is_linear(far: Tensor, values: Tensor) -> bool:
 
 def _columns(layers: Sequence[object]) -> int:
     """Return a number of columns that leaves the last row as full as it can be."""
-    return math.ceil(len(layers) / math.ceil(len(layers) / panels.COLUMNS))
+    return math.ceil(len(layers) / math.ceil(len(layers) / style.COLUMNS))
 
 
 def _added(part: Part, layer: Layer, query: int, far: Tensor) -> Tensor:
@@ -231,13 +231,13 @@ class Frequencies(Kind):
         return f"how far apart {'patches' if part.on_grid else 'tokens'} are for one turn of a plane"
 
     def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = panels.shape(len(part.distinct(_rates)))
+        rows, columns = style.shape(len(part.distinct(_rates)))
         return 1.4 + 2.5 * max(columns, 2), 0.5 + 2.4 * rows
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
         layers = part.distinct(_rates)
         y = f"{'patches' if part.on_grid else 'tokens'} per turn"
-        drawn = panels.grid(canvas, len(layers), x="plane, fastest first", y=y)
+        drawn = style.grid(canvas, len(layers), x="plane, fastest first", y=y)
         native, still = part.geometry.inv_freq, False
         for axes, (name, layer) in zip(drawn, layers, strict=True):
             if native is not None:
@@ -264,7 +264,7 @@ class Frequencies(Kind):
                 axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
             style.caption(axes, name)
             style.open_frame(axes)
-        style.legend_beside(drawn[min(len(drawn), panels.COLUMNS) - 1])
+        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
         if still:
             style.caption(drawn[0], f"{layers[0][0]} (planes that stand still are left out)")
 
@@ -340,11 +340,11 @@ class Table(Kind):
         # A few large entries would leave the rest grey.
         limit = float(table.abs().flatten().quantile(0.995)) if table.numel() < 10**7 else float(table.abs().max())
         limit = limit or 1.0
-        image = panels.heat(left, table.T, style.SIGNED, aspect="auto", origin="lower", vmin=-limit, vmax=limit)
-        panels.bar(canvas, image, left, "added value", 10, extend="both")
+        image = style.heat(left, table.T, style.SIGNED, aspect="auto", origin="lower", vmin=-limit, vmax=limit)
+        style.bar(canvas, image, left, "added value", 10, extend="both")
         unit = torch.nn.functional.normalize(table, dim=-1)
-        image = panels.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
-        panels.bar(canvas, image, right, "cosine", 10)
+        image = style.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
+        style.bar(canvas, image, right, "cosine", 10)
         place = "patch (0 is the class token)" if part.geometry.axes > 1 else "position (tokens)"
         for axes, title, y in (
             (left, "added to the token embeddings", "channel"),
@@ -402,16 +402,16 @@ class Channels(Declared):
         return super().fits(part) and self.picture(part).numbers[0].of(part.scheme) is not None
 
     def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = panels.shape(len(part.distinct()))
+        rows, columns = style.shape(len(part.distinct()))
         return 1.4 + 2.5 * max(columns, 2), 0.6 + 2.1 * rows
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
         layers, (y, x), (numbers,) = part.distinct(), self.picture(part).axes, self.picture(part).numbers
         found = [_side_by_side(numbers.of(layer.scheme)) for _, layer in layers]
-        palette, scale = panels.colours(numbers, found)
-        drawn = panels.grid(canvas, len(layers), x=x, y=y)
+        palette, scale = style.colours(numbers, found)
+        drawn = style.grid(canvas, len(layers), x=x, y=y)
         for axes, (name, _), values in zip(drawn, layers, found, strict=True):
-            image = panels.heat(axes, values, palette, scale, aspect="auto")
+            image = style.heat(axes, values, palette, scale, aspect="auto")
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
             starts = [0, *(values.isnan().all(0).nonzero()[:, 0] + 1).tolist()]
             if len(starts) == 1:
@@ -420,7 +420,7 @@ class Channels(Declared):
                 middle = (starts[1] - 2) / 2
                 axes.set_xticks([start + middle for start in starts], list(map(str, range(len(starts)))), fontsize=8)
             style.caption(axes, name)
-        panels.bar(canvas, image, drawn, numbers.label, extend="neither" if numbers.high is None else "max")
+        style.bar(canvas, image, drawn, numbers.label, extend="neither" if numbers.high is None else "max")
 
 
 def _side_by_side(heads: Tensor | None) -> Tensor:
@@ -435,8 +435,8 @@ class Strips(Declared):
 
     def size(self, part: Part) -> tuple[float, float]:
         strip, columns = 0.3 + 0.11 * min(len(part.heads), 16), len(self.picture(part).numbers)
-        width = columns * max(1.25 * panels.side(part.tokens), 3)
-        return 1.3 + width, 0.9 + panels.TOKEN_LABELS + strip * len(part.layers)
+        width = columns * max(1.25 * style.side(part.tokens), 3)
+        return 1.3 + width, 0.9 + style.TOKEN_LABELS + strip * len(part.layers)
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
         columns = self.picture(part).numbers
@@ -449,10 +449,10 @@ class Strips(Declared):
                 # In an encoder, gates ahead of the middle count, too.
                 reader, which = (-1, "last") if part.geometry.causal else (found[0].shape[1] // 2, "middle")
                 found, title = [values[:, reader] for values in found], f"{title} at the {which} token"
-            palette, scale = panels.colours(numbers, found)
+            palette, scale = style.colours(numbers, found)
             for row, (layer, values) in enumerate(zip(part.layers, found, strict=True)):
                 axes = drawn[row, side]
-                image = panels.heat(axes, values, palette, scale, aspect="auto")
+                image = style.heat(axes, values, palette, scale, aspect="auto")
                 style.caption(axes, f"layer {layer.index}" if row else f"{title}, layer {layer.index}")
                 shown = part.heads[::step]
                 axes.set_yticks(range(0, len(part.heads), step), [str(head) for head in shown], fontsize=7)
@@ -460,7 +460,7 @@ class Strips(Declared):
                     axes.set_ylabel("head", fontsize=8)
             style.token_ticks(drawn[-1, side], part.tokens, x=True)
             drawn[-1, side].set_xlabel("token", fontsize=8)
-            panels.bar(canvas, image, drawn[:, side], numbers.label, fraction=0.04, format="%g")
+            style.bar(canvas, image, drawn[:, side], numbers.label, fraction=0.04, format="%g")
 
 
 class Maps(Declared):
@@ -473,24 +473,24 @@ class Maps(Declared):
         return f"{super().title(part)}, layer {part.layers[0].index}"
 
     def size(self, part: Part) -> tuple[float, float]:
-        (rows, columns), side = panels.shape(len(part.heads), self._most), panels.side(part.tokens)
-        return 1.9 + columns * (side + 0.15), 0.5 + panels.TOKEN_LABELS + rows * (side + 0.25)
+        (rows, columns), side = style.shape(len(part.heads), self._most), style.side(part.tokens)
+        return 1.9 + columns * (side + 0.15), 0.5 + style.TOKEN_LABELS + rows * (side + 0.25)
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
         (numbers,), tokens = self.picture(part).numbers, part.tokens
         found = self.values(numbers, part, part.layers[0])[list(part.heads)]
         if part.geometry.causal:
             found = found.masked_fill(found.new_ones(found.shape[-2:]).triu(1).bool(), math.nan)
-        palette, scale = panels.colours(numbers, [found])
-        drawn = panels.grid(canvas, len(part.heads), self._most, x="key", y="query", size=8)
+        palette, scale = style.colours(numbers, [found])
+        drawn = style.grid(canvas, len(part.heads), self._most, x="key", y="query", size=8)
         for place, (axes, head, values) in enumerate(zip(drawn, part.heads, found, strict=True)):
-            image = panels.heat(axes, values, palette, scale)
+            image = style.heat(axes, values, palette, scale)
             style.caption(axes, f"head {head}")
             style.open_frame(axes)
             # Panels share their axes: labels of the outer ones are those of all.
             columns = min(len(drawn), self._most)
             style.token_ticks(axes, tokens, x=place + columns >= len(drawn), y=place % columns == 0)
-        panels.bar(canvas, image, drawn, numbers.label, fraction=0.04, format="%g")
+        style.bar(canvas, image, drawn, numbers.label, fraction=0.04, format="%g")
 
 
 class OfWeights(Declared):
@@ -547,11 +547,11 @@ class Reach(Kind):
         return "share of the attention beyond a distance, at the end of a text (mean over heads)"
 
     def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = panels.shape(len(part.layers))
+        rows, columns = style.shape(len(part.layers))
         return 1.8 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
-        drawn = panels.grid(canvas, len(part.layers), x="distance to the key (tokens)", y="share beyond it")
+        drawn = style.grid(canvas, len(part.layers), x="distance to the key (tokens)", y="share beyond it")
         lengths = [times * part.length for times in _TIMES if part.subject.can_read(times * part.length, part)]
         for axes, (name, layer) in zip(drawn, part.each(), strict=True):
             for length, (colour, dash) in zip(lengths, style.line_styles(len(lengths)), strict=True):
@@ -571,7 +571,7 @@ class Reach(Kind):
             axes.set_ylim(-0.02, 1.02)
             style.caption(axes, name)
             style.open_frame(axes)
-        style.legend_beside(drawn[min(len(drawn), panels.COLUMNS) - 1])
+        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
 
 
 # Multiples of the trained length.
