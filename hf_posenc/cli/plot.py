@@ -26,8 +26,8 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, planes, series, table, gates, slopes, positions, states, "
-            "remainder, attention or reach; repeatable. Default: all that the model has.",
+            help="overview, bias, decay, frequencies, planes, series, table, gates, slopes, strengths, positions, "
+            "states, remainder, attention or reach; repeatable. Default: all that the model has.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Directory to write; must not exist.")] = Path("pictures"),
