@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_posenc import Scheme, attend
 
 
 def everything() -> tuple[Tensor, np.ndarray]:
@@ -45,3 +50,23 @@ PLACES = {
     "skipping": skipping,
     "window": window,
 }
+
+
+def same_as_loops(
+    scheme: Scheme,
+    operands: tuple[Tensor, ...],
+    positions: Tensor,
+    visible: np.ndarray,
+    expected: np.ndarray,
+    **call: Any,
+) -> None:
+    """Compare a scheme on all tokens, on the last six and on the last one, by each executor, with loops on all."""
+    q, k, v = operands
+    # A row of padding, which does not see itself, means nothing.
+    seen = np.broadcast_to(visible.diagonal(axis1=1, axis2=2)[:, None], expected.shape[:3])
+    for queries, executor in itertools.product((13, 6, 1), ("dense", "blocks")):
+        rows, mask = slice(13 - queries, None), torch.from_numpy(visible[:, -queries:])
+        at = {"query_positions": positions[:, rows], "key_positions": positions, "mask": mask, "executor": executor}
+        got = attend(scheme, q[:, :, rows], k, v, **at, **call).detach().numpy()
+        some = seen[:, :, rows]
+        np.testing.assert_allclose(got[some], expected[:, :, rows][some], rtol=0, atol=1e-12)
