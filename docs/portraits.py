@@ -17,7 +17,7 @@ from hf_posenc import registry
 from hf_posenc.attention import Call, Mask, run
 from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.probe import added
+from hf_posenc.recipes.plots.subject import added
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Portrait
 

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
 from hf_posenc.patches.directories import OutputError
-from hf_posenc.recipes.comparison import cost, verdict
 from hf_posenc.recipes.comparison import examiner as examining
+from hf_posenc.recipes.comparison import verdict
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, contestants, settings
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
@@ -270,16 +270,16 @@ class Waits(nn.Module):
 
 def test_steps_are_timed_in_turns_and_leave_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(examining.time, "perf_counter", lambda: clock[0])
     slow, fast = Waits(3.0, clock), Waits(2.0, clock)
-    ratios = cost.step_ratios(slow, fast, {"x": torch.rand(10)}, rounds=4)
+    ratios = examining.step_ratios(slow, fast, {"x": torch.rand(10)}, rounds=4)
     assert ratios == pytest.approx([1.5] * 4)
     assert bool((slow.weight == 1).all())
 
 
 def test_memory_is_what_the_backward_pass_needs() -> None:
     # The input of the product (its weight is there anyway), and the result of exp.
-    assert cost.kept_bytes(Waits(0.0, [0.0]), {"x": torch.rand(10, requires_grad=True)}) == 80
+    assert examining.kept_bytes(Waits(0.0, [0.0]), {"x": torch.rand(10, requires_grad=True)}) == 80
 
 
 def test_what_was_counted_is_let_go() -> None:
@@ -297,7 +297,7 @@ def test_what_was_counted_is_let_go() -> None:
             results.append(weakref.ref(result))
             return SimpleNamespace(loss=result.sum())
 
-    assert cost.kept_bytes(Keeps(), {}) == 40
+    assert examining.kept_bytes(Keeps(), {}) == 40
     gc.collect()
     assert [result() for result in results] == [None]
 
@@ -344,7 +344,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(cost, "step_ratios", stop)
+        patched.setattr(examining, "step_ratios", stop)
         stopped = CliRunner().invoke(cli.app, typed)
     assert stopped.exit_code == 130, stopped.output
     assert "run the same command again to continue" in stopped.output

@@ -3,8 +3,8 @@
     found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
     print(*found.verdict.sentences, sep="\n")
 
-`contestants` makes the recipes, `examiner` measures each model (with `cost`), `verdict` draws conclusions,
-`report` writes them down (with `pictures` and `page`), and `run` does all of it.
+`contestants` makes the recipes, `examiner` measures each model, `verdict` draws conclusions, `report` writes them down,
+and `run` does all of it.
 """
 
 from __future__ import annotations

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_posenc.errors import OptionError, PosencError
@@ -16,7 +19,6 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import plots
-from hf_posenc.recipes.comparison import cost
 from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
@@ -32,6 +34,10 @@ from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion
 
 FINDINGS, PICTURE = "results.json", "overview.png"
+# Pairs of timed training steps.
+_ROUNDS = 9
+# The first steps load kernels and allocate memory.
+_UNTIMED = 2
 
 
 class Examiner:
@@ -132,8 +138,8 @@ class Examiner:
         for each in (model, native):
             each.train().requires_grad_(True)
         with enough_threads(native, batch["input_ids"].numel()):
-            ratios = cost.step_ratios(model, native, batch)
-        memory = cost.kept_bytes(model, batch) / cost.kept_bytes(native, batch)
+            ratios = step_ratios(model, native, batch)
+        memory = kept_bytes(model, batch) / kept_bytes(native, batch)
         for each in (model, native):
             each.eval()
         return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token, cache)
@@ -175,3 +181,69 @@ def _draw(model: Any, tokenizer: Any, contestant: Contestant) -> None:
         return
     with published(contestant.folder / PICTURE) as draft:
         figure.savefig(draft, format="png", dpi=100)
+
+
+# -- cost of a training step -------------------------------------------------------------------------------------------
+
+
+def step_ratios(model: nn.Module, native: nn.Module, batch: Mapping[str, Tensor], rounds: int = _ROUNDS) -> list[float]:
+    """Return ratios of training-step times to the native model's.
+
+    A step is forward, backward and optimizer, without a teacher. Steps of the two models alternate, so that other load
+    on the machine affects both. The weights do not change.
+
+    Args:
+        model: The converted model, in training mode.
+        native: The native model, in training mode.
+        batch: Arguments of a forward that returns a loss.
+        rounds: Number of pairs of steps.
+
+    Returns:
+        One ratio per pair.
+    """
+    runs = [(each, torch.optim.AdamW(each.parameters(), lr=0.0, weight_decay=0.0)) for each in (model, native)]
+    ratios = []
+    for number in range(_UNTIMED + rounds):
+        own, other = (_seconds(each, optimizer, batch) for each, optimizer in runs)
+        if number >= _UNTIMED:
+            ratios.append(own / other)
+    return ratios
+
+
+def _seconds(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> float:
+    _wait()
+    before = time.perf_counter()
+    model(**batch, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    _wait()
+    return time.perf_counter() - before
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
+    """Return the bytes that a forward saves for its backward pass, without weights; the same on every machine.
+
+    Args:
+        model: A model in training mode.
+        batch: Arguments of a forward that returns a loss.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        # An operation that saves its own output would otherwise form a reference cycle.
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # While the loss is alive, no storage is reused, so addresses identify storages.
+        loss = model(**batch, use_cache=False).loss
+    del loss
+    return sum(kept.values())

@@ -16,8 +16,7 @@ from torch import Tensor
 from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.probe import added, asked
-from hf_posenc.recipes.plots.subject import LAST, Layer, Part
+from hf_posenc.recipes.plots.subject import LAST, Layer, Part, added, asked
 from hf_posenc.structures import Numbers, Picture
 
 
