@@ -92,6 +92,8 @@ class FamilyAttention(PosencAttention):
     # Type of the layer, where each type has a rotation of its own; whether the layer rotates.
     posenc_kind: str
     posenc_rotates: bool
+    # Window of the model's masks of which the stock forward does not tell the attention function.
+    posenc_window: int | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -174,7 +176,7 @@ class FamilyAttention(PosencAttention):
             upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
             rotate=turn,
             operands=(query, key, value),
-            window=sliding_window,
+            window=self.posenc_window if sliding_window is None else sliding_window,
             softcap=softcap,
             sinks=s_aux,
         )
@@ -258,6 +260,7 @@ class Facts:
         scaling: Factor on rotated queries and keys.
         layout: Pairing of channels.
         rotates: Whether the layer rotates queries and keys.
+        window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
     """
 
     heads: int
@@ -269,6 +272,7 @@ class Facts:
     scaling: float = 1.0
     layout: Layout = "half"
     rotates: bool = False
+    window: int | None = None
 
 
 # Keywords of attention functions that a patched attention honours, or that change nothing.
@@ -360,7 +364,8 @@ def _probe(
         _refuse(attention, f"passes {', '.join(unknown) or 'values of another shape than keys'} to attention")
     size = query.shape[-1]
     scale = size**-0.5 if found.get("scaling") is None else float(found["scaling"])
-    facts = Facts(query.shape[1], key.shape[1], size, scale, kind)
+    window = _window(config, attention, index, found.get("sliding_window"))
+    facts = Facts(query.shape[1], key.shape[1], size, scale, kind, window=window)
     if rotary is None:
         return facts
     inv_freq, scaling = native_frequencies(config, rotary, kind)
@@ -375,8 +380,25 @@ def _probe(
 def _blank(kind: type[nn.Module], config: Any, index: int) -> Any:
     """Return a stock module of a layer, on the meta device."""
     numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(kind).parameters else {}
-    with torch.device("meta"):
-        return kind(config, **numbered)
+    try:
+        with torch.device("meta"):
+            return kind(config, **numbered)
+    except TypeError as error:
+        _refuse(kind, f"is not built from its config alone ({error})")
+
+
+def _window(config: Any, attention: type[nn.Module], index: int, told: int | None) -> int | None:
+    """Return the window of the masks that a model makes for a layer, unless its attention function is told."""
+    makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
+    if not any("sliding" in name or "chunked" in name for name in makers):
+        if told is not None:
+            _refuse(attention, f"tells the attention function of a window, {told}, that the masks do not have")
+        return None
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    kind = "sliding_attention" if kinds is None else kinds[index]
+    if kind not in ("full_attention", "sliding_attention"):
+        _refuse(attention, f"has masks of the type {kind}")
+    return None if told is not None or kind == "full_attention" else getattr(config, "sliding_window", None)
 
 
 def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -507,7 +529,7 @@ class Family(Architecture):
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
-        return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates}
+        return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates, "posenc_window": facts.window}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config

@@ -119,7 +119,7 @@ class PosencAttention:
             output, weights = own(attend)
         else:
             output, weights = shared(lambda common: own(attend, common))
-        return output.transpose(1, 2), weights
+        return output.transpose(1, 2).contiguous(), weights
 
     def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the output `[B, H, S, D]` and the weights, given the scheme and its part that all layers share."""

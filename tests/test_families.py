@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from models import BOTH, DECODERS, EXPERTS, PART, SAME
+from models import BOTH, DECODERS, EXPERTS, PART, SAME, WINDOW
 from models import tiny as make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
@@ -291,7 +291,10 @@ STRANGERS = {
     "granite": {"attention_multiplier": 0.3},
     "phi": {"rope_parameters": PART, "num_key_value_heads": 2},
     "olmo3": BOTH,
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    # These two do not tell the attention function of their windows.
+    "qwen2_moe": {**EXPERTS, **BOTH, "shared_expert_intermediate_size": 24, "use_sliding_window": True},
+    "phimoe": {**EXPERTS, "sliding_window": WINDOW},
+    "afmoe": {**EXPERTS, **BOTH},  # takes a view of what the attention function returns
 }
 
 
@@ -313,6 +316,7 @@ def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -
     [
         ("hunyuan_v1_dense", "between the rotation of queries and the attention function"),
         ("nemotron", "no keywords from its layer"),
+        ("biogpt", "from its config alone"),
         ("deepseek_v3", "by hand"),
     ],
 )
@@ -325,6 +329,17 @@ def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest
         hf_posenc.patch(model, "rope")
     assert torch.equal(logits(model, tokens()), before)
     assert not hasattr(model.config, "posenc")
+
+
+def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt_oss")
+    monkeypatch.setattr(model.config, "layer_types", ["sliding_attention", "chunked_attention"])
+    with pytest.raises(ArchitectureError, match="has masks of the type chunked_attention"):
+        hf_posenc.patch(model, "rope")
+    model = make("mistral")
+    monkeypatch.delattr(inspect.getmodule(type(model)), "create_sliding_window_causal_mask")
+    with pytest.raises(ArchitectureError, match=f"of a window, {WINDOW}, that the masks do not have"):
+        hf_posenc.patch(model, "rope")
 
 
 def test_modules_that_are_no_family_are_refused() -> None:
