@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from hf_posenc.attention import blocks
+
 # Read when `datasets` is imported, also by the processes that tests start: nothing of a test stays in the user's home.
-_CACHE = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
-os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share that of the process that starts them
+    _CACHE = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
+    os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 # Also for processes that tests start: the models are tiny, and the tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.manual_seed notes for each of these who called it, and looks at every file on the stack to do so.
@@ -33,3 +36,9 @@ def _quiet_and_seeded() -> None:
     python_logging.getLogger("hf_posenc").setLevel(python_logging.NOTSET)  # the command line makes it quieter
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@pytest.fixture
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the block executor take few rows at once, or short sequences would be one block."""
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -171,6 +174,23 @@ def loss(model: PreTrainedModel, architecture: str, ids: Tensor) -> Tensor:
 def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters that the patch added."""
     return {name: p for name, p in model.named_parameters() if "hf_posenc" in name}
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
+
+
+@functools.cache
+def text_file(characters: int = 60_000) -> Path:
+    """Return a file of English text for recipes, a fortieth of the built-in text."""
+    path = Path(_FOLDER.name) / f"{characters}.txt"
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:characters], encoding="utf-8")
+    return path
+
+
+def in_turn(choices: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return each choice with one of the architectures, where a choice and an architecture have little to do with each
+    other."""
+    return [(ARCHITECTURES[number % len(ARCHITECTURES)], choice) for number, choice in enumerate(choices)]
 
 
 def stacks_for(architecture: str, scheme: str) -> dict[str, str]:

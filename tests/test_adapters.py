@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from edits import edits
-from models import ARCHITECTURES, DIRECTORIES, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
+from models import DIRECTORIES, auto, in_turn, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import AutoPeftModel, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -30,7 +30,7 @@ from hf_posenc.recipes.training.distillation import Teacher
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]}
-CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
+CASES = in_turn(hf_posenc.schemes())
 
 
 def adapted(architecture: str, scheme: str, *, scheme_only: bool = False, **options: Any) -> PeftModel:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import Largest
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build, schemes
 from hf_posenc.attention import Call, Mask, choose, executors
@@ -844,19 +844,6 @@ def test_autocast_does_not_touch_positions(name: str, direction: str, options: d
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 LENGTH = 384
-
-
-class Largest(TorchDispatchMode):
-    """Watches the results of all operations, in the forward and in the backward pass."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.size = max(self.size, tensor.numel())
-        return result
 
 
 def saved_and_made(scheme: Scheme, executor: str) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
-from hf_posenc.attention import blocks
 from hf_posenc.operands import Block
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 GOLDENS = Path(__file__).parent / "goldens"
 VALUES = load_file(GOLDENS / "cape.safetensors")
@@ -38,12 +39,6 @@ FORMS = ("concat_residual", "add", "add_residual")
 CHOICES = [{"base": base, "form": form} for base in BASES for form in FORMS if base != "nope" or form == FORMS[0]]
 every_choice = pytest.mark.parametrize("options", CHOICES, ids=lambda given: "-".join(given.values()))
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-
-
-@pytest.fixture(autouse=True)
-def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Or the sequences here would be one block.
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
 
 
 def geometry(direction: str = "causal", **changes: Any) -> Geometry:

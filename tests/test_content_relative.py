@@ -20,10 +20,11 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
-from hf_posenc.attention import blocks
 from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes.disentangled import log_buckets
 from hf_posenc.schemes.transformer_xl import TransformerXL
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = ("shaw", "disentangled", "transformer_xl")
@@ -34,12 +35,6 @@ FLOAT32 = 2e-6
 EXECUTORS = ("dense", "blocks")
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-
-
-@pytest.fixture(autouse=True)
-def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Or the sequences here would be one block.
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:

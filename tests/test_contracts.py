@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from memory import Largest
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import DirectionError, Geometry, Scheme, attend, build, schemes
-from hf_posenc.attention import blocks
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 # Options that lead through other code than the defaults; every scheme takes part with its defaults, too.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -45,12 +46,6 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize(("name", "direction", "options"), CASES, ids=str)
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 4, 7
-
-
-@pytest.fixture(autouse=True)
-def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Or the sequences here would be one block.
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 4)
 
 
 def make(name: str, direction: str, options: dict[str, Any], **shape: Any) -> Scheme:
@@ -129,19 +124,6 @@ def test_positions_matter_by_their_order_only(name: str, direction: str, options
     scheme = make(name, direction, options)
     given, jumps = operands(scheme, 9), torch.tensor([[0, 1, 2, 9, 10, 40, 41, 300, 3000]])
     assert torch.equal(run(scheme, given, torch.arange(9)[None]), run(scheme, given, jumps))
-
-
-class Largest(TorchDispatchMode):
-    """Watches the results of all operations, in the forward and in the backward pass."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.size = max(self.size, tensor.numel())
-        return result
 
 
 # A network of pairs has hidden numbers for each; a table of 512 distances is larger than the matrix here.

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import disk_offload
-from models import ARCHITECTURES, DIRECTORIES, auto, logits, stacks_for, stock, tokens
+from models import DIRECTORIES, auto, in_turn, logits, stacks_for, stock, tokens
 from test_attend import VARIANTS, identify
 
 import hf_posenc
 
-CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
+CASES = in_turn(hf_posenc.schemes())
 
 
 def _offloaded(model: Any, architecture: str, source: Path, folder: Path) -> Any:

@@ -15,7 +15,20 @@ import pytest
 import torch
 from grid import FIRSTS
 from huggingface_hub.errors import StrictDataclassError
-from models import ARCHITECTURES, SAME, TINY, auto, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
+from models import (
+    ARCHITECTURES,
+    SAME,
+    TINY,
+    auto,
+    in_turn,
+    inputs,
+    logits,
+    loss,
+    new_parameters,
+    stacks_for,
+    stock,
+    tokens,
+)
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
@@ -85,7 +98,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
 # Options change a scheme and nothing of an architecture: each set runs on one, in turn.
-IN_TURN = [(ARCHITECTURES[number % len(ARCHITECTURES)], *choice) for number, choice in enumerate(VARIANTS)]
+IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(VARIANTS)]
 CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS] + IN_TURN
 
 

@@ -6,9 +6,8 @@ import typing
 
 import pytest
 import torch
+from memory import Largest
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_posenc import (
     Geometry,
@@ -284,20 +283,6 @@ ORDINARY = {int: [8, 4, 2, 1, 6, 64, 600], float: [8.0, 0.5]}
 NUMERIC = [(name, option, kind) for name, option, hint in HINTS for kind in (int, float) if kind in flat(hint)]
 
 
-class LargestTensor(TorchDispatchMode):
-    """Keeps how many elements the largest tensor had that was made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                # What is expanded takes no memory.
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return made
-
-
 def use(scheme: Scheme) -> list[torch.Tensor]:
     """Return all that comes out of a forward and a backward pass."""
     generator = torch.Generator().manual_seed(0)
@@ -332,11 +317,11 @@ def with_others(name: str, shape: Geometry, option: str, kind: type) -> dict[str
 
 def builds(name: str, shape: Geometry, **options) -> Scheme | None:
     try:
-        with LargestTensor() as memory:
+        with Largest() as memory:
             scheme = build(name, shape, **options)
     except OptionError:
         return None
-    assert memory.elements <= 2 * LARGEST + 1  # a table of all distances, on both sides
+    assert memory.size <= 2 * LARGEST + 1  # a table of all distances, on both sides
     return scheme
 
 
@@ -352,10 +337,10 @@ def test_extreme_numbers_are_refused_or_work(name: str, option: str, kind: type,
         others = with_others(name, shape, option, kind)
         for value in EXTREMES[kind]:
             if (scheme := builds(name, shape, **{option: value}, **others)) is not None:
-                with LargestTensor() as memory:
+                with Largest() as memory:
                     made = use(scheme)
                 assert all(tensor.isfinite().all() for tensor in made), value
-                assert memory.elements <= 32 * LARGEST, value
+                assert memory.size <= 32 * LARGEST, value
 
 
 def test_no_scheme_takes_all_memory() -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
-from hf_posenc.attention import blocks
 from hf_posenc.operands import Block
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 GOLDENS = Path(__file__).parent / "goldens"
 VALUES = load_file(GOLDENS / "sba.safetensors")
@@ -30,12 +31,6 @@ ATOL = {
     torch.bfloat16: ABOUT["tolerance"]["bf16"],
 }
 EXECUTORS = ("dense", "blocks")
-
-
-@pytest.fixture(autouse=True)
-def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Or the sequences here would be one block.
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 5)
 
 
 # -- the official code -------------------------------------------------------------------------------------------------
