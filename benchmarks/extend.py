@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, help="tokens that stand for a longer text, by a gap in their positions")
     parser.add_argument("--windows", type=int, default=16, help="windows to measure")
     parser.add_argument("changes", nargs="*", help="changes KEY=VALUE of every recipe")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
     places = {"native": arguments.model}
     for name, recipe in WAYS.items():

@@ -18,6 +18,7 @@ from hf_posenc.patches import rotary
 from hf_posenc.patches.architecture import architectures, of_config
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import library
+from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.schema import fields
 from hf_posenc.registry import SchemeInfo
@@ -109,7 +110,8 @@ def resolve(
     conversion, training = (given.get(name) for name in ("conversion", "training"))
     if not isinstance(conversion, dict) or not isinstance(training or {}, dict):
         return content, overrides  # An error of the user, which validation names.
-    case = _Case(config, content, conversion, training or {}, documents=_packs_documents(given))
+    case = _Case(config, content, conversion, training or {}, documents=_says(given, "data", "packing", "documents"))
+    case.alone = _says(given, "adapter", "kind", "scheme")
     if goal == "extend":
         case.extend(**ways)
     elif conversion.get("scheme") is not None:
@@ -123,9 +125,9 @@ def resolve(
     return content, overrides
 
 
-def _packs_documents(given: Content) -> bool:
-    data = given.get("data")
-    return isinstance(data, dict) and data.get("packing") == "documents"
+def _says(given: Content, section: str, key: str, value: str) -> bool:
+    keys = given.get(section)
+    return isinstance(keys, dict) and keys.get(key) == value
 
 
 def _is_way(goal: str, pair: str) -> bool:
@@ -169,6 +171,8 @@ class _Case:
     ) -> None:
         self.config, self.content, self.conversion, self.training = config, content, conversion, training
         self.exact = False
+        # Whether only the scheme's weights are trained.
+        self.alone = False
         self.rotary = bool(getattr(config, "rope_parameters", None))
         self.relative = hasattr(config, "relative_attention_num_buckets")
         self.causal = auto_class(config) is AutoModelForCausalLM
@@ -224,7 +228,8 @@ class _Case:
             # A bias that was fitted to a table of both directions is poor in one.
             native, fit = advice.native, "attention" if advice.fit and behind_only else advice.fit
             options = dict(advice.options)
-        wanted = self.conversion.get("native", native)
+        # Without the model's own weights, nothing learns to do without its encoding.
+        wanted = self.conversion.get("native", "keep" if self.alone and not self.exact else native)
         if wanted != native:
             native, fit, options = wanted, None, dict(info.cls.neutral_options or {}) if wanted == "keep" else {}
         if native == "handover" and not of_config(self.config).native_fades:
@@ -307,7 +312,7 @@ class _Case:
         if self.own > _LENGTH:
             contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
             most = max(4 * self.length, self.reach)
-            self.set("evaluation", contexts=sorted(each for each in contexts if each <= most), windows=_FEW)
+            self.set("evaluation", contexts=sorted(each for each in contexts if TARGETS <= each <= most), windows=_FEW)
         halves = (torch.bfloat16, torch.float16)
         if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:
             self.set("training", precision="bfloat16")

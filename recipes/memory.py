@@ -84,7 +84,9 @@ def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> 
     if micro is None:
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         micro = next((size for size in divisors if wanted.of(size) <= room), 1)
-    words = f"about {wanted.of(micro) / _GIB:.1f} GiB of {free / _GIB:.1f}, with {micro} of {share} windows at a time"
+    size = wanted.of(micro) / _GIB
+    words = f"{'less than 0.1' if size < 0.1 else f'about {size:.1f}'} GiB of {free / _GIB:.1f}, "
+    words += f"with {micro} of {share} windows at a time"
     if wanted.of(micro) > room:
         words += "; it may not fit: give a shorter length, gradient_checkpointing=true or adapter=lora"
     return (training if micro == share else replace(training, micro_batch_size=micro)), words

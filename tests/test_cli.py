@@ -341,6 +341,9 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert part in result.stdout
     assert calls.made == []
     assert list(tmp_path.iterdir()) == []
+    # Remedies are keys of a recipe.
+    result = run("train", "swap", "scheme=kerple", "--out", tmp_path / "out", "--dry-run")
+    assert "conversion.native=keep conversion.options.gate=True" in result.stdout
 
 
 @pytest.mark.parametrize(

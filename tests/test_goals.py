@@ -79,6 +79,10 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=fox"], ("keep", None, {"init": "horizon"}, None)),
         ("llama", ["scheme=fox", "native=remove"], ("remove", None, {}, None)),
         ("llama", ["scheme=kerple", "native=keep"], ("keep", None, {"gate": True}, None)),
+        # The scheme alone cannot make up for an encoding that is gone.
+        ("llama", ["scheme=kerple", "adapter=scheme"], ("keep", None, {"gate": True}, None)),
+        ("llama", ["scheme=liere", "adapter=scheme"], ("remove", None, {}, None)),
+        ("gpt2", ["scheme=kerple", "adapter=scheme"], ("keep", None, {"gate": True}, None)),
         ("llama", ["scheme=liere"], ("remove", None, {}, None)),
         ("gpt2", ["scheme=kerple"], ("handover", None, {}, None)),
         ("t5", ["scheme=kerple"], ("remove", "attention", {"shared": False}, ["decoder"])),
@@ -128,6 +132,8 @@ def test_keys_may_leave_out_a_section_that_is_clear(pairs: list[str], key: str |
 def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
     recipe = read("llama", "swap", "scheme=kerple", length=8192)
     assert (recipe.training.length, recipe.evaluation.contexts) == (1024, [256, 1024, 4096, 8192])
+    # Less than what is scored cannot be read.
+    assert read("llama", "swap", "scheme=kerple", "length=128", length=8192).evaluation.contexts == [128, 512, 8192]
     assert read("llama", "extend", length=8192).training.skip_to == 32768
     assert read("llama", "swap", "scheme=fire", length=512).training.skip_to == 4096
     # What is given wins.

@@ -37,7 +37,7 @@ def measured(native: float, after: float, *, far: float = 3.0, noise: float = 0.
         (1.95, 0.001, "better", False, "Fire is significantly better than the native model: at 128 tokens"),
         (2.0, 0.1, "as good", False, "Fire is as good as the native model"),
         (2.05, 0.001, "worse", False, "Fire is significantly worse"),
-        (2.5, 0.001, "worse", True, "not ready for use. Train it longer (training.steps=800), or with the native"),
+        (2.5, 0.001, "worse", True, "not ready for use. Train it longer (steps=800), or with the native"),
         # Too few windows to be sure do not make a bad model a good one.
         (2.5, 2.0, "worse", True, "Fire is worse than"),
         (math.inf, 0.001, "worse", True, "The training diverged."),
@@ -63,7 +63,9 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     assert "train the control" not in str(verdict) + str(judge(good, dataclasses.replace(FACTS, scheme=None)))
     assert judge(good, dataclasses.replace(FACTS, scheme=None, rope={"rope_type": "yarn"})).wants_control
     # Where only the scheme's weights are trained, the native model is the control.
-    assert not judge(good, dataclasses.replace(FACTS, trained_parameters=FACTS.new_parameters)).wants_control
+    small = dataclasses.replace(FACTS, trained_parameters=FACTS.new_parameters)
+    assert not judge(good, small).wants_control
+    assert "Train more weights (adapter=lora)" in str(judge(measured(2.0, 2.5), small))
 
 
 def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
@@ -85,12 +87,15 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
 
 
 def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_model.safetensors").write_bytes(bytes(1234))
     for after, offered in ((2.5, False), (1.95, True)):
         verdict = judge(measured(2.0, after), FACTS)
         command._say_what_is_there(SimpleNamespace(folder=tmp_path, already=False, verdict=verdict))
         out = capsys.readouterr().out
         assert str(verdict) in out
         assert ("hf-posenc push" in out, "hf-posenc eval" in out) == (offered, offered)
+        assert "take 1.2 KB" in out
 
 
 @pytest.mark.parametrize("words", [["swap", "scheme=kerple"], ["swap", "scheme=fire", "adapter=lora"], ["extend"]])

@@ -113,7 +113,7 @@ def print_table(
 
 
 def quiet() -> None:
-    """Silence transformers, datasets and our own log, and keep idle threads from spinning."""
+    """Silence transformers, datasets, the hub's client and our own log, and keep idle threads from spinning."""
     import logging
 
     # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
@@ -122,8 +122,10 @@ def quiet() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("hf_posenc").setLevel(logging.ERROR)

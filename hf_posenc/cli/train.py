@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posenc.cli.application import app, handled, is_main, listing, print_table, quiet
+from hf_posenc.cli.application import app, handled, in_syntax_of, is_main, listing, print_table, quiet
 from hf_posenc.cli.checkpoints import load_config
 from hf_posenc.patches.directories import OutputError
 
@@ -194,6 +194,10 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
 def _say_what_is_there(outcome: Outcome) -> None:
     if is_main() and not outcome.already:
         typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
+        adapters = list((outcome.folder / "model").glob("adapter_model*.safetensors"))
+        if adapters:
+            size = sum(file.stat().st_size for file in adapters)
+            typer.echo(f"The weights of the adapter, in {outcome.folder / 'model'}, take {size / 1000:,.1f} KB.")
         verdict, folder = outcome.verdict, shlex.quote(str(outcome.folder))
         if verdict is not None:
             typer.echo(f"\n{verdict}")
@@ -236,7 +240,7 @@ def _plan(recipe: Recipe) -> str:
             **conversion.options,
         )
         new = planned.parameters
-        lines.append(str(planned))
+        lines.append(in_syntax_of("train", str(planned)))
     tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
     lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
     lines.append(f"{'text:':<20} {recipe.data.source}")

@@ -158,6 +158,11 @@ class Grid:
         """Points of the last axis."""
         return list(self.axes.values())[-1]
 
+    def first(self, count: int) -> Grid:
+        """Return the samples at the first points of the last axis."""
+        name = list(self.axes)[-1]
+        return Grid(self.quantity, {**self.axes, name: self.points[:count]}, self.samples[..., :count, :])
+
     def values(self, *place: Point) -> Tensor:
         """Return the samples at a point of each axis, float64 `[samples]`.
 

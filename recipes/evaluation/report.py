@@ -52,9 +52,17 @@ class Section:
         return f"{self.name}.png"
 
     def quantities(self) -> list[dict[str, Grid]]:
-        """Return the grids of each quantity by the name of the model."""
-        count = len(next(iter(self.models.values())))
-        return [{name: grids[index] for name, grids in self.models.items()} for index in range(count)]
+        """Return the grids of each quantity by the name of the model, up to the last point that any was measured at."""
+        every = list(self.models.values())
+        seen = [
+            max([0, *(~grid.samples.isnan()).movedim(-2, 0).flatten(1).any(1).nonzero()[:, 0].tolist()])
+            for grids in every
+            for grid in grids
+        ]
+        return [
+            {name: grids[index].first(max(seen) + 1) for name, grids in self.models.items()}
+            for index in range(len(every[0]))
+        ]
 
     def tables(self) -> Iterator[Table]:
         """Return a table per quantity; perplexities are also compared with the first model, paired by sample."""
@@ -67,7 +75,8 @@ class Section:
                 yield table(relative, f"In % of the perplexity of {first}, paired by sample:")
 
     def remarks(self) -> Iterator[str]:
-        """Yield a sentence for each model that was not measured further, because nothing was to be seen."""
+        """Yield a sentence for each length from which on models were not measured, because nothing was to be seen."""
+        ends: dict[Point, list[str]] = {}
         for name, grids in self.models.items():
             judged = [grid for grid in grids if grid.quantity.guess is not None]
             for index, point in enumerate(grids[0].points[:-1]):
@@ -75,8 +84,11 @@ class Section:
                 is_last = all(bool(grid.samples[..., index + 1 :, :].isnan().all()) for grid in grids)
                 if here and is_last and not any(quantity.shows(samples) for quantity, samples in here):
                     if all(bool(samples.isfinite().all()) for _, samples in here):
-                        yield f"{name} does no better than guessing at {point:,} tokens, so longer texts are left out."
+                        ends.setdefault(point, []).append(name)
                     break
+        for point, names in ends.items():
+            who = f"{', '.join(names[:-1])} and {names[-1]} do" if names[1:] else f"{names[0]} does"
+            yield f"{who} no better than guessing at {point:,} tokens, so longer texts are left out."
 
     def markdown(self) -> str:
         """Return the section as Markdown, without its picture."""

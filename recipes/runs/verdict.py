@@ -71,7 +71,7 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
     sentences = (f"{first[0].upper()}{first[1:]}.", *_far(after, rival, other, length))
     # Of the scheme's weights alone, nothing is left to train in a control.
-    trains = facts.encoding is not None and facts.trained_parameters != facts.new_parameters
+    trains = facts.encoding is not None and not _trains_scheme_alone(facts)
     alone = rival is native and trains and not is_bad
     return Verdict(grade, is_bad, sentences, _advice(facts, ratio, is_bad=is_bad, alone=alone), alone)
 
@@ -97,12 +97,17 @@ def _far(after: Grid, rival: Grid, other: str, length: int) -> Iterator[str]:
         yield f"At {farthest:,} tokens, which {other} cannot read, its perplexity is {own}."
 
 
+def _trains_scheme_alone(facts: Facts) -> bool:
+    return facts.trained_parameters == facts.new_parameters
+
+
 def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
     if not math.isfinite(ratio.mean):
         return "The training diverged. Train again with lower rates: training.learning_rate, scheme_learning_rate."
     if is_bad:
         keep = ", or with the native encoding kept (conversion.native=keep)" if facts.fate != "kept" else ""
-        return f"It is not ready for use. Train it longer (training.steps={4 * facts.steps}){keep}."
+        more = "more weights (adapter=lora)" if _trains_scheme_alone(facts) else f"it longer (steps={4 * facts.steps})"
+        return f"It is not ready for use. Train {more}{keep}."
     if alone:
         return (
             "The native model had no such training. To tell what the encoding did, train the control, too: the same "
