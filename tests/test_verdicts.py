@@ -52,6 +52,14 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
         assert "At 1,024 tokens its perplexity is 13.534 % [13.534, 13.534] of that one's, and" in str(verdict)
 
 
+def test_worse_at_a_shorter_length_is_said() -> None:
+    """A config may state a longer text than a model can read."""
+    found = measured(2.0, 2.3)
+    facts = dataclasses.replace(FACTS, trained_length=1024)
+    assert "But at 128 tokens its perplexity is 134.99 % [134.87, 135.11] of that one" in str(judge(found, facts))
+    assert "But at" not in str(judge(found, FACTS))
+
+
 def test_the_control_is_the_measure_where_there_is_one() -> None:
     """Against the model that was not trained at all, the same figures look like a gain."""
     good, control = measured(2.0, 1.9), measured(2.0, 1.8)

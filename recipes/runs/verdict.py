@@ -4,6 +4,8 @@
    is one, at the measured length nearest the trained length, paired by window.
 2. It is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise.
 3. It is bad if its perplexity is above `HOLDS` times the other's, or no number.
+4. If it is worse at a shorter length and not at this one, it says so: a config may state more than a model was trained
+   on, and there the native model is no measure.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     first = f"{name} is {words} {'as' if grade == 'as good' else 'than'} {other}"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
-    sentences = (f"{first[0].upper()}{first[1:]}.", *_far(after, rival, other, length))
+    sentences = (f"{first[0].upper()}{first[1:]}.", *_near(after, rival, length), *_far(after, rival, other, length))
     # Of the scheme's weights alone, nothing is left to train in a control.
     trains = facts.encoding is not None and not _trains_scheme_alone(facts)
     alone = rival is native and trains and not is_bad
@@ -79,6 +81,14 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
 def nearest(contexts: Iterable[int], length: int) -> int:
     """Return the context length nearest a trained length, on a logarithmic scale."""
     return min(contexts, key=lambda context: abs(math.log(context / length)))
+
+
+def _near(after: Grid, rival: Grid, length: int) -> Iterator[str]:
+    """Yield the sentence on the shortest text, if only there the model is worse."""
+    shortest = min(filter(rival.reads, rival.points))
+    here, there = (after.relative_to(rival).at(context) for context in (length, shortest))
+    if here.low <= 1 < there.low:
+        yield f"But at {shortest:,} tokens its perplexity is {RATIO.say(there)} of that one's."
 
 
 def _far(after: Grid, rival: Grid, other: str, length: int) -> Iterator[str]:
