@@ -206,13 +206,12 @@ def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlim(low / room, high * room)
         axes.xaxis.set_minor_locator(NullLocator())
-        ticks = points
+        axes.xaxis.set_major_locator(FixedLocator(points))
     else:
         room = (high - low) * 0.05 or 1
         axes.set_xlim(low - room, high + room)
-        # Every n-th point, counted from the last, which is always shown.
-        ticks = points[:: -math.ceil(len(points) / _TICKS)]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
+        # Round numbers: points may lie close together.
+        axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
