@@ -409,7 +409,7 @@ def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) ->
 
 
 def _has_parameters(model: nn.Module) -> bool:
-    return any(not _SCHEMES.isdisjoint(name.split(".")) for name, _ in model.named_parameters())
+    return any(surgery.is_of_scheme(name) for name, _ in model.named_parameters())
 
 
 def _auto_class(config_class: type, head: str) -> dict[str, str] | None:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
-from hf_posenc.patches.checkpoint import check_complete, is_of_scheme, misshapen, read_header
+from hf_posenc.patches.checkpoint import check_complete, misshapen, read_header
 from hf_posenc.patches.directories import published
+from hf_posenc.patches.surgery import is_of_scheme
 
 _BOUND = "hf_posenc"
 # Fields that are not bound, since they only tell how to find and load the base.

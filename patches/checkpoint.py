@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import companions, record
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.surgery import is_of_scheme
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
@@ -370,8 +371,3 @@ def misshapen(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> s
     """Return the name of a tensor that does not fit, with the reason."""
     shape = f"{list(found)}, expected {list(expected)}"
     return f"{name} ({'whole numbers' if found == expected else shape})"
-
-
-def is_of_scheme(name: str) -> bool:
-    """Whether a tensor is a weight of a positional scheme, by its name."""
-    return ".hf_posenc" in f".{name}"

@@ -81,6 +81,11 @@ def is_patched(module: object) -> bool:
     return getattr(type(module), "posenc_stock", None) is not None
 
 
+def is_of_scheme(name: str) -> bool:
+    """Whether a tensor is a weight of a positional scheme, by its name."""
+    return not {OWN, SHARED}.isdisjoint(name.split("."))
+
+
 def stock_class(kind: type) -> type:
     """Return the class that a patched class was made from, or the class itself."""
     stock: type = getattr(kind, "posenc_stock", kind)

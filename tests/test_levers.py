@@ -25,6 +25,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
+from hf_posenc.patches.surgery import is_of_scheme
 from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
 from hf_posenc.recipes.training import distillation
 from hf_posenc.recipes.training.callbacks import (
@@ -32,7 +33,6 @@ from hf_posenc.recipes.training.callbacks import (
     Handover,
     NewParametersFirst,
     annealed_inside,
-    is_scheme_parameter,
 )
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
 
@@ -166,9 +166,7 @@ def test_new_parameters_first(tmp_path: Path) -> None:
     moved: dict[int, set[bool]] = {}
 
     def look(step: int, model: Any) -> None:
-        moved[step] = {
-            is_scheme_parameter(name) for name, p in model.named_parameters() if not torch.equal(p, before[name])
-        }
+        moved[step] = {is_of_scheme(name) for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
     trainer(model, tmp_path, callbacks=[NewParametersFirst(0.5), Watch(look)]).train()
     assert [moved[step] for step in (1, 5)] == [{True}] * 2

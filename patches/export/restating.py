@@ -50,9 +50,7 @@ class Draft:
         surgery.restore(self.config)
         self.names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.weights: dict[str, Tensor] = {
-            name: tensor
-            for name, tensor in model.state_dict().items()
-            if {surgery.OWN, surgery.SHARED}.isdisjoint(name.split("."))
+            name: tensor for name, tensor in model.state_dict().items() if not surgery.is_of_scheme(name)
         }
         self.replaced = False
         self.changes: list[str] = []

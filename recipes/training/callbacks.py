@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_posenc import registry
 from hf_posenc.errors import NotPatchedError, OptionError
 from hf_posenc.patches.strength import drop_native, set_strength
-from hf_posenc.patches.surgery import OWN, SHARED, is_patched
+from hf_posenc.patches.surgery import is_of_scheme, is_patched
 from hf_posenc.schemes.families.rotary import Annealed
 
 
@@ -143,7 +143,7 @@ class NewParametersFirst(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Raise if the first stage would train nothing."""
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if self.share and not any(map(is_scheme_parameter, trained)):
+        if self.share and not any(map(is_of_scheme, trained)):
             raise OptionError(
                 f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to "
                 "train, so the first stage would train nothing. Leave the callback out, or patch with a scheme that "
@@ -155,7 +155,7 @@ class NewParametersFirst(TrainerCallback):
         # Division, as in `Handover`, since 0.55 * 100 is more than 55.
         if state.global_step / max(1, state.max_steps) < self.share:
             for name, parameter in model.named_parameters():
-                if not is_scheme_parameter(name):
+                if not is_of_scheme(name):
                     parameter.grad = None
 
 
@@ -171,16 +171,11 @@ def parameter_groups(
             meaning.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    new = [p for name, p in trained if is_scheme_parameter(name)]
-    own = [p for name, p in trained if not is_scheme_parameter(name)]
+    new = [p for name, p in trained if is_of_scheme(name)]
+    own = [p for name, p in trained if not is_of_scheme(name)]
     groups = [
         {"params": new, "lr": scheme_learning_rate, "weight_decay": 0.0},
         {"params": [p for p in own if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def is_scheme_parameter(name: str) -> bool:
-    """Whether a parameter belongs to a positional scheme, by its name."""
-    return not {OWN, SHARED}.isdisjoint(name.split("."))

@@ -293,7 +293,7 @@ def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Te
         wanted: The teacher's logits, of the same shape.
         keep: Mask of counted tokens, `[B, S]`; `None`, or a mask of another shape, counts all.
     """
-    return _mean(cast(Tensor, _Divergence.apply(logits, wanted)), keep)  # type: ignore[no-untyped-call]
+    return mean_of_counted(cast(Tensor, _Divergence.apply(logits, wanted)), keep)  # type: ignore[no-untyped-call]
 
 
 class _Divergence(torch.autograd.Function):
@@ -336,12 +336,12 @@ def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep
     """
     parts = []
     for got, target in zip(hidden, wanted, strict=True):
-        size = _mean(target.float().square().mean(-1), keep)
-        parts.append(_mean((got.float() - target.float()).square().mean(-1), keep) / size.clamp_min(1e-12))
+        size = mean_of_counted(target.float().square().mean(-1), keep)
+        parts.append(mean_of_counted((got.float() - target.float()).square().mean(-1), keep) / size.clamp_min(1e-12))
     return torch.stack(parts).mean()
 
 
-def _mean(values: Tensor, keep: Tensor | None) -> Tensor:
+def mean_of_counted(values: Tensor, keep: Tensor | None) -> Tensor:
     """Return the mean of `[B, S]` over the counted tokens."""
     if keep is None or keep.shape != values.shape:
         return values.mean()

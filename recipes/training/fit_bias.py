@@ -20,8 +20,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import is_masked
-from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
-from hf_posenc.scheme import Scheme
+from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
@@ -167,9 +166,7 @@ def _wanted(
                         f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} "
                         "coordinates; only models of text are fitted."
                     )
-                scheme = attention._modules.get(surgery.OWN)
-                if not isinstance(scheme, Scheme):
-                    scheme = getattr(body._modules.get(surgery.SHARED), str(group.id), None)
+                scheme = surgery.scheme_of(body, attention)
                 if not isinstance(scheme, AdditiveBias):
                     raise OptionError(
                         f"fit: {group.scheme} adds no bias of the distance alone. Fit one of {', '.join(additive())}."
@@ -192,18 +189,12 @@ def _wanted(
     return wanted
 
 
-@torch.no_grad()
 def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> float:
-    """Return the loss per token on windows of text, read one at a time to save memory."""
+    """Return the loss per token on windows of text."""
     inputs = ids if corrupt is None else corrupt(ids)
     if corrupt is not None and is_masked(model):
         ids = ids.masked_fill(inputs == ids, -100)
-    with evaluating(model):
-        losses = [
-            model(input_ids=given[None], labels=window[None], use_cache=False).loss
-            for given, window in zip(inputs, ids, strict=True)
-        ]
-    return float(torch.stack(losses).mean())
+    return mean_loss(model, {"input_ids": inputs, "labels": ids})
 
 
 def additive() -> list[str]:

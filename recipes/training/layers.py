@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.patch import evaluating, patch, unpatch
+from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED
 from hf_posenc.recipes.data.collation import Collator
-from hf_posenc.recipes.training.starts import check_windows, held_out, kept
+from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 
@@ -129,7 +128,7 @@ def layer_costs(
             trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
             put_back()
         measured = collate([{"input_ids": row, "labels": row} for row in ids[-held_out(len(ids), most=batch_size) :]])
-        native = _loss(twin, measured)
+        native = mean_loss(twin, measured)
         costs = []
         own = {name: weight.detach().clone() for name, weight in twin.state_dict().items()}
         for index, (stack, layer) in enumerate(places):
@@ -143,7 +142,7 @@ def layer_costs(
                 if name.startswith(f"{prefix}.") or SHARED in name.split(".")
             }
             twin.load_state_dict(here, strict=False)
-            costs.append(LayerCost(stack, layer, found.after[index], _loss(twin, measured) - native))
+            costs.append(LayerCost(stack, layer, found.after[index], mean_loss(twin, measured) - native))
             unpatch(twin)
             twin.load_state_dict({name: own[name] for name in here if name in own}, strict=False)
             if progress is not None:
@@ -151,13 +150,3 @@ def layer_costs(
     finally:
         unpatch(model)
     return LayerCosts(scheme, native, tuple(costs))
-
-
-@torch.no_grad()
-def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
-    """Return the mean loss of the windows, one at a time to save memory."""
-    with evaluating(model):
-        rows = range(len(inputs["input_ids"]))
-        device = next(model.parameters()).device
-        losses = [model(**{name: x[row : row + 1].to(device) for name, x in inputs.items()}).loss for row in rows]
-    return float(torch.stack(losses).float().mean())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import NotPatchedError, ShapeError
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.patches.surgery import is_patched
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,16 @@ def verdict(fitted: str, measure: str, before: float, after: float) -> tuple[boo
     sentence = f"{fitted}: the start was not changed, since fitting did not improve it: {change}."
     logger.warning("%s", sentence)
     return False, sentence
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
+    """Return the mean loss of windows, read one at a time to save memory; `inputs` are arguments of the forward."""
+    device = next(model.parameters()).device
+    with evaluating(model):
+        rows = zip(*(tensor.to(device) for tensor in inputs.values()), strict=True)
+        losses = [model(**{name: x[None] for name, x in zip(inputs, row, strict=True)}).loss for row in rows]
+    return float(torch.stack(losses).float().mean())
 
 
 @contextlib.contextmanager

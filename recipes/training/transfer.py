@@ -21,7 +21,7 @@ from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
-from hf_posenc.recipes.training.distillation import without_jumps
+from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
 from hf_posenc.recipes.training.rates import rates
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
@@ -187,14 +187,14 @@ class AttentionTransfer(nn.Module):
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             index = place[module]
             difference = output[0].float() - original[index][1].float()
-            found[module] = _mean_square(difference, masks.get(self._stacks[index]))
+            found[module] = mean_of_counted(difference.square().mean(-1), masks.get(self._stacks[index]))
             # Later modules need no graph, since the next attention gets the original's input.
             return (output[0].detach(), *output[1:])
 
         with _hooked(self.attentions, before, after), self._without_feed_forwards():
             self._inner[0].base_model(**given, use_cache=False)
         sizes = [
-            _mean_square(wrote.float(), masks.get(stack)).clamp_min(1e-12)
+            mean_of_counted(wrote.float().square().mean(-1), masks.get(stack)).clamp_min(1e-12)
             for stack, (_, wrote) in zip(self._stacks, original, strict=True)
         ]
         return torch.stack([found[attention] for attention in self.attentions]), torch.stack(sizes)
@@ -477,14 +477,6 @@ def _original(model: PreTrainedModel, architecture: Architecture) -> Any:
     }
     shared = {id(weight): weight for weight in model.parameters() if id(weight) not in apart}
     return unpatch(copy.deepcopy(model, shared)).eval()
-
-
-def _mean_square(values: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the mean square of `[B, S, E]` over the counted tokens."""
-    if keep is None:
-        return values.square().mean()
-    weight = keep.to(values)
-    return (values.square().mean(-1) * weight).sum() / weight.sum().clamp_min(1)
 
 
 def _cut(windows: Tensor, length: int | None) -> Tensor:
