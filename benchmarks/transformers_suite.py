@@ -2,11 +2,17 @@
 
 python benchmarks/transformers_suite.py --all --output benchmarks/results/transformers_suite.md
 python benchmarks/transformers_suite.py --scheme fire --architecture llama
+python benchmarks/transformers_suite.py --own --tests transformers/tests --output benchmarks/results/own_suites.md
+python benchmarks/transformers_suite.py --exact --output benchmarks/results/exact_starts.md
 
 The tests come from the sdist of the transformers that is installed, which pip downloads, or from `--tests`: an sdist
 or a directory `tests` of a checkout. They are unpacked into a temporary folder. An sdist holds `ModelTesterMixin`
-only; `GenerationTesterMixin` runs where the directory has it. Needs parameterized, of the extra `benchmarks`. A
-single test: `--test test_save_load`.
+only; `GenerationTesterMixin` runs where the directory has it. Needs parameterized, of the extra `benchmarks`. Some
+tests: `--test test_save_load`. Tests that a patched model passes do not run on the stock one.
+
+`--own` runs the tests that transformers keeps for each model, `tests/models/<name>`, with the scheme that takes over
+the model's own encoding. The classes of transformers are replaced in its modules before the tests import them.
+`--exact` compares small bodies with random weights before and after that scheme.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import copy
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -206,6 +213,8 @@ FAMILY_SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 512,
     "sliding_window": 4,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -252,7 +261,9 @@ def main() -> None:
     parser.add_argument("--scheme", nargs="+", choices=[STOCK, *hf_posenc.schemes()], default=[])
     parser.add_argument("--architecture", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--all", action="store_true", help="every scheme")
-    parser.add_argument("--test", help="only tests with this in their name")
+    parser.add_argument("--own", action="store_true", help="transformers' tests of each model, with an exact start")
+    parser.add_argument("--exact", action="store_true", help="what an exact start changes, and the size of each file")
+    parser.add_argument("--test", nargs="+", default=[""], help="only tests with one of these in their name")
     parser.add_argument("--tests", type=Path, help="an sdist of transformers, or a directory of its tests")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path)
@@ -260,23 +271,37 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         sys.path.insert(0, str(arguments.tests.parent))
-        found = outcomes(arguments.architecture[0], arguments.scheme[0], arguments.test or "")
+        found = outcomes(arguments.architecture[0], arguments.scheme[0], arguments.test, own=arguments.own)
         arguments.output.write_text(json.dumps(found))
         return
+    if arguments.exact:
+        output = exact_starts([name for name in arguments.architecture if name in architectures()])
+        sys.stdout.write(output)
+        if arguments.output:
+            arguments.output.write_text(output)
+        return
     schemes = list(hf_posenc.schemes()) if arguments.all else arguments.scheme
-    if not schemes:
-        parser.error("say which --scheme, or --all")
+    if not schemes and not arguments.own:
+        parser.error("say which --scheme, or --all, or --own")
     with tempfile.TemporaryDirectory() as folder:
         place = unpacked(arguments.tests, Path(folder))
-        cases = [(name, scheme) for name in arguments.architecture for scheme in schemes if has(name, scheme)]
-        stock = [(name, STOCK) for name in arguments.architecture]
+        names = [name for name in arguments.architecture if not arguments.own or name in architectures()]
+        cases = [(name, scheme) for name in names for scheme in schemes if has(name, scheme)]
+        if arguments.own and not schemes:
+            cases = [(name, exact(name)) for name in names]
         start = time.perf_counter()
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            found = pool.map(lambda case: run(*case, arguments.test, place), stock + cases)
-            runs = dict(zip(stock + cases, found, strict=True))
+            found = pool.map(lambda case: run(*case, arguments.test, place, own=arguments.own), cases)
+            runs = dict(zip(cases, found, strict=True))
+            missed: dict[str, set[str]] = {name: set() for name in names}
+            for (name, _), results in runs.items():
+                missed[name] |= {test for test, (outcome, _) in results.items() if outcome != "passed"}
+            names = [name for name in names if missed[name]]
+            found = pool.map(lambda name: run(name, STOCK, sorted(missed[name]), place, own=arguments.own), names)
+            runs |= {(name, STOCK): results for name, results in zip(names, found, strict=True)}
         generation = (place / "generation" / "test_utils.py").exists()
         minutes = (time.perf_counter() - start) / 60
-    output = report(runs, cases, generation=generation, minutes=minutes)
+    output = report(runs, cases, generation=generation, own=arguments.own, minutes=minutes)
     sys.stdout.write(output)
     if arguments.output:
         arguments.output.write_text(output)
@@ -285,6 +310,12 @@ def main() -> None:
 def has(name: str, scheme: str) -> bool:
     """Whether a family of models can be given a scheme: those for decoders only leave encoders out."""
     return "bidirectional" in hf_posenc.schemes()[scheme].directions or "decoder" in stacks(FAMILIES[name])
+
+
+def exact(name: str) -> str:
+    """Return the scheme that takes over the encoding of an architecture."""
+    config = config_pair(architectures()[name])[0]()
+    return next(scheme for scheme in ("rope", "learned", "t5") if hf_posenc.plan(config, scheme).start == "exact")
 
 
 def stacks(family: Family) -> set[str]:
@@ -310,12 +341,12 @@ def unpacked(given: Path | None, folder: Path) -> Path:
     return found
 
 
-def run(name: str, scheme: str, test: str | None, place: Path) -> dict[str, list[str]]:
+def run(name: str, scheme: str, tests: list[str], place: Path, *, own: bool) -> dict[str, list[str]]:
     """Run the tests in a process of their own, and return the outcome of each."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcomes.json"
         command = [sys.executable, __file__, "--child", "--architecture", name, "--scheme", scheme]
-        command += ["--tests", str(place), "--output", str(output), *(["--test", test] if test else [])]
+        command += ["--tests", str(place), "--output", str(output), "--test", *tests, *(["--own"] if own else [])]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
         if not output.exists():
@@ -326,21 +357,27 @@ def run(name: str, scheme: str, test: str | None, place: Path) -> dict[str, list
     return found
 
 
-def outcomes(name: str, scheme: str, test: str) -> dict[str, list[str]]:
+def outcomes(name: str, scheme: str, tests: list[str], *, own: bool) -> dict[str, list[str]]:
     """Run the tests here; return for each whether it passed, failed or was skipped, and why."""
     torch.set_num_threads(1)
-    case = test_case(name, scheme)
-    names = [found for found in unittest.TestLoader().getTestCaseNames(case) if test in found]
+    cases = own_cases(name, scheme) if own else [test_case(name, scheme)]
+    names = {
+        f"{case.__name__}.{method}" if len(cases) > 1 else method: (case, method)
+        for case in cases
+        for method in unittest.TestLoader().getTestCaseNames(case)
+    }
     found = {}
-    for method in names:
+    for label, (case, method) in names.items():
+        if not any(test in label for test in tests):
+            continue
         result = unittest.TestResult()
         case(method).run(result)
         wrong = [message for _, message in result.failures + result.errors]
         if wrong:
-            found[method] = ["failed", "\n".join(wrong)]
+            found[label] = ["failed", "\n".join(wrong)]
         else:
             reasons = [reason for _, reason in result.skipped]
-            found[method] = ["skipped" if reasons else "passed", "; ".join(reasons)]
+            found[label] = ["skipped" if reasons else "passed", "; ".join(reasons)]
     return found
 
 
@@ -385,6 +422,66 @@ def test_case(name: str, scheme: str) -> type[unittest.TestCase]:
         "setUp": set_up,
     }
     return type(f"{classes[0].__name__.removeprefix('Posenc')}Test", bases, attributes)
+
+
+def own_cases(name: str, scheme: str) -> list[type[unittest.TestCase]]:
+    """Import the tests that transformers has of a model, as they are or with a scheme in each model that they build."""
+    common = common_tests()
+    architecture = architectures()[name]
+    if scheme != STOCK:
+        learn_names(common, *config_pair(architecture))
+        importlib.import_module("tests.test_pipeline_mixin")  # It imports transformers once more.
+        put_twins(name, scheme)
+        seed_schemes()
+    module = importlib.import_module(f"tests.models.{name}.test_modeling_{name}")
+    known = {*architecture.twins, *architecture.twins.values()}
+    cases = [case for case in vars(module).values() if isinstance(case, type) and case.__module__ == module.__name__]
+    return [
+        case
+        for case in cases
+        if issubclass(case, unittest.TestCase) and issubclass(case, common.ModelTesterMixin) and known & {*tested(case)}
+    ]
+
+
+def tested(case: Any) -> tuple[type, ...]:
+    """Return model classes of a class of tests."""
+    tester = getattr(case, "model_tester_class", None)
+    return case.all_model_classes if tester is None else (tester.base_model_class,)
+
+
+def put_twins(name: str, scheme: str) -> None:
+    """Replace the classes of an architecture where tests import them; patched models get a scheme when they are built.
+
+    Inside of transformers' models nothing changes.
+    """
+    architecture = architectures()[name]
+    stock_config, _ = config_pair(architecture)
+    hf_posenc.plan(stock_config(), scheme)  # imports the scheme
+    for stock, twin in architecture.twins.items():
+        if not issubclass(stock, PreTrainedModel | PreTrainedConfig):
+            continue
+        for place in ("transformers", f"transformers.models.{name}"):
+            module = importlib.import_module(place)
+            if hasattr(module, stock.__name__):
+                setattr(module, stock.__name__, twin)
+            setattr(module, twin.__name__, twin)  # Some tests look for classes by the name of another.
+        if issubclass(stock, PreTrainedModel):
+            twin.__init__ = recording(twin.__init__, stock, stock_config, scheme)
+
+
+def recording(build: Callable[..., None], stock: Any, stock_config: type, scheme: str) -> Callable[..., None]:
+    """Return the constructor of a patched model, which writes the record into a config that has none."""
+
+    @functools.wraps(build)
+    def call(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.posenc is None:
+            plain = stock_config.from_dict({**config.to_dict(), "model_type": stock_config.model_type})
+            plain._attn_implementation = config._attn_implementation
+            with torch.random.fork_rng():
+                config.posenc = hf_posenc.patch(stock(plain, *args, **kwargs), scheme).config.posenc
+        build(self, config, *args, **kwargs)
+
+    return call
 
 
 def common_tests() -> ModuleType:
@@ -433,10 +530,16 @@ def is_expected(scheme: str, test: str) -> bool:
 
 
 def report(
-    runs: dict[tuple[str, str], Any], cases: Iterable[tuple[str, str]], *, generation: bool, minutes: float
+    runs: dict[tuple[str, str], Any],
+    cases: Iterable[tuple[str, str]],
+    *,
+    generation: bool,
+    own: bool,
+    minutes: float,
 ) -> str:
     """Write what came out, Markdown."""
     mixins = "`ModelTesterMixin`" + (" and `GenerationTesterMixin`" if generation else "")
+    mixins = f"tests of each model (with {mixins})" if own else mixins
     lines = [
         f"transformers' {mixins} on patched classes. Beyond stock is what the stock classes pass, or do not run.",
         "",
@@ -445,7 +548,7 @@ def report(
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for name, scheme in cases:
-        found, stock = runs[name, scheme], runs[name, STOCK]
+        found, stock = runs[name, scheme], runs.get((name, STOCK), {})
         passed, skipped, failed = (
             [test for test, (outcome, _) in found.items() if outcome == kind]
             for kind in ("passed", "skipped", "failed")
@@ -462,6 +565,70 @@ def report(
     command = " ".join(sys.argv)
     lines += ["", f"{machine()}; {minutes:.0f} minutes", "", f"Command: `python {command}`"]
     return "\n".join(lines) + "\n"
+
+
+def exact_starts(names: list[str]) -> str:
+    """Write the table of exact starts, Markdown."""
+    lines = [
+        "Largest difference between the last hidden states of a small random body and of its patched twin, relative to "
+        "the largest number, float32. Windows are shorter than the texts. A dash: the models take no such call.",
+        "",
+        "| models | lines of the file | heads | scheme | window | all tokens | padded | packed | cached |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [f"| {' | '.join(exact_row(name))} |" for name in names]
+    lines += ["", machine(), "", f"Command: `python {' '.join(sys.argv)}`"]
+    return "\n".join(lines) + "\n"
+
+
+@torch.no_grad()
+def exact_row(name: str) -> list[str]:
+    """Return the cells of an architecture."""
+    family, architecture, scheme = FAMILIES[name], architectures()[name], exact(name)
+    set_seed(0)
+    stock = family.classes[0](family.config(config_pair(architecture)[0])).eval()
+    for parameter in stock.parameters():  # norms, biases and sinks start at numbers that hide mistakes
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    patched = hf_posenc.patch(copy.deepcopy(stock), scheme)
+    takes, inputs = inspect.signature(stock.forward).parameters, family.inputs()
+    unmasked = {key: value for key, value in inputs.items() if "mask" not in key}
+    whole, got = last(stock, unmasked), last(patched, unmasked)
+    found = {"whole": distance(got, whole), "padded": "-", "packed": "-", "cached": "-"}
+    ids = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    if mask is not None:
+        found["padded"] = distance(last(patched, inputs)[mask.bool()], last(stock, inputs)[mask.bool()])
+    if "position_ids" in takes:
+        cut = LENGTH // 2 - 1
+        places = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut)))[None] + architecture.first_position(stock)
+        alone = [last(stock, {ids: part}) for part in (inputs[ids][:, :cut], inputs[ids][:, cut:])]
+        together = last(patched, {ids: inputs[ids], "position_ids": places.expand(BATCH, -1)})
+        found["packed"] = distance(together, torch.cat(alone, dim=1))
+    if "past_key_values" in takes and "decoder" in architecture.stacks(stock):
+        cache, steps = None, []
+        for token in inputs[ids].split(1, dim=1):
+            output = patched(**{**unmasked, ids: token}, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            steps.append(output.last_hidden_state)
+        found["cached"] = distance(torch.cat(steps, dim=1), whole)
+    config: Any = stock.config
+    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
+    heads = [kind for kind in architecture.twins if issubclass(kind, PreTrainedModel)]
+    file = Path(inspect.getfile(hf_posenc)).parent / "patches" / f"{name}.py"
+    lines = len(file.read_text().splitlines())
+    return [name, str(lines), str(len(heads) - 1), scheme, str(window or "-"), *found.values()]
+
+
+def last(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the last hidden states."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        return model(**inputs, use_cache=False).last_hidden_state
+    return model(**inputs).last_hidden_state
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return the largest difference, relative to the largest number."""
+    return f"{float((got - expected).abs().max() / expected.abs().max()):.0e}"
 
 
 if __name__ == "__main__":

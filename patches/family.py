@@ -336,7 +336,10 @@ def _probe(
         kind = config.layer_types[index] if _kinds_vary(rotary) else ""
         with torch.device("cpu"):
             keywords = {"layer_type": kind} if kind else {}
-            cos, sin = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+            turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+        if len(turn) != 2:
+            _refuse(attention, "rotates by something else than cosines and sines")
+        cos, sin = turn
         angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
         given["position_embeddings"] = (angles, angles)
     module = _blank(layer, config, index)
@@ -489,7 +492,13 @@ class Family(Architecture):
     @classmethod
     def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
         """Return a field of the config, and a value that stock classes refuse."""
-        return next(name for name in _ACTIVATIONS if hasattr(config, name)), "requires hf_posenc"
+        field = next((name for name in _ACTIVATIONS if hasattr(config, name)), None)
+        if field is None:
+            raise ArchitectureError(
+                f"Cannot add the family of {config.__name__}: it has none of the fields {', '.join(_ACTIVATIONS)}, by "
+                "which stock classes refuse converted checkpoints."
+            )
+        return field, "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         body = next(module for module in model.modules() if isinstance(module, self.body))
@@ -513,6 +522,9 @@ class Family(Architecture):
         ]
         if None in found:
             raise ArchitectureError(f"Found no {self.attention.__name__} in a layer of {type(body).__name__}.")
+        numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
+        if len({*numbers}) < len(numbers):
+            _refuse(self.attention, f"has layers of the same number ({', '.join(map(str, numbers))})")
         return cast(list[nn.Module], found)
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:

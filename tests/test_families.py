@@ -317,11 +317,13 @@ def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("hunyuan_v1_dense", "between the rotation of queries and the attention function"),
         ("nemotron", "no keywords from its layer"),
         ("biogpt", "from its config alone"),
+        ("deepseek_v2", "cosines and sines"),
+        ("hrm_text", r"layers of the same number \(0, 1, 0, 1\)"),
         ("deepseek_v3", "by hand"),
     ],
 )
 def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DECODERS, name, {"num_key_value_heads": 2, "head_dim": 8, **LATENT})
+    monkeypatch.setitem(DECODERS, name, {"num_key_value_heads": 2, "head_dim": 8, **LATENT, **EXPERTS})
     add_family(name, globals())
     model = make(name)
     before = logits(model, tokens())
@@ -346,8 +348,8 @@ def test_modules_that_are_no_family_are_refused() -> None:
     for name, add in (("bart", add_encoder_decoder), ("lama", add_encoder_decoder), ("lama", add_family)):
         with pytest.raises(ArchitectureError, match=f"Cannot add the architecture '{name}'"):
             add(name, {})
-    for name in ("gptj", "jamba"):
-        with pytest.raises(ArchitectureError, match=f"Cannot add the family '{name}'"):
+    for name in ("gptj", "jamba", "nemotron_h"):
+        with pytest.raises(ArchitectureError, match=f"Cannot add the family ('{name}'|of NemotronHConfig)"):
             add_family(name, {})
 
 
