@@ -240,6 +240,7 @@ def test_facts_follow_code_that_is_replaced_under_its_name(monkeypatch: pytest.M
     model, runs = make("olmo2"), []
     architecture, body = of_model(model), model.model
     modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
+    monkeypatch.setattr(family, "_FOUND", {})  # What an earlier test has read.
     monkeypatch.setattr(family, "_probe", lambda *given, probe=family._probe: runs.append(given) or probe(*given))
 
     def read() -> Facts:
