@@ -5,7 +5,7 @@
 Every way is an ordinary run of `hf-posenc train` in a folder of its own below `--runs`, so what was stopped goes on.
 `--window 1024` is for models whose trained length takes too long: windows of so many tokens stand for longer texts,
 with one gap in their positions. This tells how a model takes distances that it has not seen, and nothing of what it
-finds in a text that is really that long.
+finds in a text that is really that long. `--untrained` measures what each way starts from.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from memory import machine
 
 from hf_posenc.patches.directories import write_text
+from hf_posenc.patches.patch import patch
+from hf_posenc.patches.rotary import set_rope
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, spread_windows
@@ -30,6 +32,7 @@ from hf_posenc.recipes.evaluation.text import read_text, token_ids
 from hf_posenc.recipes.loading import load as load_model
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.plots.curves import trained_mark
+from hf_posenc.recipes.schema.recipe import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 # Recipe and keys of each way.
@@ -49,11 +52,14 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--window", type=int, help="tokens that stand for a longer text, by a gap in their positions")
     parser.add_argument("--windows", type=int, default=16, help="windows to measure")
+    parser.add_argument("--untrained", action="store_true", help="train nothing")
     parser.add_argument("changes", nargs="*", help="changes KEY=VALUE of every recipe")
     arguments = parser.parse_intermixed_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
     places = {"native": arguments.model}
-    for name, recipe in WAYS.items():
+    if arguments.untrained:
+        places |= {name: arguments.model for name in WAYS if name != "control"}
+    for name, recipe in () if arguments.untrained else WAYS.items():
         folder = arguments.runs / name
         places[name] = folder / "model"
         keys = [f"model={arguments.model}", f"data.source={arguments.train}", f"data.held_out={arguments.held_out}"]
@@ -61,10 +67,10 @@ def main() -> None:
         subprocess.run([*program, *recipe, *keys, *arguments.changes, "--out", str(folder)], check=True)
     section = measured(places, arguments)
     model = re.sub(r"\W+", "-", arguments.model.name)
-    section.draw(RESULTS / f"extend_{model}.png")
-    changes = ", ".join(f"`{change}`" for change in arguments.changes)
+    changes = "nothing was trained" if arguments.untrained else ", ".join(f"`{each}`" for each in arguments.changes)
     settings = {"changes of the recipes": changes or "none", "measured on": machine()}
     save(Report((section,), settings), RESULTS / f"extend_{model}.json")
+    section.figure().savefig(RESULTS / f"extend_{model}.png")
     write_text(RESULTS / "extend.md", page())
 
 
@@ -75,6 +81,8 @@ def measured(places: dict[str, Path], arguments: argparse.Namespace) -> Section:
     for name, place in places.items():
         model, tokenizer = load_model(str(place), dtype=torch.float32)
         own = own or trained_length(model.config)
+        if arguments.untrained and name in WAYS:
+            convert(model, [f"model={place}", *WAYS[name][1:]])
         lengths, count = [own * factor for factor in (1, 2, 4, 8)], arguments.windows
         ids = token_ids(read_text(arguments.held_out), tokenizer)
         if arguments.window is None:
@@ -94,7 +102,18 @@ def measured(places: dict[str, Path], arguments: argparse.Namespace) -> Section:
             "not seen. It does not say what a model finds in a text that is really that long."
         )
     title = f"{arguments.model.name}, extended to four times its trained length"
+    if arguments.untrained:
+        title += ", before any training"
     return Section("extend", title, note, models, trained_mark(own))
+
+
+def convert(model: Any, changes: list[str]) -> None:
+    """Change a model in place as `extend` does before its training."""
+    conversion = Recipe.read("extend", changes).conversion
+    if conversion.rope:
+        set_rope(model, conversion.rope)
+    if conversion.scheme is not None:
+        patch(model, conversion.scheme, native=conversion.native, layers=conversion.layers, **conversion.options)
 
 
 @torch.no_grad()
