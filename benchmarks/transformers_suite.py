@@ -53,6 +53,8 @@ STOCK = "stock"
 # Tests that ask of a model what a patched one is not meant to do, by the beginning of their names, each with the
 # reason.
 EXPECTED = {
+    "test_inherits_generation_mixin": "asks for `GenerationMixin` among the direct bases of a class, which has the "
+    "stock class there.",
     "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes "
     "that replace "
     "the rotation do not read it; `rope` reads it, but keeps the frequencies of the dynamic type at its start.",
