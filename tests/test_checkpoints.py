@@ -10,16 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import DIRECTORIES, auto
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc.recipes.data.text import builtin_text
 
-ROOT = Path(__file__).resolve().parents[1]
-DIRECTORIES = {
-    "llama": ROOT / "hf_posenc" / "tiny_llama",
-    "gpt2": ROOT / "tests" / "checkpoints" / "gpt2",
-    "t5": ROOT / "tests" / "checkpoints" / "t5",
-}
 WINDOWS, CONTEXT, T5_CONTEXT = 16, 128, 64
 
 
@@ -94,8 +89,7 @@ def test_t5_needs_its_positions(stack: str) -> None:
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_checkpoint_is_small_single_precision_and_complete(name: str) -> None:
     directory = DIRECTORIES[name]
-    load = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-    assert load.from_pretrained(directory).dtype == torch.float32
+    assert auto(name).from_pretrained(directory).dtype == torch.float32
     assert sum(file.stat().st_size for file in directory.iterdir()) <= 2_000_000
     assert (directory / "README.md").is_file()
 

@@ -9,11 +9,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
 import yaml
+from models import text_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,9 +39,8 @@ TOLERANCE = 5e-5
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    text, path = tmp_path / "text.txt", tmp_path / "recipe.yaml"
-    text.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
-    path.write_text(RECIPE.format(text=text), encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(text=text_file()), encoding="utf-8")
     return path
 
 

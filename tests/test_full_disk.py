@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES, stock
+from models import DIRECTORIES, stock, text_file
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
@@ -135,15 +135,8 @@ def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:40_000], encoding="utf-8")
-    return path
-
-
-def test_a_run_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text), encoding="utf-8")
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text_file(40_000)), encoding="utf-8")
     recipe = Recipe.read(tmp_path / "recipe.yaml")
     run.train(recipe, tmp_path / "other")
     folder, publish = tmp_path / "run", files.publish

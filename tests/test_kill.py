@@ -14,12 +14,12 @@ import sys
 import time
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from models import text_file
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
@@ -58,9 +58,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> BaseContext:
 
 
 def write_recipe(folder: Path, steps: int) -> Path:
-    text, path = folder / "text.txt", folder / "killed.yaml"
-    text.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
-    path.write_text(RECIPE.format(text=text, steps=steps), encoding="utf-8")
+    path = folder / "killed.yaml"
+    path.write_text(RECIPE.format(text=text_file(), steps=steps), encoding="utf-8")
     return path
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES
+from models import DIRECTORIES, text_file
 from test_run import Stop, stop_after, weights
 from torch import Tensor
 from torch.nn import functional as F
@@ -65,14 +64,12 @@ def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for name, model in models.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    (folder / "text.txt").write_text(text[:40_000], encoding="utf-8")
-    return {name: folder / name for name in (*models, "text.txt")}
+    return {name: folder / name for name in models}
 
 
 def recipe(folders: dict[str, Path], name: str, *overrides: str) -> Recipe:
     tiny = [f"training.{pair}" for pair in ("steps=3", "length=64", "batch_size=4", "learning_rate=1e-3")]
-    sources = (f"model={folders[name]}", f"data.source={folders['text.txt']}")
+    sources = (f"model={folders[name]}", f"data.source={text_file(40_000)}")
     return Recipe.read("llama-kerple", [*tiny, *sources, "evaluation={contexts: [64], windows: 2}", *overrides])
 
 
@@ -153,7 +150,7 @@ def test_a_run_trains_saves_and_loads(
     assert after is not None
     assert not torch.equal(before.samples, after.samples)
     torch.testing.assert_close(found.samples, after.samples)
-    report = Request((str(tmp_path / "run"),), text=str(folders["text.txt"]), contexts=(64,), samples=2).run()
+    report = Request((str(tmp_path / "run"),), text=str(text_file(40_000)), contexts=(64,), samples=2).run()
     (section,) = report.sections
     assert "Pseudo-perplexity of masked tokens by tokens read:" in section.markdown()
 
@@ -173,7 +170,7 @@ def test_a_resumed_run_masks_the_same_tokens(
 def test_an_adapter_is_trained_after_a_fit_of_attention(folders: dict[str, Path], tmp_path: Path) -> None:
     changes = ["adapter.kind=lora", "conversion.fit=attention", "transfer.steps=2"]
     run.train(recipe(folders, "modernbert", *changes), tmp_path / "run")
-    report = Request((str(tmp_path / "run"),), text=str(folders["text.txt"]), contexts=(64,), samples=2).run()
+    report = Request((str(tmp_path / "run"),), text=str(text_file(40_000)), contexts=(64,), samples=2).run()
     assert report["perplexity"].models["run"][0].reads(64)
 
 
@@ -188,7 +185,7 @@ def test_what_masked_language_models_cannot_do_is_refused(
     with pytest.raises(RecipeError, match=r"training\.skip_to skips"):
         run.train(recipe(folders, "bert", "training.skip_to=128", "conversion.fit=null"), tmp_path / "run")
     for measure in ("mqar", "needle", "induction", "generation", "tasks"):
-        request = Request((str(folders["bert"]),), (measure,), str(folders["text.txt"]), contexts=(64,), samples=2)
+        request = Request((str(folders["bert"]),), (measure,), str(text_file(40_000)), contexts=(64,), samples=2)
         with pytest.raises(OptionError, match=f"{measure!r} is not defined for BertForMaskedLM"):
             request.run()
     model, ids = AutoModelForMaskedLM.from_pretrained(folders["bert"]), windows(tokenizer, 1, 400)[0]
@@ -197,4 +194,4 @@ def test_what_masked_language_models_cannot_do_is_refused(
     with pytest.raises(ShapeError, match="nothing to score"):
         context_curve(model, ids, [64], windows=2, corrupt=lambda read: read)
     with pytest.raises(OptionError, match="of two kinds"):
-        Request((str(folders["bert"]), "tiny-llama"), text=str(folders["text.txt"]), samples=2).run()
+        Request((str(folders["bert"]), "tiny-llama"), text=str(text_file(40_000)), samples=2).run()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
-from models import DIRECTORIES
+from models import DIRECTORIES, text_file
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from safetensors.torch import load_file
@@ -40,21 +39,14 @@ saving: {every: 2}
 """
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
-    return path
-
-
 @pytest.fixture
-def read(text: Path, tmp_path: Path) -> Any:
+def read(tmp_path: Path) -> Any:
     """A function that makes a tiny recipe with overrides."""
 
     def make(*overrides: str) -> Recipe:
         path = tmp_path / "recipe.yaml"
         path.write_text(BASE, encoding="utf-8")
-        return Recipe.read(path, [f"data.source={text}", *overrides])
+        return Recipe.read(path, [f"data.source={text_file()}", *overrides])
 
     return make
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES, stock, tokens
+from models import DIRECTORIES, stock, text_file, tokens
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 
 
 def recipe_of(*changes: str, architecture: str = "llama", name: str = "llama-kerple") -> Recipe:
-    return Recipe.read(name, [f"model={DIRECTORIES[architecture]}", *SMALL, *changes])
+    return Recipe.read(name, [f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", *SMALL, *changes])
 
 
 class Stopped(Exception):
@@ -110,8 +110,8 @@ def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, chang
         "training.steps=1",
         "distillation={}",
     ]
-    head = [f"model={DIRECTORIES[architecture]}", "training.length=64", "training.batch_size=2"]
-    measured = ["evaluation.contexts=[64]", "evaluation.windows=4"]
+    head = [f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", "training.length=64"]
+    measured = ["training.batch_size=2", "evaluation.contexts=[64]", "evaluation.windows=4"]
     recipe = Recipe.read(f"{architecture}-disentangled", [*head, *measured, *changes])
     outcome = run.train(recipe, tmp_path / "out")
     course = dict(outcome.measurements.course())
