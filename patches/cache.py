@@ -1,9 +1,9 @@
 """Per-token state in a transformers cache, next to keys and values: positions, and tensors that a scheme returns.
 
-A cache layer is given the state by swapping its class for one with the same behaviour plus `token_state`, a dict of
-tensors that grows, is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`,
-of which only the last tokens are kept. Dynamic and static layers are covered, with a sliding window or without; any
-other kind (quantised) raises before it is touched.
+A cache layer is replaced by one with the same content and behaviour plus `token_state`, a dict of tensors that grows,
+is reordered, cropped, repeated, selected and offloaded together with the keys; and `recent_state`, of which only the
+last tokens are kept. Dynamic and static layers are covered, with a sliding window or without; any other kind
+(quantised) raises before it is touched.
 """
 
 from __future__ import annotations
@@ -208,9 +208,12 @@ def _last(tensor: Tensor, count: int | None) -> Tensor:
 
 
 def mark_packed(output: Any) -> None:
-    """Remember that the rows of the cache among a model's outputs hold packed sequences."""
+    """Remember that the rows of the cache among a model's outputs hold packed sequences.
+
+    A traced graph says so of any rows with positions, and static caches, which cannot tell better later, are left out.
+    """
     for value in output.values() if isinstance(output, Mapping) else output:
-        if isinstance(value, Cache):
+        if isinstance(value, Cache) and not (torch.compiler.is_compiling() and value.is_compileable):
             value.posenc_packed = True
 
 
@@ -299,13 +302,17 @@ def update(
 
 
 def _give_state(cache: Cache, layer: int) -> None:
-    """Swap the class of a cache layer for the one with state, if that was not done yet."""
+    """Put a layer with state in the place of a cache layer, if that was not done yet."""
     slot: Any = cache.layers[layer]
     if not isinstance(slot, _TokenState) and type(slot) in _WITH_STATE:
         known = (other.memories for other in cache.layers if isinstance(other, _TokenState))
-        slot.memories, slot.index = next(known, {}), layer
-        slot.token_state, slot.recent_state = {}, {}
-        slot.__class__ = _WITH_STATE[type(slot)]
+        twin: Any = _WITH_STATE[type(slot)]
+        # A compiler cannot trace a change of class.
+        stateful: Any = twin.__new__(twin)
+        stateful.__dict__.update(slot.__dict__)
+        stateful.memories, stateful.index = next(known, {}), layer
+        stateful.token_state, stateful.recent_state = {}, {}
+        cache.layers[layer] = stateful
 
 
 def is_known(cache: Cache | None) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError, ShapeError
-from hf_posenc.operands import Block
+from hf_posenc.operands import LARGEST_COUNT, Block
 from hf_posenc.scheme import Scheme
 
 Result = TypeVar("Result")
@@ -154,23 +154,33 @@ def check_mask(mask: Tensor | None) -> None:
         )
 
 
+def largest(positions: Tensor) -> int:
+    """Return the largest position; while a graph is traced, which has no numbers, one that none exceeds."""
+    if torch.compiler.is_compiling():
+        return LARGEST_COUNT
+    return int(positions.max()) if positions.numel() else 0
+
+
 def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
-    """Return which of the new tokens a 2-D padding mask calls real, bool `[B, S]`; `None` if all are."""
+    """Return which of the new tokens a 2-D padding mask calls real, bool `[B, S]`; `None` if all are.
+
+    While a graph is traced, it is `None` only without a mask.
+    """
     if mask is None or mask.ndim != 2:
         return None
     slots = torch.arange(length, device=mask.device) + (past.to(mask.device) if isinstance(past, Tensor) else past)
     real = mask.index_select(1, slots) != 0
-    return None if bool(real.all()) else real
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
 def sequences(positions: Tensor) -> Tensor | None:
     """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
 
     A sequence begins where positions do not grow. (A jump ahead, as in position skipping, begins none, although
-    transformers takes it for a boundary.)
+    transformers takes it for a boundary.) While a graph is traced, one sequence is numbered, too.
     """
     number = (positions[:, 1:] <= positions[:, :-1]).long().cumsum(-1)
-    if number.numel() == 0 or not bool(number[:, -1].any()):
+    if not torch.compiler.is_compiling() and (number.numel() == 0 or not bool(number[:, -1].any())):
         return None
     return torch.nn.functional.pad(number, (1, 0))
 
@@ -185,8 +195,13 @@ def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None
         is_given: Whether the caller gave the positions.
 
     Raises:
-        PositionError: The new tokens do not go on with the last sequence of their row, or rows are padded too.
+        PositionError: The new tokens do not go on with the last sequence of their row, or rows are padded too. A
+            traced graph does not tell.
     """
+    if torch.compiler.is_compiling():
+        rows = len(positions) if held is None else max(len(held), len(positions))
+        whole = positions if held is None else torch.cat((held, positions.expand(rows, -1)), dim=1)
+        return sequences(whole)
     if real is not None:
         restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
         if bool(restarts.any()):
@@ -250,7 +265,8 @@ def resolve_positions(
     Raises:
         PositionError: The positions or the mask do not fit the inputs.
     """
-    if mask is not None and mask.ndim == 2 and (given is None or isinstance(past, int)):
+    traced = torch.compiler.is_compiling()
+    if mask is not None and mask.ndim == 2 and (isinstance(past, int) or (given is None and not traced)):
         # With positions given, reading how much a static cache holds would only make the device wait.
         first = int(past)
         if mask.shape[0] != batch or mask.shape[1] < first + length:
@@ -267,14 +283,15 @@ def resolve_positions(
         if given.is_floating_point() or given.dtype == torch.bool:
             raise PositionError(f"Got position_ids of dtype {given.dtype}; expected int64.")
         positions = given.to(device=device, dtype=torch.long)
-        if positions.numel() and int(positions.min()) < 0:
+        if not traced and positions.numel() and int(positions.min()) < 0:
             raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
     elif mask is not None and mask.ndim == 2:
         counted = ((mask.to(device) != 0).long().cumsum(-1) - 1).clamp_min(0)
-        positions = counted[:, first : first + length]
+        slots = slice(past, past + length) if isinstance(past, int) else torch.arange(length, device=device) + past
+        positions = counted[:, slots]
     else:
         positions = (torch.arange(length, device=device) + past)[None]
-    if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
+    if not traced and positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
         # One row of positions lets all rows share one bias.
         positions = positions[:1]
     return positions
@@ -312,6 +329,6 @@ def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device
         )
     if not coords.is_floating_point():
         coords = coords.double()
-    if not bool(coords.isfinite().all()):
+    if not torch.compiler.is_compiling() and not bool(coords.isfinite().all()):
         raise PositionError("Got position_coords that are not finite; expected a number for each axis of each token.")
     return coords.to(device=device, dtype=torch.promote_types(coords.dtype, torch.float32))

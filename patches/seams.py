@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,6 +25,7 @@ from hf_posenc.patches.context import (
     check_coords,
     check_mask,
     is_this_thread,
+    largest,
     packed_sequences,
     real_tokens,
     resolve_positions,
@@ -320,12 +322,22 @@ class PosencLayer:
             if is_this_thread(thread):
                 fed.append(output[0] if isinstance(output, tuple) else output)
 
-        handle = self.feed_forward().register_forward_hook(take)
+        module = self.feed_forward()
+        hooks = module._forward_hooks
+        handle = None
+        if torch.compiler.is_compiling():
+            # A graph has one thread, and no handles of hooks.
+            module._forward_hooks = OrderedDict({**hooks, 0: take})
+        else:
+            handle = module.register_forward_hook(take)
         try:
             kwargs[CONTEXT] = replace(kwargs[CONTEXT], passage=passage)
             result = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         finally:
-            handle.remove()
+            if handle is None:
+                module._forward_hooks = OrderedDict(hooks)
+            else:
+                handle.remove()
         carried = passage.carried
         if passage.scheme is not None and carried is not None:
             # A feed-forward may run on one chunk of the tokens after the other.
@@ -400,14 +412,17 @@ class PosencBody(Switch):
         positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
-        reach = int(positions.max()) if positions.numel() else 0
+        reach = largest(positions)
         real = call.pop(REAL, None)
         if real is None:
             real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
         context = self.context(positions, reach, real, coords, ruled=ruled)
         held = token_cache.packed_positions(cache)
-        if ruled and (held is not None or (given is not None and length > 1 and not int(past))):
+        traced = torch.compiler.is_compiling()
+        # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
+        readable = not traced or (isinstance(past, int) and mask is None)
+        if ruled and (held is not None or (given is not None and length > 1 and readable and bool(past == 0))):
             packed = packed_sequences(positions, held, real, is_given=given is not None)
             if packed is not None:
                 call["attention_mask"] = same_sequence(

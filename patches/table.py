@@ -46,7 +46,8 @@ class TableBody(PosencBody):
             # The stock model looks them up by position, in a buffer as long as the table.
             call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
-        unmasked = counts and call.get("attention_mask") is None and self.embedders()
+        traced = torch.compiler.is_compiling()
+        unmasked = counts and not traced and call.get("attention_mask") is None and self.embedders()
         if unmasked and bool((ids == table.padding_idx).any()):
             raise PositionError(
                 f"Got input_ids with padding ({table.padding_idx}) and no attention_mask; expected one: padding has no "
@@ -66,7 +67,7 @@ class TableBody(PosencBody):
             return rows
         first, padding = first_row(table), table.padding_idx
         below = (rows < first) & (rows != padding)
-        if bool(below.any()):
+        if not torch.compiler.is_compiling() and bool(below.any()):
             raise PositionError(
                 f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first}, and "
                 f"{padding} is padding. Leave position_ids out, or add {first}."
@@ -134,12 +135,12 @@ def first_row(table: nn.Embedding) -> int:
 
 
 def check_reach(table: Any, reach: int, rows: int) -> None:
-    """Raise if a position is beyond a table of so many positions that is in use.
+    """Raise if a position is beyond a table of so many positions that is in use; a traced graph has no numbers.
 
     Raises:
         PositionError: It is.
     """
-    if reach >= rows and not vars(table).get("posenc_removed"):
+    if reach >= rows and not torch.compiler.is_compiling() and not vars(table).get("posenc_removed"):
         raise PositionError(
             f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
             "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."

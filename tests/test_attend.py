@@ -915,6 +915,7 @@ ELSEWHERE = {
     "cope": ["cope"],
     "fox": ["fox"],
     "fox_pro": ["fox_pro"],
+    "path": ["path"],
     "rotary_family": ["fope", "rope2d", "xpos"],
     "stick_breaking": ["stick_breaking"],
     "tape": ["tape"],

@@ -92,7 +92,7 @@ class BlockPlan:
     def rows(self) -> Iterator[Rows]:
         """Return the blocks, each with the keys that it can see."""
         mask = self.call.mask
-        cut = mask.window is not None and not torch.compiler.is_compiling() and self.call.slots_tell_distances
+        cut = mask.window is not None and self.call.slots_tell_distances
         for start in range(0, self.call.queries, self.step):
             stop = min(start + self.step, self.call.queries)
             first = mask.first_needed(start) if cut else 0

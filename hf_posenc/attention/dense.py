@@ -16,10 +16,12 @@ class Dense(Executor):
     """All rows at once. It runs any call."""
 
     name = "dense"
-    gives_weights = learns_masks = reshapes = windows = True
+    gives_weights = learns_masks = reshapes = windows = traces = True
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
+        if torch.compiler.is_compiling():
+            return all_rows(call)  # to cut keys would bind a graph to its lengths
         keys = call.mask.keys_needed(call.queries, call.keys)
         return all_rows(call if keys == call.keys else call.part(0, call.queries, keys))
 

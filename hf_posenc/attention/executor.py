@@ -25,6 +25,7 @@ class Executor(ABC):
         learns_masks: A float mask that requires a gradient gets one.
         reshapes: It applies softcaps and sinks.
         windows: It hides keys beyond a window.
+        traces: It can be part of a graph that is compiled or exported, which has no numbers to choose a form by.
         refusal: Reasons not to compute a call, for an error; `None` leaves a call that was forced on it to the blocks.
     """
 
@@ -33,6 +34,7 @@ class Executor(ABC):
     learns_masks: ClassVar[bool] = False
     reshapes: ClassVar[bool] = False
     windows: ClassVar[bool] = False
+    traces: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ class Sdpa(Executor):
     """torch's own function, on operands that the scheme has folded its positions into where it acts on the matrix."""
 
     name = "sdpa"
-    learns_masks = windows = True
+    learns_masks = windows = traces = True
     refusal = "the model's own encoding is in the logits, queries are too far apart, or keys ahead of them are seen"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
@@ -28,7 +28,7 @@ class Sdpa(Executor):
 
     def pays(self, call: Call) -> bool:
         # To fold all keys and values again takes longer than a few queries gain.
-        return call.queries >= FEWEST_QUERIES or call.scheme.folded() is None
+        return call.scheme.folded() is None or call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
         if call.native_score is not None:
@@ -57,7 +57,7 @@ class Sdpa(Executor):
             q, k, v = folded.of(q, k, v, call.block(None))
         length = q.shape[2]
         if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
-            mask, causal = None, length > 1
+            mask, causal = None, bool(length > 1)  # an exporter has symbols here
         else:
             (keep, bias), causal = call.visible(), False
             if bias is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -11,5 +12,8 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
     groups = shared.shape[1]
     if groups == heads:
         return rows @ shared
+    if torch.compiler.is_exporting():
+        # The fold would bind the graph to one length.
+        return rows @ shared.repeat_interleave(heads // groups, dim=1)
     folded = rows.reshape(batch, groups, heads // groups * length, width) @ shared  # [B, G, H/G * q, y]
     return folded.view(batch, heads, length, shared.shape[-1])

@@ -15,7 +15,7 @@ _WORTH_IT = 2**16
 def worth_it(x: Tensor) -> bool:
     """Whether a tensor is large enough for a search of the first hidden key, and for a backward pass by hand."""
     # To read where a key is hidden makes a GPU wait, and a graph that is being compiled has no numbers.
-    return x.numel() >= _WORTH_IT and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and x.numel() >= _WORTH_IT and x.device.type == "cpu"
 
 
 def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:

@@ -149,7 +149,8 @@ def _channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> T
     total, stop = bias[:, None], weight.shape[1]
     for x in reversed(inputs):
         start = stop - x.shape[1]
-        total = torch.baddbmm(total, weight[:, start:stop].expand(len(x), -1, -1), x)
+        # An exporter binds a graph to what `len` returns.
+        total = torch.baddbmm(total, weight[:, start:stop].expand(x.shape[0], -1, -1), x)
         stop = start
     return total
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.operands import LARGEST_COUNT, Block, Geometry, Projection, Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
@@ -139,6 +139,8 @@ class Disentangled(Scheme):
         self.span = max_distance if buckets is None else buckets
         # A table from the CPU: a GPU's logarithm may round a boundary to the other side.
         self._rows = self._row_of_distance()
+        # The rows of all distances, which a graph that is traced cannot count.
+        self._all = self._rows_of(self._first_distance(LARGEST_COUNT), max_distance)
         width = geometry.heads * geometry.head_dim
         self.pos_key_proj = Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
         self.pos_query_proj = Linear(geometry.hidden_size, width) if p2c and not share_att_key else None
@@ -198,6 +200,9 @@ class Disentangled(Scheme):
                 tables[name] = rows if self.share_bias else rows - bias
         return tables
 
+    def _first_distance(self, reach: int) -> int:
+        return 0 if self.geometry.causal else max(-reach, -self.max_distance)
+
     def _first_row(self) -> int:
         # Decoders see distances from 0 on.
         return self.span if self.geometry.causal else 0
@@ -216,15 +221,16 @@ class Disentangled(Scheme):
 
     def _rows_of(self, first: int, last: int) -> Tensor:
         """Return the rows of distances from `first` on, in the tables from `project`, up to the first constant one."""
-        rows = self.rows(torch.arange(first, last + 1)) - self._first_row()
+        rows = self.rows(torch.arange(first, last + 1, device="cpu")) - self._first_row()
         return rows[: int((rows < rows[-1]).sum()) + 1]
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the sum of both terms, as added to the scaled logits, `[B, H, q, K]`."""
         distance, plain = block.distance().to(like.device), block.consecutive()
         # Distances in reach, each with a row in the tables from `project`.
-        first = 0 if self.geometry.causal else max(-block.reach, -self.max_distance)
-        rows = self._rows_of(first, min(block.reach, self.max_distance))
+        first = self._first_distance(block.reach)
+        traced = torch.compiler.is_compiling()
+        rows = self._all if traced else self._rows_of(first, min(block.reach, self.max_distance))
         last, scale = first + len(rows) - 1, self.geometry.scale
         assert scale is not None
         terms = []
@@ -262,6 +268,8 @@ def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
 
 def _rows(table: Tensor, rows: Tensor) -> Tensor:
     """Return rows `[N]` (on the CPU) of `[H | G, rows, D]`, as a view if they are consecutive."""
+    if torch.compiler.is_compiling():
+        return table[:, rows.to(table.device)]
     first, last = int(rows[0]), int(rows[-1])
     follow = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
     return table[:, first : last + 1] if follow else table[:, rows.to(table.device)]

@@ -118,7 +118,7 @@ class FIRE(AdditiveBias):
             norm = self._psi(c, torch.maximum(last, self._limit().to(c))) + _EPSILON
             ratio = self._psi(c, distance) / norm
             bias: Tensor = self.mlp(ratio.flatten(1)[:, None])  # [B|1, H, q * K]
-        return bias.view(len(ratio), -1, *ratio.shape[1:])
+        return bias.view(ratio.shape[0], -1, *ratio.shape[1:])
 
     def added(self) -> Bias | None:
         if not self.geometry.causal:

@@ -129,8 +129,8 @@ class TransformerXL(Scheme):
 
     def _distances(self, positions: Positions, pairs: int) -> int | None:
         """Return the number of distances per side in reach, or `None` if applying W_r to the queries is cheaper."""
-        if pairs < self.geometry.head_dim:
-            return None  # A step of decoding must not wait for a tensor to be read.
+        if torch.compiler.is_compiling() or pairs < self.geometry.head_dim:
+            return None  # A step of decoding must not wait for a tensor to be read, and a graph cannot read one.
         # Positions of cached keys are unknown but not negative. Encoders have no cache.
         farthest = int(positions.query.max())
         if not self.geometry.causal:

@@ -51,8 +51,7 @@ class Fused(Executor):
         return device.type == "cpu" and scheme.added() is not None
 
     def pays(self, call: Call) -> bool:
-        # The form depends on numbers in tensors, which a graph that is being compiled does not have.
-        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling()
+        return call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
         return call.one_softmax

@@ -39,9 +39,7 @@ class Local(Executor):
         return device.type == "cpu" and scheme.locality() is not None
 
     def pays(self, call: Call) -> bool:
-        # The nearest keys depend on numbers in tensors, which a graph that is being compiled does not have.
-        long = call.queries >= FEWEST_QUERIES and call.keys >= _FEWEST_KEYS
-        return long and not torch.compiler.is_compiling()
+        return call.queries >= FEWEST_QUERIES and call.keys >= _FEWEST_KEYS
 
     def computes(self, call: Call) -> bool:
         mask = call.mask

@@ -57,7 +57,7 @@ class CompiledExecutor(Executor):
         return available(device) and self.structure(scheme) is not None
 
     def pays(self, call: Call) -> bool:
-        return call.queries >= FEWEST_QUERIES and not torch.compiler.is_compiling()
+        return call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
         plain = call.one_softmax and call.mask.bias is None

@@ -89,11 +89,12 @@ class DistanceBias(AdditiveBias):
         if self.geometry.causal:
             # Keys ahead of the query are masked; clamping keeps logarithms and powers of them finite.
             distance, low = distance.clamp_min(0), 0
-        if block.reach - low + 1 < distance.numel():
+        if not torch.compiler.is_compiling() and block.reach - low + 1 < distance.numel():
             table = self.values(torch.arange(low, block.reach + 1, device=distance.device), dtype)
             flat = table.index_select(1, (distance - low).flatten())
         else:
             # There are no more pairs than distances: one new token, or positions with large gaps (position skipping).
+            # Or a graph is traced, which does not know the largest distance.
             flat = self.values(distance.flatten(), dtype)
         return flat.view(-1, *distance.shape).transpose(0, 1)  # [B|1, H, q, K]
 

@@ -142,8 +142,11 @@ class BlockRotary(Scheme):
         return (angles.cos() * scaling).to(precise), (angles.sin() * scaling).to(precise)
 
     def planes(self, generators: Tensor) -> Planes:
-        """Return the planes of generators; without gradients, equal generators reuse the planes of the last call."""
-        if torch.is_grad_enabled():
+        """Return the planes of generators; without gradients, equal generators reuse the planes of the last call.
+
+        A traced graph cannot compare, and finds them each time.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return find_planes(generators, self._width, self._layout)
         known = self._known
         if known is None or known[0].device != generators.device or not torch.equal(known[0], generators):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.ops.rotations import Layout
+from hf_posenc.ops.rotations import Layout, rotate_halves
 
 
 def upper_skew(raw: Tensor) -> Tensor:
@@ -137,6 +137,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int = 1) -> Tensor:
+    if torch.compiler.is_compiling():
+        return rotate_halves(x, cos, sense * sin)
     u, w = x.chunk(2, dim=-1)
     result = torch.empty_like(x)
     new_u, new_w = result.chunk(2, dim=-1)

@@ -1,0 +1,173 @@
+"""Compiled and exported models: one graph, the numbers of the eager model, and few compilations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, StaticCache
+
+import hf_posenc
+
+# A bias, and a state that layers hand on.
+FEW = ("kerple", "tape")
+every_scheme = pytest.mark.parametrize(
+    "scheme", [pytest.param(s, marks=() if s in FEW else pytest.mark.grid) for s in hf_posenc.schemes()]
+)
+# Schemes whose parts all exporters know.
+EXPORTED = ("rotary", "absolute", "additive")
+SAME = {"atol": 2e-5, "rtol": 1e-4}
+# torch says so of its own tracing.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    # pytest would record every step of the tracing.
+    logging.getLogger("torch.__trace").propagate = False
+    yield
+    torch.compiler.reset()
+
+
+def patched(scheme: str, architecture: str = "llama") -> PreTrainedModel:
+    return hf_posenc.patch(models.tiny(architecture), scheme).eval()
+
+
+def ids(rows: int, length: int) -> Tensor:
+    return torch.randint(3, 58, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def step(model: Any, call: nn.Module) -> list[Tensor]:
+    """Return the loss and all gradients of a training step."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    loss = call(input_ids=ids(2, 12), labels=ids(2, 12), use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@every_scheme
+def test_one_graph(scheme: str) -> None:
+    """A forward that fills a cache, another that goes on from it, and a training step."""
+    model = patched(scheme)
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    tokens = ids(2, 12)
+    with torch.no_grad():
+        want = model(tokens).logits
+        first = whole(tokens[:, :9])
+        torch.testing.assert_close(first.logits, want[:, :9], **SAME)
+        last = whole(tokens[:, 9:], past_key_values=first.past_key_values).logits
+        torch.testing.assert_close(last, want[:, 9:], **SAME)
+    model.train()
+    for got, expected in zip(step(model, whole), step(model, model), strict=True):
+        torch.testing.assert_close(got, expected, **SAME)
+
+
+def padded(model: Any) -> dict[str, Tensor]:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"input_ids": ids(2, 12), "attention_mask": mask}
+
+
+def packed(model: Any) -> dict[str, Tensor]:
+    return {"input_ids": ids(2, 12), "position_ids": torch.tensor([[*range(5), *range(7)], [*range(8), *range(4)]])}
+
+
+@pytest.mark.parametrize("inputs", [padded, packed])
+def test_rows_of_unequal_texts(inputs: Callable[[Any], dict[str, Tensor]]) -> None:
+    model = patched("t5")
+    call = inputs(model)
+    real = call.get("attention_mask", torch.ones(2, 12)).bool()
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(**call).logits[real], model(**call).logits[real], **SAME)
+
+
+@every_scheme
+def test_decoding_with_a_static_cache(scheme: str) -> None:
+    """One graph for all steps, since lengths are in tensors; and one more while recent state grows to its history."""
+    model, tokens, graphs = patched(scheme), ids(2, 16), []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    whole: Any = torch.compile(model, backend=count, fullgraph=True)
+    with torch.no_grad():
+        want = model(tokens).logits
+        cache = StaticCache(model.config, max_cache_len=20)
+        model(tokens[:, :6], past_key_values=cache)
+        steps = [
+            whole(tokens[:, at : at + 1], past_key_values=cache, position_ids=torch.full((1, 1), at)).logits
+            for at in range(6, 16)
+        ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), want[:, 6:], **SAME)
+    grows = any(module.history for module in model.modules() if isinstance(module, hf_posenc.Scheme))
+    assert len(graphs) == (2 if grows else 1)
+
+
+class Logits(nn.Module):
+    """A model as exporters want it: tensors in, one tensor out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return found
+
+
+def exported_schemes(*default: str, without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    names = [name for name, info in hf_posenc.schemes().items() if info.family in EXPORTED and name not in without]
+    return pytest.mark.parametrize(
+        "scheme", [pytest.param(name, marks=() if name in default else pytest.mark.grid) for name in names]
+    )
+
+
+def operands(rows: int, length: int) -> dict[str, Tensor]:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :2] = 0
+    return {"input_ids": ids(rows, length), "attention_mask": mask}
+
+
+def any_size() -> dict[str, dict[int, Any]]:
+    sizes = {0: torch.export.Dim("rows", min=1, max=16), 1: torch.export.Dim("length", min=2, max=128)}
+    return {name: dict(sizes) for name in operands(1, 2)}
+
+
+def check(model: nn.Module, got: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    for rows, length in ((3, 40), (1, 2)):
+        call = operands(rows, length)
+        real = call["attention_mask"].bool()
+        with torch.no_grad():
+            torch.testing.assert_close(got(call)[real], model(**call)[real], **SAME)
+
+
+# The factors of xpos overflow in long texts, so that its graph is bound to a length.
+@exported_schemes("t5", without=("xpos",))
+def test_export(scheme: str) -> None:
+    model = Logits(patched(scheme))
+    program = torch.export.export(model, (), operands(2, 12), dynamic_shapes=any_size(), strict=False)
+    check(model, lambda call: program.module()(**call))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter
+# ONNX has no matrix exponential, and what torch makes of it writes in place.
+@exported_schemes("rope", without=("comrope_ap", "comrope_ld", "liere", "xpos"))
+def test_onnx(scheme: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="torch.onnx.export needs it")
+    runtime = pytest.importorskip("onnxruntime", reason="nothing else runs the file")
+    model, file = Logits(patched(scheme)), tmp_path / "model.onnx"
+    program = torch.onnx.export(model, (), kwargs=operands(2, 12), dynamic_shapes=any_size(), dynamo=True)
+    program.save(file)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    check(model, lambda call: torch.from_numpy(session.run(None, {n: x.numpy() for n, x in call.items()})[0]))
