@@ -285,11 +285,10 @@ def turn_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
     return tuple(turn_pairs(x, cos[:, None, :, :half], sin[:, None, :, :half], "interleaved") for x in (q, k))
 
 
-# Families that are not in the package, as a newcomer would add them; they are there only for this module.
+# Families that are not in the package, as a newcomer would add them. docs/own_architecture.md adds another.
 STRANGERS = {
     "glm": {"rope_parameters": PART},
     "cohere2": BOTH,
-    "granite": {"attention_multiplier": 0.3},
     "phi": {"rope_parameters": PART, "num_key_value_heads": 2},
     "olmo3": BOTH,
     # These two do not tell the attention function of their windows.
