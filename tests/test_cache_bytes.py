@@ -57,14 +57,14 @@ def test_planned_bytes_are_held_bytes(model: LlamaModel, name: str, native: str,
     assert nothing == (names == {"positions"})
 
 
-def test_the_four_that_remember() -> None:
+def test_those_that_remember() -> None:
     """Per token and layer, without the positions."""
     config = LlamaConfig(**SHAPES)
     per_layer = {
         name: hf_posenc.plan(config, name).cache_bytes_per_token // SHAPES["num_hidden_layers"] - 8
         for name in hf_posenc.schemes()
     }
-    known = {"fox": 4 * 32, "fox_pro": 4 * 32, "grape_a": 4 * 32, "tape": 2 * 32 * 128}
+    known = {"fox": 4 * 32, "fox_pro": 4 * 32, "grape_a": 4 * 32, "path": 4 * 8 * 129, "tape": 2 * 32 * 128}
     assert {name: count for name, count in per_layer.items() if count} == {
         name: count for name, count in known.items() if name in per_layer
     }
