@@ -70,6 +70,13 @@ def test_one_graph(scheme: str) -> None:
         torch.testing.assert_close(got, expected, **SAME)
 
 
+def test_neighbouring_channels_turn_in_one_graph() -> None:
+    model = hf_posenc.patch(models.tiny("gpt2"), "rope", layout="interleaved").eval()
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids(2, 12)).logits, model(ids(2, 12)).logits, **SAME)
+
+
 def padded(model: Any) -> dict[str, Tensor]:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0

@@ -58,6 +58,9 @@ class _Halves(torch.autograd.Function):
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Multiply the channel pairs (2i, 2i + 1) of `[..., d]`, as complex numbers, by `cos + i sin` `[..., d / 2]`."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
+    if torch.compiler.is_compiling():  # a graph has no strides to look at
+        u, w = pairs.unbind(-1)
+        return torch.stack((u * cos - w * sin, u * sin + w * cos), dim=-1).flatten(-2)
     # One pass over memory where four products and their interleaving take six. Pairs must lie next to each other, and
     # an even number of numbers apart.
     if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
