@@ -310,8 +310,9 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
     yield (
         f"Perplexity of the last 64 tokens of {windows} held-out windows ({fewer} at {far[-1]:,} tokens), spread "
         "evenly over a text that nothing was trained or chosen on. Ratios are paired by window, in %, "
-        f"with 95 % intervals. *Control*: {CONTROL}, the original with as many tokens of the same training. *Own*: the "
-        f"same model at {far[0]} tokens, on the {fewer} windows."
+        f"with 95 % intervals. *Control*: {CONTROL}, the original after training on the text; what `model={{control}}` "
+        "stands at below began from it, and learned from it. The last table has the tokens that each run read. *Own*: "
+        f"the same model at {far[0]} tokens, on the {fewer} windows."
     )
     for name in (NATIVE, CONTROL):
         if name not in after:

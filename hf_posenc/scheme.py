@@ -157,7 +157,10 @@ class Scheme(nn.Module):
         return getattr(type(self), seam) is not getattr(Scheme, seam)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        """Whether a freshly patched model computes the same function as before; here, with the neutral options."""
+        """Whether a freshly patched model computes the same function as before.
+
+        By default this holds with the native encoding kept, if the neutral options are set.
+        """
         neutral = self.neutral_options
         return native_kept and neutral is not None and all(getattr(self, x) == value for x, value in neutral.items())
 

@@ -1,4 +1,4 @@
-"""How much memory tensors take."""
+"""Sizes of the tensors that a computation makes."""
 
 from __future__ import annotations
 

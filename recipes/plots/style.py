@@ -1,4 +1,4 @@
-"""How all pictures look: figures, panels, colours, axes."""
+"""The style of all pictures: figures, panels, colours, axes."""
 
 from __future__ import annotations
 
