@@ -163,6 +163,20 @@ def _choose_stacks(
     return {name: body for name, body in bodies.items() if name in wanted}
 
 
+def native_scheme(model: nn.Module) -> str | None:
+    """Return the scheme that computes a stock model's own encoding with the fewest parameters, if there is one."""
+    architecture = of_model(model)
+    geometry = architecture.geometry(next(iter(architecture.stacks(model).values())), 0)
+    kind = "rotary" if geometry.inv_freq is not None else geometry.native.kind if geometry.native else None
+    sizes = {}
+    for name, info in registry.schemes().items():
+        if kind is not None and info.cls.reproduces == kind:
+            scheme = registry.build(name, geometry)
+            if scheme.starts_exact(native_kept=False):
+                sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
 def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     """Turn a selector into sorted layer indices.
 

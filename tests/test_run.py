@@ -106,6 +106,20 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "checkpoint-4").config.use_cache
 
 
+def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: Path) -> None:
+    keys = ["conversion={scheme: nope, layers: 'every:4', window: 16}", "training.steps=1"]
+    model = AutoModelForCausalLM.from_pretrained(run.train(read(*keys), tmp_path / "out").model)
+    ids = torch.randint(9, 99, (1, 64))
+    changed = ids.clone()
+    changed[0, 0] += 1
+    # After the three local layers the last token knows of 46 tokens; after the global one of all.
+    near, far = (model(x, output_hidden_states=True) for x in (ids, changed))
+    assert torch.equal(near.hidden_states[3][0, -1], far.hidden_states[3][0, -1])
+    assert not torch.equal(near.logits[0, -1], far.logits[0, -1])
+    with pytest.raises(RecipeError, match=r"window is 16, which does nothing without conversion\.layers"):
+        read("conversion.window=16")
+
+
 def test_a_finished_run_is_left_alone(read: Any, tmp_path: Path) -> None:
     out, recipe = tmp_path / "out", read("training.steps=2")
     run.train(recipe, out)

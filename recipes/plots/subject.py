@@ -20,7 +20,7 @@ from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import evaluating, patch, unpatch
-from hf_posenc.patches.preparation import refuse_wrapped
+from hf_posenc.patches.preparation import native_scheme, refuse_wrapped
 from hf_posenc.patches.seams import CONTEXT
 from hf_posenc.scheme import Scheme
 
@@ -240,12 +240,11 @@ def patched(model: Any) -> Iterator[bool]:
         raise WrappedModelError(
             f"{str(error).split('. ')[0]}. Draw the plain model: an adapter is merged by model.merge_and_unload()."
         ) from None
-    architecture = of_model(model)
     if surgery.is_patched(model):
         with evaluating(model):
             yield False
         return
-    name = _native_scheme(architecture.geometry(next(iter(architecture.stacks(model).values())), 0))
+    name = native_scheme(model)
     if name is None:
         raise NotPatchedError(
             f"The {type(model).__name__} is not patched, and no scheme computes its own encoding. Call hf_posenc.patch "
@@ -266,18 +265,6 @@ def layer_names(indices: Sequence[int]) -> str:
     if len(indices) > 2 and list(indices) == list(range(indices[0], indices[-1] + 1)):
         return f"layers {indices[0]}\N{EN DASH}{indices[-1]}"
     return f"layers {', '.join(map(str, indices))}"
-
-
-def _native_scheme(geometry: Geometry) -> str | None:
-    """Return the scheme that computes a layer's own encoding with the fewest parameters."""
-    kind = "rotary" if geometry.inv_freq is not None else geometry.native.kind if geometry.native else None
-    sizes = {}
-    for name, info in registry.schemes().items():
-        if kind is not None and info.cls.reproduces == kind:
-            scheme = registry.build(name, geometry)
-            if scheme.starts_exact(native_kept=False):
-                sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
-    return min(sizes, key=sizes.__getitem__, default=None)
 
 
 def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:

@@ -209,7 +209,7 @@ def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
         return "kept"
     if conversion.native == "handover":
         return f"faded out during the first {conversion.handover:.0%} of the steps, then removed"
-    return "removed"
+    return "removed" if conversion.window is None else f"removed; other layers see {conversion.window:,} tokens"
 
 
 def _start(conversion: Conversion, plan: Plan | None) -> str:

@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,9 +34,11 @@ from transformers import TrainerCallback, TrainerState, default_data_collator, s
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import CheckpointError, PosencError, RecipeError, StorageError
+from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
 from hf_posenc.patches.plan import plan
+from hf_posenc.patches.preparation import native_scheme
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes import memory
@@ -225,7 +228,10 @@ class _Run:
         if recipe.conversion.scheme is not None:
             keywords = _selection(recipe.conversion)
             planned = plan(model, recipe.conversion.scheme, **keywords)
+            local = native_scheme(model) if recipe.conversion.window is not None else None
             patch(model, recipe.conversion.scheme, **keywords)
+            if recipe.conversion.window is not None:
+                _narrow(model, local, planned.layers, recipe.conversion.window)
         stock_rope = set_rope(model, recipe.conversion.rope) if recipe.conversion.rope else None
         suitability.check_tables(recipe, model, length)
         if self.checkpoint is None:  # Its weights would replace the fitted ones.
@@ -619,6 +625,17 @@ def _selection(conversion: Conversion) -> dict[str, Any]:
     """Return the keywords of `patch`."""
     native = "keep" if conversion.native == "handover" else conversion.native
     return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
+
+
+def _narrow(model: Any, scheme: str | None, converted: Mapping[str, Sequence[int]], window: int) -> None:
+    """Hide tokens far behind from the layers that keep the model's own encoding, which the scheme computes."""
+    if scheme is None:
+        raise RecipeError("conversion.window needs a model whose own encoding a scheme computes. Leave it out.")
+    architecture = of_model(model)
+    for stack, body in architecture.stacks(model).items():
+        if stack in converted:
+            others = sorted(set(range(len(architecture.attentions(body)))) - set(converted[stack]))
+            patch(model, scheme, layers=others, stacks=stack, window=window)
 
 
 def _set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:

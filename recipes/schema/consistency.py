@@ -44,7 +44,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
     has_scheme, distils = conversion.scheme is not None, distillation.share > 0 or distillation.hidden > 0
     # Section, its keys, whether they have an effect, and what they need for it.
     needs = (
-        ("conversion", "options native layers stacks fit", has_scheme, "a scheme"),
+        ("conversion", "options native layers window stacks fit", has_scheme, "a scheme"),
+        ("conversion", "window", conversion.layers is not None, "conversion.layers"),
         ("conversion", "handover", conversion.native == "handover", "conversion.native: handover"),
         ("conversion", "anneal", anneals(conversion), "anneal: true among conversion.options"),
         ("training", "new_parameters_first", has_scheme, "a scheme"),

@@ -55,6 +55,8 @@ class Conversion(Section):
         handover: Share of the steps for `native: handover`.
         anneal: Share of the steps over which a scheme with the option `anneal: true` is brought in.
         layers: Layer indices, or a pattern like "every:4"; null is all.
+        window: Tokens that the other layers, which keep the model's own encoding, see at most; null is all. With
+            `scheme: nope` and `layers: every:4` this is SWAN (arXiv 2504.08719).
         stacks: List of "encoder" and "decoder", for encoder-decoders; null is both.
         fit: Target of a fit before training. "native" or the name of an additive scheme: fit the bias of an additive
             scheme to it. "attention": fit any scheme in attention to the original attention outputs, layer by layer.
@@ -67,6 +69,7 @@ class Conversion(Section):
     handover: SomeShare = 0.3
     anneal: SomeShare = 0.3
     layers: Indices | Pattern | None = None
+    window: Count | None = None
     stacks: Stacks | None = None
     fit: Name | None = None
 
