@@ -334,9 +334,12 @@ def _probe(
     kind = ""
     if rotary is not None:
         kind = config.layer_types[index] if _kinds_vary(rotary) else ""
-        with torch.device("cpu"):
-            keywords = {"layer_type": kind} if kind else {}
-            turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+        keywords = {"layer_type": kind} if kind else {}
+        try:
+            with torch.device("cpu"):
+                turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+        except Exception as error:  # of any kind: the code is not ours
+            _refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
         if len(turn) != 2:
             _refuse(attention, "rotates by something else than cosines and sines")
         cos, sin = turn

@@ -360,7 +360,7 @@ def test_dry_run_reads_the_text(content: str | None, answer: str | None, tmp_pat
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_text(content, encoding="utf-8")
-    result = run("train", "control", f"data={text}", "--out", tmp_path / "out", "--dry-run")
+    result = run("train", "control", f"data={text}", "--dry-run")
     assert result.exit_code == (answer is not None)
     assert (answer or "") in (result.stderr.splitlines() or [""])[-1]
 

@@ -320,6 +320,7 @@ def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("deepseek_v2", "cosines and sines"),
         ("hrm_text", r"layers of the same number \(0, 1, 0, 1\)"),
         ("deepseek_v3", "by hand"),
+        ("beam", r"no rotation for layers like 1 \(KeyError"),
     ],
 )
 def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,9 @@ def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, f
 def train(
     context: typer.Context,
     recipe: Name,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; a run in it is continued.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the run (required); a run in it is continued.")
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
@@ -136,6 +138,8 @@ def train(
     if dry_run:
         typer.echo(_plan(read))
         return
+    if out is None:
+        raise typer.BadParameter("Got none; expected the folder of the run.", param_hint="--out")
     from rich.console import Console
 
     from hf_posenc.recipes.runs import run
