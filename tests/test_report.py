@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 from pathlib import Path
@@ -89,7 +90,17 @@ def test_table(tmp_path: Path) -> None:
     assert "8,192 tokens/s, 300 MiB" in text
     assert "by optimizer step" not in text
     assert (tmp_path / report.PICTURE).read_bytes().startswith(PNG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [report.PICTURE, report.TABLE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [report.PICTURE, report.PAGE, report.TABLE]
+
+
+def test_the_page_has_the_table_the_picture_and_how_it_was_made(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, command="hf-posenc train swap 'data=<here>'", stages=("one", "two"))
+    report.write(tmp_path, recipe(), measured(), facts, log=LOG, pace=PACE)
+    text = (tmp_path / report.PAGE).read_text(encoding="utf-8")
+    assert '4 <span class="interval">[0, 2,574]</span>' in text
+    assert base64.b64encode((tmp_path / report.PICTURE).read_bytes()).decode() in text
+    for made in ("command: hf-posenc train swap &#39;data=&lt;here&gt;&#39;", "stage: one", "stage: two", "versions: "):
+        assert f"<li>{made}" in text
 
 
 def test_table_of_the_course(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
         "model",
         "perplexity.png",
         "recipe.yaml",
+        "report.html",
         "run.json",
         "table.md",
     }

@@ -197,7 +197,7 @@ def resumable(folder: Path, console: Console) -> Iterator[None]:
 
 def _say_what_is_there(outcome: Outcome) -> None:
     if is_main() and not outcome.already:
-        typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}")
+        typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}\n\nTo read it: {outcome.folder / 'report.html'}")
         adapters = list((outcome.folder / "model").glob("adapter_model*.safetensors"))
         if adapters:
             size = sum(file.stat().st_size for file in adapters)

@@ -256,12 +256,13 @@ def print_header(console: Console | None, facts: Facts) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(facts):
+    for name, value in (*rows(facts), ("time", "unknown until the first steps are done")):
         table.add_row(Text(name), Text(value))
     console.print(table)
 
 
-def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield what a run does: names and words."""
     trained_on = f"trained on {facts.trained_length:,} tokens"
     yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, {trained_on})"
     came_with = ", ".join(facts.came_with)
@@ -290,5 +291,4 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "compute", f"{facts.processes} x {facts.device}, {facts.precision}"
     if facts.memory:
         yield "memory", facts.memory
-    yield "time", "unknown until the first steps are done"
     yield from (("caution", caution) for caution in facts.cautions)

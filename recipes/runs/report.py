@@ -1,4 +1,4 @@
-"""Report of a run: a table, a picture and the model card."""
+"""Report of a run: a table, a picture, a page and the model card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.plots.curves import Panel, run_figure, trained_mark
 from hf_posenc.recipes.reports import render
-from hf_posenc.recipes.runs.facts import Facts
+from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.verdict import Verdict, nearest
@@ -28,7 +28,7 @@ from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.callbacks import Handover
 
 _TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
-TABLE, PICTURE = "table.md", "perplexity.png"
+TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 
 Log = Sequence[Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ def write(
     pace: Pace | None = None,
     verdict: Verdict | None = None,
 ) -> None:
-    """Write table.md and perplexity.png, each atomically.
+    """Write table.md, perplexity.png, and both in report.html, each atomically.
 
     Args:
         folder: Folder of the run.
@@ -59,8 +59,11 @@ def write(
             _figure(recipe, measurements, facts, log).savefig(draft, format="png")
     course = {f"{step:,}": grid for step, grid in measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
-    text = render("run", **_values(measurements, facts, log, pace), verdict=verdict, course=by_step, picture=PICTURE)
-    write_text(folder / TABLE, text)
+    values = {**_values(measurements, facts, log, pace), "verdict": verdict, "course": by_step, "picture": PICTURE}
+    write_text(folder / TABLE, render("run", **values))
+    made = [f"{name}: {value}" for name, value in (("command", facts.command), *rows(facts))]
+    made.append(f"versions: {', '.join(f'{package} {version}' for package, version in facts.versions.items())}")
+    write_text(folder / PAGE, render("run", "html", **values, folder=folder, made=made))
 
 
 def _values(measurements: Measurements, facts: Facts, log: Log, pace: Pace | None) -> dict[str, Any]:

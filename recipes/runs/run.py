@@ -5,7 +5,7 @@ OUT/run.json             command, versions, machine, counts, and the recipe agai
 OUT/measurements.json    measurements so far
 OUT/checkpoints/         complete checkpoints to resume from
 OUT/logs/                TensorBoard logs, if requested
-OUT/table.md, OUT/perplexity.png
+OUT/table.md, OUT/perplexity.png, OUT/report.html
 OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
 """
 
