@@ -121,9 +121,9 @@ def test_damaged_measurements(tmp_path: Path, damage: str, message: str) -> None
 
 def test_usual_contexts() -> None:
     assert contexts_for(256, 10**6, windows=4) == ((64, 128, 256, 512, 1024, 2048), ())
-    contexts, notes = contexts_for(128, 10**6, windows=4)
-    assert contexts == (64, 128, 256, 512, 1024)
-    assert notes == ("not measured at 32 tokens: shorter than the 64 tokens that are scored",)
+    assert contexts_for(128, 10**6, windows=4) == ((64, 128, 256, 512, 1024), ())
+    assert contexts_for(128, 10**6, windows=4, longest=300) == ((64, 128, 256), ())
+    assert contexts_for(8192, 10**6, windows=4, longest=300) == ((2048,), ())
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -6,6 +6,7 @@ other targets at every length, columns could not be compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,7 +152,12 @@ def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> T
 
 
 def contexts_for(
-    trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
+    trained_length: int,
+    tokens: int,
+    *,
+    windows: int,
+    contexts: Sequence[int] | None = None,
+    longest: float = math.inf,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the context lengths to measure, and the reasons for leaving out others.
 
@@ -159,18 +165,22 @@ def contexts_for(
         trained_length: Tokens per window in the model's own training.
         tokens: Number of held-out tokens.
         windows: Number of windows.
-        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
+        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two,
+            as far as so many tokens are scored.
+        longest: Length that is worth its time; longer ones are left out of the usual lengths, but not the shortest.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.
     """
     # `spread_windows` lets windows overlap, except in their targets.
     between = (windows - 1) * TARGETS
+    usual = [length for power in range(6) if (length := trained_length * 2**power // 4) >= TARGETS]
+    usual = [length for length in usual if length <= max(longest, usual[0])]
     reasons = {
         context: f"shorter than the {TARGETS} tokens that are scored"
         if context < TARGETS
         else f"{windows} windows of it take {context + 1 + between:,} held-out tokens, there are {tokens:,}"
-        for context in contexts or [trained_length * 2**power // 4 for power in range(6)]
+        for context in contexts or usual
     }
     possible = tuple(sorted(context for context in reasons if TARGETS <= context < tokens - between))
     notes = tuple(
