@@ -26,9 +26,6 @@ from hf_posenc.patches import binding
 from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]}
 CASES = in_turn(hf_posenc.schemes())
 

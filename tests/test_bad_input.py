@@ -40,9 +40,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 IDS = torch.arange(20, 34).view(2, 7)
 ONES, FOUR_D = torch.ones_like(IDS), torch.zeros(2, 1, 7, 6)
 
-# PEFT's own.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning:transformers")
-
 # -- subjects ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,6 @@ from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress, counting
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 FACTS = Facts(
     model="tiny-llama",
     architecture="llama",

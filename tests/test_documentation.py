@@ -90,7 +90,6 @@ def test_code_compiles_and_its_marks_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_CODE if name not in BY_THEMSELVES])
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "docs/adaptation.md":
         (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")

@@ -51,6 +51,7 @@ from hf_posenc.recipes.evaluation import (
     tasks,
 )
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
+from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.needle import Passkey
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions
@@ -635,6 +636,18 @@ def test_report_is_complete(tmp_path: Path) -> None:
         Grid(PERPLEXITY, {"a": (1, 2)}, torch.zeros(3, 4))
 
 
+def test_long_windows_are_read_in_smaller_batches() -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def record(ids: Tensor) -> Tensor:
+        sizes.append(tuple(ids.shape))
+        return ids[:, :1]
+
+    rows = [(torch.full((length,), row),) for row, length in enumerate([16] * 9 + [4096] * 3 + [20_000] * 2)]
+    assert Workers(batch_size=8).map(record, rows, 1)[:, 0].tolist() == list(range(14))
+    assert sizes == [(8, 16), (1, 16), (2, 4096), (1, 4096), (1, 20_000), (1, 20_000)]
+
+
 # -- whole evaluations -------------------------------------------------------------------------------------------------
 
 WORK = """
@@ -813,7 +826,6 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> None:
     from peft import get_peft_model
 
@@ -851,7 +863,6 @@ def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path) -> None:
     assert _caution([plain], str(tmp_path / "text")) == ""
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_damaged_models_are_one_error(tmp_path: Path) -> None:
     from peft import get_peft_model
 

@@ -463,7 +463,6 @@ def altered() -> Any:
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_stock_model_computes_is_refused(case: str, tmp_path: Path) -> None:
     make, options, message = REFUSED[case]

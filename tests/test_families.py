@@ -186,7 +186,6 @@ def test_every_head(name: str) -> None:
             assert torch.equal(model(ids)[0], before)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3"])
 def test_adapters(name: str, tmp_path: Path) -> None:
     """PEFT knows the projections of Qwen3, under another name those of Gemma 3, and none of Phi-3."""

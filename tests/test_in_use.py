@@ -35,9 +35,6 @@ from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
 
-# Of PEFT.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 EXACT = {"llama": "rope", "gpt2": "learned"}
 decoders = pytest.mark.parametrize("architecture", EXACT)
 

@@ -36,9 +36,6 @@ from hf_posenc.recipes.training.callbacks import (
 )
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 few_examples = settings(max_examples=25, deadline=None, derandomize=True)
 
 

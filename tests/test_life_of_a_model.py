@@ -25,8 +25,6 @@ from hf_posenc import cli
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.1,

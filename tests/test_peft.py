@@ -26,10 +26,8 @@ from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraC
 from hf_posenc.recipes.schema.recipe import Adapter
 from hf_posenc.recipes.training.adapter import attach, quantization
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    # What it says of layers that it adapts well.
+    # What PEFT says of layers that it adapts well.
     pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
 ]

@@ -471,8 +471,6 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plot", *arguments])
 
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_the_command_draws_a_run_and_an_adapter(tmp_path: Path) -> None:
     run_folder, base = tmp_path / "run", tmp_path / "base"
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])

@@ -27,8 +27,6 @@ from hf_posenc.recipes.training.distillation import Teacher
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes, see above"),
-    # PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     # PEFT says so whenever a weight in 4 bits is merged.
     pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear may get different generations:UserWarning"),
 ]

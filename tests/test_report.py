@@ -25,9 +25,6 @@ from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
 PNG = b"\x89PNG"

@@ -27,9 +27,6 @@ from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 BASE = """
 model: tiny-llama
 conversion: {scheme: fire, options: {threshold: 64.0}}

@@ -25,9 +25,6 @@ from hf_posenc.recipes.training.layers import layer_costs
 from hf_posenc.recipes.training.rates import rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
-# PEFT asks for the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 SMALL = (
     *("conversion.fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
     *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),

@@ -421,8 +421,6 @@ def test_plan_of_a_config_that_names_no_class() -> None:
     assert hf_posenc.plan(config(), "alibi").architecture == "vit"
 
 
-# PEFT 0.21 asks transformers 5.23 for a name that is deprecated there.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters_carry_schemes_of_images(tmp_path: Path) -> None:
     from peft import PeftModel, get_peft_model
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -36,6 +37,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command, and report an expected error on one line."""
+        # PEFT asks transformers for a name that is deprecated there, which is no concern of a user.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:

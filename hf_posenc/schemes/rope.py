@@ -60,6 +60,8 @@ class RoPE(RotaryScheme):
 
     def frequencies(self, like: Tensor) -> Tensor:
         frequencies = super().frequencies(like)
+        if self.proportion == 1:
+            return frequencies
         turned = int(self.proportion * len(frequencies))
         return torch.cat((frequencies[:turned], torch.zeros_like(frequencies[turned:])))
 
