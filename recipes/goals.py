@@ -31,8 +31,9 @@ _LENGTH = 512
 _FACTOR = 4
 # Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/smollm2.py).
 _REAL, _TRANSFER = 512, 200_000
-# Windows to measure on where contexts are long.
-_FEW = 4
+# Windows to measure on where contexts are long, and the tokens of the training for each token of the longest ones:
+# three measurements of windows of 32,768 tokens then take as long as the training.
+_FEW, _MEASURED = 4, 8
 # Ways of `extend` that are no scheme, in the order in which the field tries them.
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
 WINDOWS = "windows"
@@ -210,8 +211,8 @@ class _Case:
             return
         conversion |= {"native": "remove", "fit": None}
         self.content["distillation"] = {"share": 1.0}
-        # Many small steps, for which the rates were found.
-        self.set("transfer", steps=max(1, _TRANSFER // (2 * self.length)), batch_size=2)
+        # Many small steps, for which the rates were found, and no more tokens than a short training has.
+        self.set("transfer", steps=max(1, min(_TRANSFER, self._tokens()) // (2 * self.length)), batch_size=2)
 
     def _suited(self, info: SchemeInfo) -> Content:
         """Return the keys of the conversion to a scheme."""
@@ -305,13 +306,19 @@ class _Case:
             self.reach = far
             self.set("training", skip_to=far)
 
+    def _tokens(self) -> int:
+        """Return the tokens of the training."""
+        steps, windows = (self.training.get(name) for name in ("steps", "batch_size"))
+        steps, windows = (given if isinstance(given, int) else usual for given, usual in ((steps, 300), (windows, 8)))
+        return steps * windows * self.length
+
     def size(self) -> None:
         """Set lengths and precision where those of the model would cost too much."""
         if "length" not in self.training and self.length != trained_length(self.config):
             self.set("training", length=self.length)
         if self.own > _LENGTH:
             contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
-            most = max(4 * self.length, self.reach)
+            most = min(max(4 * self.length, self.reach), max(self.length, self._tokens() // (_FEW * _MEASURED)))
             self.set("evaluation", contexts=sorted(each for each in contexts if TARGETS <= each <= most), windows=_FEW)
         halves = (torch.bfloat16, torch.float16)
         if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:

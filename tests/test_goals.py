@@ -134,10 +134,24 @@ def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
     assert (recipe.training.length, recipe.evaluation.contexts) == (1024, [256, 1024, 4096, 8192])
     # Less than what is scored cannot be read.
     assert read("llama", "swap", "scheme=kerple", "length=128", length=8192).evaluation.contexts == [128, 512, 8192]
+    # A short training is not measured for longer than it lasts.
+    for steps, contexts in (("16", [256, 1024, 4096]), ("1", [256, 1024])):
+        assert read("llama", "swap", "scheme=kerple", f"steps={steps}", length=8192).evaluation.contexts == contexts
     assert read("llama", "extend", length=8192).training.skip_to == 32768
     assert read("llama", "swap", "scheme=fire", length=512).training.skip_to == 4096
     # What is given wins.
     assert read("llama", "swap", "scheme=kerple", "length=8192", length=8192).training.length == 8192
+
+
+def test_a_model_of_real_size_begins_with_the_attention_transfer() -> None:
+    config = replaced(CONFIGS["llama"], hidden_size=512, max_position_embeddings=1024)
+
+    def steps(*overrides: str) -> int:
+        return Recipe.read("swap", ["model=here", "scheme=kerple", *overrides], config=config).transfer.steps
+
+    assert steps() == 200_000 // 2048
+    assert steps("steps=4") == 4 * 8 // 2  # as many tokens as the training
+    assert steps("native=keep") == steps("fit=native") == read("llama", "swap", "scheme=kerple").transfer.steps == 0
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:

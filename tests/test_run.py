@@ -75,26 +75,6 @@ def curves(folder: Path) -> Any:
     return json.loads((folder / "measurements.json").read_text(encoding="utf-8"))
 
 
-def test_a_short_run_measures_what_it_pays_for(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: Any, contexts: tuple[int, ...], **__: Any) -> None:
-        asked.append(contexts)
-        raise Stop
-
-    def contexts(*changes: str) -> tuple[int, ...]:
-        with pytest.raises(Stop):
-            run.train(read("evaluation.contexts=null", *changes), tmp_path / str(len(asked)))
-        return asked[-1]
-
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(run, "context_curve", measure)
-    assert contexts("training.steps=1") == (64, 128, 256, 512, 1024)
-    monkeypatch.setattr(run, "_QUICK", 0)
-    assert contexts("training.steps=1") == (64,)
-    # Sixteen times as many tokens are trained on as those of the windows of a length, or the positions are trained.
-    assert contexts("training.steps=64", "training.batch_size=8") == (64, 128, 256, 512)
-    assert contexts("training.steps=8", "training.batch_size=8", "training.skip_to=1024") == (64, 128, 256, 512, 1024)
-
-
 def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
     out, recipe = tmp_path / "out", read("training.mixed_lengths=[16,32]", "saving.keep=1")
     outcome = run.train(recipe, out, command="hf-posenc train it")

@@ -62,7 +62,8 @@ def recipes(
     print_table(headers, rows, whole=headers, short=headers)
     typer.echo(
         "\nquality: perplexity over that of the native model with the same training. at 4x: perplexity at four times "
-        "the trained length over that at the trained length."
+        "the trained length over that at the trained length. These are small models: a large one needs more tokens to "
+        "do without its own encoding."
     )
     if len(found) > len(rows):
         typer.echo(f"{len(found) - len(rows)} more: --all")
@@ -245,8 +246,11 @@ def _plan(recipe: Recipe) -> str:
         )
         new = planned.parameters
         lines.append(in_syntax_of("train", str(planned)))
-    tokens = f"{length:,} tokens, {training.steps * training.batch_size * length:,} in all"
-    lines.append(f"{'training:':<20} {training.steps:,} steps of {training.batch_size:,} windows of {tokens}")
+    for stage, settings in (("transfer", recipe.transfer), ("training", training), ("long windows", recipe.lengthen)):
+        windows, tokens = settings.batch_size or training.batch_size, getattr(settings, "length", None) or length
+        count = f"{windows:,} windows of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
+        if settings.steps:
+            lines.append(f"{f'{stage}:':<20} {settings.steps:,} steps of {count}")
     lines.append(f"{'text:':<20} {recipe.data.source}")
     if training.skip_to is not None:
         lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")

@@ -6,7 +6,6 @@ other targets at every length, columns could not be compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -157,7 +156,6 @@ def contexts_for(
     *,
     windows: int,
     contexts: Sequence[int] | None = None,
-    longest: float = math.inf,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the context lengths to measure, and the reasons for leaving out others.
 
@@ -167,7 +165,6 @@ def contexts_for(
         windows: Number of windows.
         contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two,
             as far as so many tokens are scored.
-        longest: Length that is worth its time; longer ones are left out of the usual lengths, but not the shortest.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.
@@ -175,7 +172,6 @@ def contexts_for(
     # `spread_windows` lets windows overlap, except in their targets.
     between = (windows - 1) * TARGETS
     usual = [length for power in range(6) if (length := trained_length * 2**power // 4) >= TARGETS]
-    usual = [length for length in usual if length <= max(longest, usual[0])]
     reasons = {
         context: f"shorter than the {TARGETS} tokens that are scored"
         if context < TARGETS

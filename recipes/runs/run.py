@@ -68,8 +68,6 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 
-# Multiplications with weights of a forward, so few that measuring takes a minute at most.
-_QUICK = 10**12
 # Keys of the recipe, of the verdicts of the fit and the transfer, and of the micro batches in run.json.
 _KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Result of the attention transfer, in its folder of checkpoints.
@@ -225,7 +223,6 @@ class _Run:
             len(data.held_out),
             windows=recipe.evaluation.windows,
             contexts=recipe.evaluation.contexts,
-            longest=_longest_worth_measuring(model, recipe, length),
         )
         planned = None
         if recipe.conversion.scheme is not None:
@@ -656,15 +653,6 @@ def _reach(recipe: Recipe, length: int) -> int:
     """Return the longest text whose positions a run trained on."""
     later = recipe.lengthen if recipe.lengthen.steps else None
     return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
-
-
-def _longest_worth_measuring(model: Any, recipe: Recipe, length: int) -> float:
-    """Return a length at which a run that is not told otherwise measures at most, so that it trains for longer."""
-    windows, reach = recipe.evaluation.windows, _reach(recipe, length)
-    trained = recipe.training.steps * recipe.training.batch_size * length / windows
-    parameters: int = sum(parameter.numel() for parameter in model.parameters())
-    quick = _QUICK / parameters / windows
-    return max(quick, trained / 16, reach if reach <= trained else length)
 
 
 def _tell_length(model: Any, tokenizer: Any, length: int) -> None:

@@ -234,8 +234,7 @@ class Evaluation(Section):
     """Evaluation before, during and after training.
 
     Attributes:
-        contexts: Context lengths; null is a quarter of the trained length up to eight times it, as far as the
-            measurements take less time than the training.
+        contexts: Context lengths; null is a quarter of the trained length up to eight times it.
         windows: Number of held-out windows.
         every: Steps between measurements; 0 measures before and after only.
         prompts: Number of prompts that the trained model and the original continue, to compare what they write; 0 is
