@@ -316,7 +316,11 @@ class _Case:
         """Set lengths and precision where those of the model would cost too much."""
         if "length" not in self.training and self.length != trained_length(self.config):
             self.set("training", length=self.length)
-        if self.own > _LENGTH:
+        if trained_length(self.config) is None and self.reach > self.own:
+            # Nothing else knows how long the texts of the model's own training were.
+            longest = self.reach * 2
+            self.set("evaluation", contexts=[each for power in range(9) if (each := self.own << power) <= longest])
+        elif self.own > _LENGTH:
             contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
             most = min(max(4 * self.length, self.reach), max(self.length, self._tokens() // (_FEW * _MEASURED)))
             self.set("evaluation", contexts=sorted(each for each in contexts if TARGETS <= each <= most), windows=_FEW)

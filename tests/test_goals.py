@@ -162,6 +162,8 @@ def test_extending_takes_what_the_native_encoding_has() -> None:
     rotary = read("modernbert", "extend")
     assert (rotary.training.length, rotary.training.batch_size, rotary.training.skip_to) == (2048, 2, None)
     assert read("t5", "extend", "by=windows").conversion.scheme is None
+    # The config of a T5 states no trained length; its longest measured text is twice what it trains on.
+    assert read("t5", "extend").evaluation.contexts == [512, 1024, 2048, 4096]
     table = read("gpt2", "extend")
     assert (table.conversion.scheme, table.conversion.native, table.training.skip_to) == ("alibi", "remove", 512)
     for pairs, said in (
