@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import moved
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaModel, StaticCache
@@ -54,12 +55,7 @@ def small_llama(
     config.initializer_range = 0.3
     config._attn_implementation = backend
     torch.manual_seed(seed)
-    model = hf_posenc.patch(LlamaModel(config), scheme, **options).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "hf_posenc" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return moved(hf_posenc.patch(LlamaModel(config), scheme, **options), 0.3).double()
 
 
 def new_cache(model: LlamaModel, kind: str, slots: int = 32) -> Cache:

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_posenc import registry
+from hf_posenc import Scheme, registry
 
 HERE = Path(__file__).parent
 DIRECTORIES = {
@@ -174,6 +174,17 @@ def loss(model: PreTrainedModel, architecture: str, ids: Tensor) -> Tensor:
 def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters that the patch added."""
     return {name: p for name, p in model.named_parameters() if "hf_posenc" in name}
+
+
+def moved(module: Any, size: float = 0.1, *, only: str = "hf_posenc", seed: int = 0) -> Any:
+    """Return a scheme, or a model, in evaluation mode, whose trained parameters are away from a start at which many
+    schemes do nothing; of a model those that have a word in their name."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and (isinstance(module, Scheme) or only in name):
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return module.eval()
 
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import moved
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
@@ -35,15 +36,6 @@ def golden(name: str) -> dict[str, Tensor]:
 
 def geometry(heads: int = 4, kv_heads: int | None = None, head_dim: int = 16, **changes: Any) -> Geometry:
     return Geometry(heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, hidden_size=64, **changes)
-
-
-def scattered(scheme: Scheme, size: float = 1.0, seed: int = 0) -> Scheme:
-    """Move all parameters away from their start."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-    return scheme
 
 
 def project(scheme: Scheme, q: Tensor, k: Tensor, positions: Tensor, coords: Tensor | None = None) -> Projection:
@@ -195,7 +187,7 @@ def test_channels_left_over_by_liere_keep_the_models_rotation(coords: Tensor | N
     got = project(scheme, q, k, positions, coords)
     torch.testing.assert_close(got.q, rope.q)
     torch.testing.assert_close(got.k, rope.k)
-    got = project(scattered(scheme), q, k, positions, coords)
+    got = project(moved(scheme, 1.0), q, k, positions, coords)
     # Planes 8 to 11 are in no block.
     turned = torch.tensor([0, 7, 12, 19])
     still = torch.tensor([8, 11, 20, 23])
@@ -250,7 +242,7 @@ def test_outputs_and_gradients_are_those_of_matrix_exponentials(
     shape = geometry(4, 2, inv_freq=frequencies, rotary_scaling=1.25, max_positions=32)
     scheme = build(name, shape, axes=axes, block_size=size).to(dtype)
     if not start:
-        scattered(scheme, 3.0)
+        moved(scheme, 3.0)
     length = 21
     q = heads(2, 4, length, 16, dtype=dtype).requires_grad_()
     k = heads(2, 2, length, 16, dtype=dtype, seed=1).requires_grad_()
@@ -322,7 +314,7 @@ def test_gradients_where_planes_turn_alike(spectrum: str, mixed: bool, layout: A
 
 
 def test_a_second_derivative_is_refused() -> None:
-    scheme, q = scattered(build("liere", geometry())), heads(1, 4, 3, 16).requires_grad_()
+    scheme, q = moved(build("liere", geometry()), 1.0), heads(1, 4, 3, 16).requires_grad_()
     first = torch.autograd.grad(project(scheme, q, q, torch.arange(3)).q.square().sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -334,7 +326,7 @@ def test_a_second_derivative_is_refused() -> None:
 @both_dtypes
 @every_scheme
 def test_what_is_remembered_without_gradients_follows_the_parameters(name: str, dtype: torch.dtype) -> None:
-    scheme = scattered(build(name, geometry(4, 2, max_positions=20)))
+    scheme = moved(build(name, geometry(4, 2, max_positions=20)), 1.0)
     q, k, positions = heads(2, 4, 9, 16, dtype=dtype), heads(2, 2, 9, 16, dtype=dtype), torch.arange(3, 12)
 
     def check(scheme: Scheme) -> Tensor:
@@ -349,7 +341,7 @@ def test_what_is_remembered_without_gradients_follows_the_parameters(name: str, 
     first = check(scheme)
     twin = copy.deepcopy(scheme)
     assert vars(twin)["_known"] is None
-    scattered(scheme, seed=1)
+    moved(scheme, 1.0, seed=1)
     second = check(scheme)
     assert not torch.equal(first, second)
     # Optimizers and wrappers also write past autograd's count of changes.
@@ -372,7 +364,7 @@ def test_the_decomposition_is_made_once_without_gradients(name: str, monkeypatch
         return find_planes(*args)
 
     monkeypatch.setattr("hf_posenc.schemes.families.block_rotary.find_planes", counted)
-    scheme = scattered(build(name, geometry()))
+    scheme = moved(build(name, geometry()), 1.0)
     q = heads(1, 4, 9, 16)
     with torch.no_grad():
         for _ in range(3):
@@ -454,7 +446,7 @@ def test_parameters_count_in_units() -> None:
     frequencies = 100.0 ** -(torch.arange(8) / 8)
     for name in SCHEMES:
         one, other = (build(name, geometry(inv_freq=frequencies), axes=2, unit=unit) for unit in (1.0, 10.0))
-        scattered(one, 0.1)
+        moved(one)
         other.load_state_dict({key: 10 * value for key, value in one.state_dict().items()})
         q, coords = heads(1, 4, 15, 16), grid(3, 5)
         for where in (None, coords):
@@ -471,7 +463,7 @@ def test_parameters_count_in_units() -> None:
 @every_scheme
 def test_the_spectrum_says_what_happens_in_a_text(name: str, size: int, init: Any, axes: int) -> None:
     shape = geometry(4, 2, inv_freq=100.0 ** -(torch.arange(8) / 8), rotary_scaling=1.25, max_positions=9)
-    scheme = scattered(build(name, shape, axes=axes, block_size=size, init=init))
+    scheme = moved(build(name, shape, axes=axes, block_size=size, init=init), 1.0)
     frequencies, basis = scheme.spectrum()
     assert (frequencies.shape, basis.shape) == ((2, 8), (2, 16, 16))
     torch.testing.assert_close(basis.mT @ basis, torch.eye(16).double().expand(2, -1, -1))
@@ -502,10 +494,10 @@ def check_plain_rotation(scheme: Scheme, frequencies: Tensor, basis: Tensor, fac
 def test_the_spectrum_has_channels_left_over(native: bool) -> None:
     frequencies = 100.0 ** -(torch.arange(11) / 11) if native else None
     shape = geometry(4, 2, head_dim=22 if native else 26, inv_freq=frequencies)
-    scheme = scattered(build("liere", shape, block_size=8))
+    scheme = moved(build("liere", shape, block_size=8), 1.0)
     check_plain_rotation(scheme, *scheme.spectrum(), 1.0)
     partial = geometry(4, 2, head_dim=26, inv_freq=frequencies)
-    check_plain_rotation(scheme := scattered(build("liere", partial, block_size=8)), *scheme.spectrum(), 1.0)
+    check_plain_rotation(scheme := moved(build("liere", partial, block_size=8), 1.0), *scheme.spectrum(), 1.0)
     with pytest.raises(ExportError, match="leaves one of 27 channels without a partner"):
         build("liere", geometry(head_dim=27)).spectrum()
 

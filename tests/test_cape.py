@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import moved
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -48,15 +49,6 @@ def geometry(direction: str = "causal", **changes: Any) -> Geometry:
 
 def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def random_start(scheme: Scheme, seed: int = 0) -> Scheme:
-    """Move all parameters away from their start."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return scheme
 
 
 def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
@@ -139,7 +131,7 @@ def test_fire_is_a_leaky_one_here_only() -> None:
 @every_choice
 def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
     """The formulas of the paper, over the base bias, which is compared as a scheme of its own."""
-    scheme = random_start(build("cape", geometry(direction), mlp_width=5, **options)).double()
+    scheme = moved(build("cape", geometry(direction), mlp_width=5, **options), 0.3).double()
     places = torch.tensor([0, 1, 2, 3, 5, 17, 600])
     a, block = randn(2, 4, 7, 7), Block(Positions(places[None], places[None]), reach=600)
     b = torch.zeros_like(a) if scheme.base_bias is None else scheme.base_bias.bias(block, torch.float64).expand_as(a)
@@ -156,7 +148,7 @@ def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
 
 @pytest.mark.parametrize("options", CHOICES[:4] + CHOICES[-1:], ids=lambda given: "-".join(given.values()))
 def test_a_mask_in_one_head_does_not_reach_the_others(options: dict[str, str]) -> None:
-    scheme = random_start(build("cape", geometry("bidirectional"), **options)).double()
+    scheme = moved(build("cape", geometry("bidirectional"), **options), 0.3).double()
     q, k, v = (randn(1, 4, 6, 8, seed=n) for n in range(3))
     places = torch.arange(6)[None]
     at = {"query_positions": places, "key_positions": places}
@@ -171,7 +163,7 @@ def test_a_mask_in_one_head_does_not_reach_the_others(options: dict[str, str]) -
 
 @every_choice
 def test_heads_are_mixed(options: dict[str, str]) -> None:
-    scheme = random_start(build("cape", geometry(), **options)).double()
+    scheme = moved(build("cape", geometry(), **options), 0.3).double()
     places = torch.arange(5)
     given = randn(1, 4, 5, 5).requires_grad_()
     got = logits_of(scheme, given, places, places)
@@ -184,7 +176,7 @@ def test_heads_are_mixed(options: dict[str, str]) -> None:
 
 def test_far_distances_enter_the_network_in_float32() -> None:
     # ALiBi at distance 4,095, slope 1/4: no bfloat16 number.
-    scheme = random_start(build("cape", geometry(), base="alibi"))
+    scheme = moved(build("cape", geometry(), base="alibi"), 0.3)
     query, key = torch.tensor([4095]), torch.tensor([0, 1, 2, 3])
     given = torch.zeros(1, 4, 1, 4)
     want = logits_of(copy.deepcopy(scheme).double(), given.double(), query, key)

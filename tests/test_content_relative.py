@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, logits, new_parameters, stock, tokens
+from models import ARCHITECTURES, logits, moved, new_parameters, stock, tokens
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -92,15 +92,6 @@ def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
 def geometry(direction: str = "causal", **changes: Any) -> Geometry:
     shape = {"heads": 3, "kv_heads": 3, "head_dim": 8, "hidden_size": 24, **changes}
     return Geometry(causal=direction == "causal", **shape)
-
-
-def random_start(scheme: Scheme, seed: int = 0, size: float = 0.3) -> Scheme:
-    """Move all parameters away from their start."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-    return scheme
 
 
 def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -192,7 +183,7 @@ def test_disentangled_scales() -> None:
     state: dict[str, Tensor] = {}
     for part, chosen in (("both", {}), ("c2p", {"p2c": False}), ("p2c", {"c2p": False})):
         scheme = build("disentangled", shape, **options, **chosen).double()
-        state = state or random_start(scheme).state_dict()
+        state = state or moved(scheme, 0.3).state_dict()
         kept = {key: value for key, value in state.items() if key in scheme.state_dict()}
         load(scheme, kept)
         terms[part] = logits_of(scheme, q, k, places, places) - 0.7 * q @ k.mT
@@ -209,7 +200,7 @@ def test_disentangled_scales() -> None:
 @few_examples
 def test_disentangled_few_queries_are_rows_of_many(queries: int, far: int, direction: str) -> None:
     # Few rows take another way through the code, by width and number of positions.
-    scheme = random_start(build("disentangled", geometry(direction, kv_heads=1), max_distance=far)).double()
+    scheme = moved(build("disentangled", geometry(direction, kv_heads=1), max_distance=far), 0.3).double()
     q, k = randn(2, 3, 12, 8), randn(2, 1, 12, 8, seed=1)
     places = torch.arange(12)
     everything = logits_of(scheme, q, k, places, places)
@@ -224,7 +215,7 @@ def test_disentangled_shared_projections_are_own_ones_with_their_weights(directi
     shape, options = geometry(direction, heads=4, kv_heads=2, head_dim=3), {"max_distance": 5}
     shared = build("disentangled", shape, **options, share_att_key=True, share_bias=share_bias).double()
     own = build("disentangled", shape, **options).double()
-    random_start(shared)
+    moved(shared, 0.3)
     assert [name for name, _ in shared.named_parameters()] == ["common.rel_embeddings"]
     query, key = torch.nn.Linear(24, 12).double(), torch.nn.Linear(24, 6).double()
 
@@ -265,7 +256,7 @@ def test_disentangled_normalized_table() -> None:
     plain, normal = (
         build("disentangled", geometry(), max_distance=6, normalize=flag).double() for flag in (False, True)
     )
-    random_start(normal)
+    moved(normal, 0.3)
     rows = normal.common.rel_embeddings.detach()
     centred = rows - rows.mean(-1, keepdim=True)
     table = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-7).sqrt()
@@ -323,7 +314,7 @@ def test_transformer_xl_both_ways_agree(
     direction: str, clamp_len: int | None, seed: int, gaps: int, width: int
 ) -> None:
     shape = geometry(direction, heads=4, kv_heads=2, hidden_size=width)
-    scheme = random_start(build("transformer_xl", shape, clamp_len=clamp_len), seed).double()
+    scheme = moved(build("transformer_xl", shape, clamp_len=clamp_len), 0.3, seed=seed).double()
     q, k, v = (randn(2, n, 9, 8, seed=seed + n).requires_grad_() for n in (4, 2, 2))
     steps = torch.randint(0, gaps + 1, (2, 9), generator=torch.Generator().manual_seed(seed))
     at = {"query_positions": steps.cumsum(-1), "key_positions": steps.cumsum(-1)}
@@ -370,7 +361,7 @@ def test_transformer_xl_reads_no_tensor_in_a_step_of_decoding(monkeypatch: pytes
 
 def test_transformer_xl_far_positions_in_float32() -> None:
     """Angles at position 1,000,000 need more than float32; sums of products of sines do not."""
-    scheme = random_start(build("transformer_xl", geometry(), init="zero"))
+    scheme = moved(build("transformer_xl", geometry(), init="zero"), 0.3)
     exact = copy.deepcopy(scheme).double()
     q, k = randn(1, 3, 3, 8), randn(1, 3, 4, 8, seed=1)
     key = 1_000_000 + torch.arange(4)
@@ -448,12 +439,7 @@ every_moved = pytest.mark.parametrize(("name", "options"), MOVED, ids=str)
 
 
 def patched(architecture: str, name: str, options: dict[str, Any], native: str) -> Any:
-    model = hf_posenc.patch(stock(architecture), name, native=native, **options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return moved(hf_posenc.patch(stock(architecture), name, native=native, **options), seed=3)
 
 
 @every_moved

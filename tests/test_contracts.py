@@ -8,43 +8,14 @@ import pytest
 import torch
 from memory import Largest
 from torch import Tensor
+from variants import identify, variants
 
 from hf_posenc import DirectionError, Geometry, Scheme, attend, build, schemes
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
-# Options that lead through other code than the defaults; every scheme takes part with its defaults, too.
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("cape", {"base": "alibi", "form": "add", "mlp_width": 3}),
-    ("cape", {"base": "fire", "form": "add_residual", "mlp_width": 3}),
-    ("cape", {"base": "nope", "mlp_width": 3}),
-    ("cope", {"npos": 3}),
-    ("cope", {"npos": 4, "scale_position_logits": False}),
-    ("cope", {"npos": 4, "separate_keys": True}),
-    ("cope", {"npos": 4, "value_gates": True}),
-    ("disentangled", {"max_distance": 2}),
-    ("disentangled", {"max_distance": 6, "buckets": 4, "normalize": True, "scale": "deberta"}),
-    ("fire", {"directed": True, "gate": True, "threshold": 3.0}),
-    ("fope", {"sigma": 0.3, "clip": True, "max_length": 64}),
-    ("fox", {"forget_gate": "bias_only"}),
-    ("fox_pro", {"share_qk_norm": True, "gate_activation": "silu", "output_norm": False}),
-    ("liere", {"axes": 2, "init": "official"}),
-    ("path", {"gate": True, "kernel": 1, "rank": 3}),
-    ("rope", {"gate": True, "layout": "interleaved"}),
-    ("shaw", {"max_distance": 2, "init": "normal"}),
-    ("shaw", {"max_distance": 2, "values": False}),
-    ("stick_breaking", {"attend_current": True}),
-    ("stick_breaking", {"remainder": "self", "start_bias": True}),
-    ("stick_breaking", {"remainder": "head_bias"}),
-    ("transformer_xl", {"untie": True, "clamp_len": 2}),
-    ("xpos", {"block_length": 3, "scale_base": 20.0}),
-]
-CASES = [
-    (name, direction, options)
-    for name, options in [(name, {}) for name in schemes()] + OPTIONS
-    for direction in schemes()[name].directions
-]
-every_case = pytest.mark.parametrize(("name", "direction", "options"), CASES, ids=str)
+CASES = variants()
+every_case = pytest.mark.parametrize(("name", "direction", "options"), CASES, ids=identify)
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 4, 7
 
 
@@ -86,7 +57,7 @@ def test_gradients_are_derivatives(name: str, direction: str, options: dict[str,
     assert torch.autograd.gradcheck(output, (*given, *scheme.parameters()), eps=1e-7, atol=1e-5, fast_mode=True)
 
 
-@pytest.mark.parametrize("mask", [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("mask", [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1, 0]], ids=identify)
 @every_case
 def test_padding_changes_nothing(name: str, direction: str, options: dict[str, Any], mask: list[int]) -> None:
     """Padding to the left, in between and to the right, of any content, against the tokens alone."""
@@ -119,7 +90,7 @@ def test_as_many_queries_as_keys_may_stand_elsewhere(name: str) -> None:
 BY_ORDER = [case for case in CASES if case[0] in ("cope", "fox", "fox_pro", "nope", "path", "stick_breaking")]
 
 
-@pytest.mark.parametrize(("name", "direction", "options"), BY_ORDER, ids=str)
+@pytest.mark.parametrize(("name", "direction", "options"), BY_ORDER, ids=identify)
 def test_positions_matter_by_their_order_only(name: str, direction: str, options: dict[str, Any]) -> None:
     scheme = make(name, direction, options)
     given, jumps = operands(scheme, 9), torch.tensor([[0, 1, 2, 9, 10, 40, 41, 300, 3000]])
@@ -130,7 +101,7 @@ def test_positions_matter_by_their_order_only(name: str, direction: str, options
 SMALL = [case for case in CASES if schemes()[case[0]].family != "additive" and case[::2] != ("disentangled", {})]
 
 
-@pytest.mark.parametrize(("name", "direction", "options"), SMALL, ids=str)
+@pytest.mark.parametrize(("name", "direction", "options"), SMALL, ids=identify)
 def test_no_tensor_has_a_row_per_query_key_and_channel(name: str, direction: str, options: dict[str, Any]) -> None:
     length = 48
     scheme = make(name, direction, options, heads=2, kv_heads=1, head_dim=64)

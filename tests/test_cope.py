@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import inputs, stock, tokens
+from models import inputs, moved, stock, tokens
 from places import PLACES, same_as_loops
 from safetensors.torch import load_file
 from torch import Tensor
@@ -159,11 +159,7 @@ VARIANTS: list[dict[str, Any]] = [
 def random_scheme(options: dict[str, Any], *, causal: bool = True, scale: float = 0.3) -> Scheme:
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 7}
-    scheme = build("cope", Geometry(**shape, causal=causal, scale=scale), **options).double()
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter.copy_(torch.randn(parameter.shape))
-    return scheme
+    return moved(build("cope", Geometry(**shape, causal=causal, scale=scale), **options), 1.0).double()
 
 
 def random_operands(length: int, seed: int = 1, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from models import DIRECTORIES, auto, in_turn, logits, stacks_for, stock, tokens
-from test_attend import VARIANTS, identify
+from variants import VARIANTS, identify
 
 import hf_posenc
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import ENCODER, ENCODERS, PADDING, SAME
+from models import ENCODER, ENCODERS, PADDING, SAME, moved
 from models import tiny as make
 from torch import Tensor
 from transformers import (
@@ -77,11 +77,8 @@ def test_a_padded_row_equals_the_row_alone(name: str, scheme: str) -> None:
             hf_posenc.patch(make(name), scheme)
         return
     torch.manual_seed(1)
-    model, call = hf_posenc.patch(make(name), scheme, **({"stacks": "decoder"} if one_way else {})), inputs(name)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "hf_posenc" in key:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = moved(hf_posenc.patch(make(name), scheme, **({"stacks": "decoder"} if one_way else {})))
+    call = inputs(name)
     output = logits(model, **call)
     alone = {key: value[:1, : 29 // 2] for key, value in call.items() if key != "decoder_input_ids"}
     if name not in EXACT:

@@ -35,11 +35,7 @@ FORMS = {
 def make(name: str, *, causal: bool = True, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, **options) -> Scheme:
     sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": head_dim, "hidden_size": HIDDEN, "max_positions": 64}
     torch.manual_seed(0)
-    scheme = build(name, Geometry(causal=causal, **sizes), **{**FORMS.get(name, {}), **options})
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return scheme
+    return models.moved(build(name, Geometry(causal=causal, **sizes), **{**FORMS.get(name, {}), **options}), 0.3)
 
 
 FAST = [
@@ -800,11 +796,7 @@ def test_products_in_a_model_that_keeps_its_rotation(
     name: str, options: dict, native: str, strength: float, used: list
 ) -> None:
     """Queries and keys of the logits are rotated there, and those of the vectors are not."""
-    model = hf_posenc.patch(models.stock("llama"), name, native=native, **options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in models.new_parameters(model).values():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model = models.moved(hf_posenc.patch(models.stock("llama"), name, native=native, **options), seed=3)
     if native == "keep":
         hf_posenc.set_strength(model, scheme=strength)
     ids, found = models.tokens("llama", 2, 121), []

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import moved
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -67,7 +68,7 @@ def llama(**changes: Any) -> Any:
         "attention_bias": True,
         "initializer_range": 0.2,
     }
-    return scattered(LlamaForCausalLM(LlamaConfig(**(shape | changes))), "bias").eval()
+    return moved(LlamaForCausalLM(LlamaConfig(**(shape | changes))), 0.2, only="bias")
 
 
 def gpt2() -> Any:
@@ -99,18 +100,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def scattered(model: Any, name: str, size: float = 0.2) -> Any:
-    """Move all parameters with a name, as training would."""
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if name in key:
-                parameter.add_(size * torch.randn_like(parameter))
-    return model
-
-
 def trained(make: Callable[[], Any], scheme: str, **options: Any) -> Any:
     """A converted model whose scheme has moved from its start."""
-    return scattered(hf_posenc.patch(make(), scheme, **options), "hf_posenc")
+    return moved(hf_posenc.patch(make(), scheme, **options), 0.2)
 
 
 def strengths(model: Any, **values: float) -> Any:

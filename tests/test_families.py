@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from models import BOTH, DECODERS, EXPERTS, PART, SAME, WINDOW
+from models import BOTH, DECODERS, EXPERTS, PART, SAME, WINDOW, moved
 from models import tiny as make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
@@ -122,11 +122,7 @@ def test_rope_starts_exact(name: str) -> None:
 def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
     """Rows have padding, the sequence outgrows the window, and one forward takes several tokens."""
     torch.manual_seed(1)
-    model, ids = hf_posenc.patch(make(name), scheme), tokens()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "hf_posenc" in key:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model, ids = moved(hf_posenc.patch(make(name), scheme)), tokens()
     mask = padding(ids)
     whole = logits(model, ids, attention_mask=mask)
     loss = model(ids, attention_mask=mask, labels=ids).loss

@@ -39,15 +39,6 @@ EXACT = {"llama": "rope", "gpt2": "learned"}
 decoders = pytest.mark.parametrize("architecture", EXACT)
 
 
-def moved(model: PreTrainedModel) -> PreTrainedModel:
-    """Move the parameters of the schemes away from a start at which they do nothing."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in models.new_parameters(model).values():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
-
-
 # -- trainers ----------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +90,7 @@ def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
     ids = models.tokens("llama", 2, 20)
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     # In float64: adapters as large as the weights make logits above 10, and merging rounds their sum again.
-    adapted = get_peft_model(moved(hf_posenc.patch(models.stock("llama"), scheme)), config).eval().double()
+    adapted = get_peft_model(models.moved(hf_posenc.patch(models.stock("llama"), scheme), 0.3), config).eval().double()
     with torch.no_grad():
         want = adapted(ids).logits
         got = adapted.merge_and_unload()(ids).logits
@@ -125,7 +116,7 @@ def test_causal_attention_only(architecture: str) -> None:
 
 
 def test_a_stack_that_was_left_out_has_a_cache_as_before() -> None:
-    model = moved(hf_posenc.patch(models.stock("t5"), "alibi", stacks="encoder"))
+    model = models.moved(hf_posenc.patch(models.stock("t5"), "alibi", stacks="encoder"), 0.3)
     ids = models.tokens("t5", 2, 7)
     got, want = (model.generate(ids, max_new_tokens=6, min_new_tokens=6, use_cache=use) for use in (True, False))
     assert torch.equal(got, want)
@@ -249,7 +240,7 @@ def pickled(model: Any) -> Any:
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_a_copy_made_while_a_model_is_disabled_has_its_schemes(architecture: str, copied: Any) -> None:
     ids = models.tokens(architecture, 2, 12)
-    model = moved(hf_posenc.patch(models.stock(architecture), "fire"))
+    model = models.moved(hf_posenc.patch(models.stock(architecture), "fire"), 0.3)
     want = models.logits(model, architecture, ids)
     with hf_posenc.disabled(model):
         twin = copied(model)
@@ -270,7 +261,7 @@ def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
 @pytest.mark.parametrize("architecture", once(models.ARCHITECTURES))
 def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> None:
     ids = models.tokens(architecture, 2, 12)
-    model = moved(hf_posenc.patch(models.stock(architecture), "fire"))
+    model = models.moved(hf_posenc.patch(models.stock(architecture), "fire"), 0.3)
     compiled = torch.compile(model, backend="eager")
     want = models.logits(model, architecture, ids)
     with hf_posenc.disabled(model):
@@ -393,13 +384,13 @@ def vit(scheme: str) -> nn.Module:
     config = ViTConfig(
         hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8
     )
-    return moved(hf_posenc.patch(ViTModel(config), scheme))
+    return models.moved(hf_posenc.patch(ViTModel(config), scheme), 0.3)
 
 
 @pytest.mark.parametrize("scheme", ["sinusoidal", "learned", "tape"])
 def test_threads_share_a_model(scheme: str) -> None:
     if scheme == "tape":
-        model: nn.Module = moved(hf_posenc.patch(models.stock("llama"), scheme))
+        model: nn.Module = models.moved(hf_posenc.patch(models.stock("llama"), scheme), 0.3)
         given = [models.tokens("llama", 1, 24 + 8 * n, seed=n) for n in range(2)]
     else:
         model, given = vit(scheme), [torch.randn(1, 3, 32, 32) for _ in range(2)]
@@ -434,7 +425,7 @@ def test_layers_are_whole_numbers_of_any_library(layers: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("scheme", ["t5", "fire"])
 def test_tables_learn_from_keys_ahead_that_a_mask_shows(scheme: str) -> None:
     """A prefix that sees all of itself: keys ahead are at distance 0, and so is their gradient."""
-    model = moved(hf_posenc.patch(models.stock("llama"), scheme))
+    model = models.moved(hf_posenc.patch(models.stock("llama"), scheme), 0.3)
     ids = models.tokens("llama", 2, 48)
     seen = torch.ones(48, 48, dtype=torch.bool).tril()
     seen[:20, :20] = True
@@ -472,7 +463,7 @@ def test_keys_ahead_that_are_seen_are_the_same_to_xpos_in_every_form(case: str) 
     ("architecture", "scheme"), [("llama", "fox"), ("llama", "fox_pro"), ("t5", "alibi"), ("t5", "fox")]
 )
 def test_a_static_cache_knows_of_padding_inside_of_a_prompt(architecture: str, scheme: str) -> None:
-    model = moved(hf_posenc.patch(models.stock(architecture), scheme))
+    model = models.moved(hf_posenc.patch(models.stock(architecture), scheme), 0.3)
     ids = models.tokens(architecture, 2, 15)
     mask = torch.ones_like(ids)
     mask[0, 4:9] = 0

@@ -24,6 +24,7 @@ from models import (
     inputs,
     logits,
     loss,
+    moved,
     new_parameters,
     stacks_for,
     stock,
@@ -31,74 +32,52 @@ from models import (
 )
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from variants import VARIANTS
 
 import hf_posenc
 from hf_posenc.attention import blocks
 from hf_posenc.patches.architecture import architectures
 
-# Options that change what is computed; each runs through the same tests as a scheme of its own.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
+# What a model makes of options, and those of `patch`; each runs through the same tests as a scheme of its own.
+IN_MODELS: list[tuple[str, dict[str, Any]]] = [
     ("alibi", {"learned_slopes": True, "shared": False}),
-    ("kerple", {"kernel": "power", "shared": False}),
-    ("kerple", {"weighted": True}),
-    ("kerple", {"directed": True, "gate": True}),
-    ("t5", {"num_buckets": 16, "max_distance": 40, "shared": False}),
-    ("t5_clipped", {"max_distance": 12}),
-    ("fire", {"threshold": 6.0, "normalizer": "query", "width": 8}),
-    ("sandwich", {"dim": 16, "freq_start": 1}),
-    ("sinusoidal", {"layout": "concat", "freq": "t2t"}),
-    ("rope", {"layout": "interleaved"}),
-    ("rope", {"rotary_dim": 8, "theta": 500.0}),
-    ("learned", {"num_positions": 200}),
-    ("fire", {"directed": True, "threshold": 6.0}),
-    ("fire", {"native": "keep"}),
     ("alibi", {"native": "keep", "gate": False}),
-    ("fox", {"forget_gate": "bias_only", "init": "official"}),
-    ("fox", {"forget_gate": "fixed"}),
-    ("fox", {"native": "keep"}),
-    ("fox_pro", {"output_norm": False, "gate_activation": "silu", "k_shift": False, "shift_history": 40}),
-    ("fox_pro", {"native": "keep", "share_qk_norm": True, "output_gate": False}),
-    ("tape", {"head_mix": True, "position_size": 6}),
-    ("tape", {"native": "keep"}),
+    ("cape", {"base": "nope", "native": "keep", "init": "paper"}),
+    ("cape", {"native": "keep"}),
+    ("comrope_ld", {"axes": 2, "native": "keep"}),
     ("cope", {"npos": 6, "value_gates": True, "shared": True}),
-    ("cope", {"npos": 6, "separate_keys": True, "scale_position_logits": False}),
     ("cope", {"native": "keep"}),
-    ("stick_breaking", {"remainder": "self", "attend_current": True}),
-    ("stick_breaking", {"remainder": "head_bias", "start_bias": True}),
-    ("shaw", {"max_distance": 5, "init": "normal"}),
-    ("shaw", {"max_distance": 5, "values": False, "init": "normal", "layers": [0]}),
-    ("shaw", {"native": "keep"}),
-    ("disentangled", {"max_distance": 20, "buckets": 8, "normalize": True, "scale": "deberta"}),
     ("disentangled", {"max_distance": 6, "share_att_key": True}),
     ("disentangled", {"max_distance": 6, "share_att_key": True, "share_bias": True, "p2c": False}),
     ("disentangled", {"max_distance": 6, "native": "keep", "share_att_key": True}),
     ("disentangled", {"max_distance": 6, "native": "keep", "normalize": True, "c2p": False}),
-    ("transformer_xl", {"untie": True, "clamp_len": 12}),
-    ("transformer_xl", {"native": "keep", "layers": "every:2"}),
-    ("transformer_xl", {"native": "keep", "init": "normal"}),
-    ("cape", {"base": "alibi", "form": "add"}),
-    ("cape", {"base": "fire", "form": "add_residual", "mlp_width": 8}),
-    ("cape", {"base": "nope", "native": "keep", "init": "paper"}),
-    ("cape", {"native": "keep"}),
-    ("rope2d", {"kind": "axial"}),
-    ("rope2d", {"init": "official", "layout": "half"}),
-    ("rope2d", {"native": "keep"}),
-    ("rope2d", {"axes": 1, "init": "official", "theta": 50.0, "layers": "every:2"}),
+    ("fire", {"directed": True, "threshold": 6.0}),
+    ("fire", {"native": "keep"}),
+    ("fire+log_temperature+gated_output", {"temperature": "ssmax"}),
     ("fope", {"sigma": 0.3, "clip": True, "learnable": False, "anneal": True}),
     ("fope", {"native": "keep"}),
-    ("liere", {"native": "keep"}),
-    ("liere", {"axes": 2, "block_size": 6}),
-    ("comrope_ap", {"axes": 2, "block_size": 4}),
-    ("comrope_ld", {"axes": 2, "native": "keep"}),
-    ("xpos", {"native": "keep"}),
-    ("xpos", {"layout": "interleaved", "scale_base": 20.0}),
-    ("nope", {"layers": "every:2"}),
-    ("fire+log_temperature+gated_output", {"temperature": "ssmax"}),
+    ("fox", {"native": "keep"}),
+    ("fox_pro", {"native": "keep", "share_qk_norm": True, "output_gate": False}),
+    ("kerple", {"directed": True, "gate": True}),
     ("kerple", {"layers": [0], "native": "keep", "gate": False}),
+    ("learned", {"num_positions": 200}),
+    ("liere", {"native": "keep"}),
+    ("nope", {"layers": "every:2"}),
+    ("rope2d", {"axes": 1, "init": "official", "theta": 50.0, "layers": "every:2"}),
+    ("rope2d", {"native": "keep"}),
+    ("shaw", {"max_distance": 5, "values": False, "init": "normal", "layers": [0]}),
+    ("shaw", {"native": "keep"}),
+    ("t5", {"num_buckets": 16, "max_distance": 40, "shared": False}),
+    ("tape", {"head_mix": True, "position_size": 6}),
+    ("tape", {"native": "keep"}),
+    ("transformer_xl", {"native": "keep", "layers": "every:2"}),
+    ("transformer_xl", {"native": "keep", "init": "normal"}),
+    ("xpos", {"native": "keep"}),
 ]
+CHOICES = [(name, options) for name, sets in VARIANTS.items() for options in sets if options] + IN_MODELS
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
 # Options change a scheme and nothing of an architecture: each set runs on one, in turn.
-IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(VARIANTS)]
+IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(CHOICES)]
 CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS] + IN_TURN
 
 
@@ -140,11 +119,7 @@ def test_every_architecture_takes_part() -> None:
 def _patched(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
     """Return a model whose new parameters are away from a start at which many schemes do nothing."""
     model, architecture = _started(case, **config)
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model, architecture
+    return moved(model), architecture
 
 
 def _started(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import ARCHITECTURES, DIRECTORIES, logits, new_parameters, stock, tokens
+from models import ARCHITECTURES, DIRECTORIES, logits, moved, new_parameters, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
@@ -54,7 +54,7 @@ def test_lora_and_scheme_in_one_adapter(architecture: str, scheme: str, tmp_path
     )
     model = get_peft_model(base(), config)
     torch.testing.assert_close(logits(model, architecture, ids), plain)
-    trained = logits(shaken(model), architecture, ids)
+    trained = logits(moved(model, 0.05, only=""), architecture, ids)
     assert (trained - plain).abs().max() > 1e-4
 
     model.save_pretrained(tmp_path)
@@ -146,16 +146,6 @@ KINDS: dict[str, Any] = {
 PROMPTS = "prompt tuning", "p-tuning"
 
 
-def shaken(model: Any) -> Any:
-    """Change what is trained of a model, as a training would."""
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def plain(scheme: str = "alibi") -> Any:
     torch.manual_seed(4)
     model = stock("llama")
@@ -193,7 +183,7 @@ def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
     save_file({"input_ids": ids}, tmp_path / "ids")
     wanted, folders, edited = {}, {}, {}
     for kind, config in KINDS.items():
-        model = shaken(get_peft_model(plain(), config()))
+        model = moved(get_peft_model(plain(), config()), 0.05, only="")
         wanted[kind] = logits(model, "llama", ids)
         folders[kind], edited[kind] = tmp_path / kind, tmp_path / f"{kind} edited"
         model.save_pretrained(folders[kind])
@@ -226,7 +216,7 @@ def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
 def test_a_plain_adapter_goes_onto_its_schemes_only(kind: str, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     config = KINDS[kind]()
-    model = shaken(get_peft_model(plain(), config))
+    model = moved(get_peft_model(plain(), config), 0.05, only="")
     wanted = logits(model, "llama", ids)
     model.save_pretrained(tmp_path)
     assert (
@@ -259,7 +249,7 @@ def test_adapters_of_transformers(kind: str, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     model = plain("fire")
     model.add_adapter(KINDS[kind]())
-    wanted = logits(shaken(model), "llama", ids)
+    wanted = logits(moved(model, 0.05, only=""), "llama", ids)
     model.save_pretrained(tmp_path)
     loaded = plain("fire")
     if kind == "DoRA":  # transformers has another name for its vectors than PEFT
@@ -278,7 +268,7 @@ def test_adapters_of_transformers(kind: str, tmp_path: Path) -> None:
             load(base)
         assert type(base).__name__ == "LlamaForCausalLM"
         with pytest.raises(CheckpointError, match=r"other weights .*rest differ"):
-            load(shaken(plain("fire")))
+            load(moved(plain("fire"), only=""))
 
 
 def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
@@ -303,7 +293,7 @@ def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
 def test_scheme_weights_that_a_plain_adapter_trains_are_kept(shared: bool, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     base = hf_posenc.patch(stock("llama"), "fire", shared=shared)
-    model = shaken(get_peft_model(base, LoraConfig(modules_to_save=["hf_posenc"], **TWO)))
+    model = moved(get_peft_model(base, LoraConfig(modules_to_save=["hf_posenc"], **TWO)), 0.05, only="")
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(stock("llama"), tmp_path).eval()
     assert torch.equal(logits(loaded, "llama", ids), logits(model, "llama", ids))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
-from models import DIRECTORIES, stock
+from models import DIRECTORIES, moved, stock
 from peft import get_peft_model
 from torch import Tensor
 from transformers import (
@@ -51,7 +51,7 @@ def llama(scheme: str | None = None, *, layers: int = 2, **options: Any) -> Any:
         initializer_range=0.3,
     )
     model = LlamaModel(config).eval()
-    return model if scheme is None else stirred(hf_posenc.patch(model, scheme, **options))
+    return model if scheme is None else moved(hf_posenc.patch(model, scheme, **options), 0.3)
 
 
 def vit(scheme: str) -> Any:
@@ -64,14 +64,6 @@ def only(model: Any, kind: str, **options: Any) -> list[Axes]:
     """Return the panels of the only figure of a kind."""
     (figure,) = draw(model, kind, **options).values()
     return panels(figure)
-
-
-def stirred(model: Any) -> Any:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "hf_posenc" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def draw(model: Any, *what: str, **options: Any) -> dict[str, Figure]:
@@ -491,7 +483,7 @@ def test_the_command_draws_a_run_and_an_adapter(tmp_path: Path) -> None:
     )
     with pytest.raises(hf_posenc.WrappedModelError, match=r"merge_and_unload\(\)"):
         figures(adapted)
-    stirred(adapted)
+    moved(adapted, 0.3)
     adapted.save_pretrained(tmp_path / "adapter")
     options = ("--prompt", "Once upon a time", "--layers", "1", "--heads", "0,2", "--format", "svg")
     done = run(

@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from models import moved
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -141,10 +142,7 @@ def test_rope2d_adds_learned_frequencies_of_each_kv_head_to_the_models() -> None
 )
 def test_rope2d_sees_differences_of_coordinates_only(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    scheme = build("rope2d", geometry(inv_freq=1e4 ** -(torch.arange(8) / 8)), **options).double()
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter.add_(torch.randn_like(parameter))
+    scheme = moved(build("rope2d", geometry(inv_freq=1e4 ** -(torch.arange(8) / 8)), **options), 1.0).double()
     q, k = random_qk()
     coords = 40 * torch.rand(9, 2, dtype=torch.float64)
     logits = []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import inputs, stacks_for, stock, tokens
+from models import inputs, moved, stacks_for, stock, tokens
 from places import PLACES, same_as_loops
 from safetensors.torch import load_file
 from torch import Tensor
@@ -190,11 +190,7 @@ def random_scheme(options: dict[str, Any], **shape: Any) -> Scheme:
     torch.manual_seed(0)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 16, "max_positions": 81, "scale": 0.3}
     geometry = Geometry(**{**sizes, **shape})
-    scheme = build("stick_breaking", geometry, **options).double()
-    with torch.no_grad():
-        for parameter in scheme.parameters():
-            parameter += torch.randn(parameter.shape)
-    return scheme
+    return moved(build("stick_breaking", geometry, **options), 1.0).double()
 
 
 def random_operands(length: int, seed: int = 1, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:

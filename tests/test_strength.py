@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, SAME, auto, logits, loss, new_parameters, stacks_for, stock, tokens
+from models import ARCHITECTURES, SAME, auto, logits, loss, moved, new_parameters, stacks_for, stock, tokens
 from transformers import PreTrainedModel
 
 import hf_posenc
@@ -23,10 +23,7 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, str, str]:
     architecture, name = request.param
     torch.manual_seed(1)
     model = hf_posenc.patch(stock(architecture), name, native="keep", **stacks_for(architecture, name))
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model, architecture, name
+    return moved(model), architecture, name
 
 
 def test_without_any_of_the_scheme_it_is_the_stock_model(case: tuple[PreTrainedModel, str, str]) -> None:

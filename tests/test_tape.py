@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, loss, new_parameters, stock, tokens
+from models import ARCHITECTURES, loss, moved, new_parameters, stock, tokens
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaModel, T5EncoderModel
@@ -205,16 +205,8 @@ def test_update_after_the_attention(head_mix: bool, want: str) -> None:
 # -- symmetries --------------------------------------------------------------------------------------------------------
 
 
-def randomised(model: Any) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.double().eval()
-
-
 def llama(**options: Any) -> Any:
-    return randomised(hf_posenc.patch(stock("llama").model, "tape", **options))
+    return moved(hf_posenc.patch(stock("llama").model, "tape", **options)).double()
 
 
 @given(seed=st.integers(0, 99))
@@ -244,7 +236,7 @@ def test_a_common_rotation_of_all_states_turns_them_and_nothing_else(seed: int) 
 @given(order=st.permutations(range(9)))
 @few_examples
 def test_without_a_mask_the_order_of_tokens_is_their_states_only(order: list[int]) -> None:
-    encoder = randomised(hf_posenc.patch(T5EncoderModel(stock("t5").config), "tape"))
+    encoder = moved(hf_posenc.patch(T5EncoderModel(stock("t5").config), "tape")).double()
     ids = tokens("t5", 2, 9)
     # Without a 4-D mask, falling positions would begin packed sequences.
     call = {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}
@@ -260,10 +252,7 @@ def test_without_a_mask_the_order_of_tokens_is_their_states_only(order: list[int
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_kinds_of_gradient_checkpointing(architecture: str, reentrant: bool) -> None:
-    model = hf_posenc.patch(stock(architecture), "tape").train()
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    model = moved(hf_posenc.patch(stock(architecture), "tape"), 0.05).train()
     ids = tokens(architecture, 2, 13)
 
     def gradients() -> dict[str, Tensor]:

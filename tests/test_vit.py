@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import SAME, new_parameters
+from models import SAME, moved
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -64,12 +64,7 @@ def images(height: int = SIDE, width: int = SIDE, rows: int = 2) -> Tensor:
 
 def patched(name: str, kind: type = ViTForImageClassification, **options: Any) -> PreTrainedModel:
     """Return a model whose new parameters are away from a start at which many schemes do nothing."""
-    model = hf_posenc.patch(make(kind), name, **options)
-    with torch.no_grad():
-        for parameter in new_parameters(model).values():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return moved(hf_posenc.patch(make(kind), name, **options))
 
 
 @torch.no_grad()
