@@ -53,15 +53,23 @@ class PosencConfig:
                 )
         record.from_config(self)  # Raises if it is damaged or newer.
         field, refused = self.posenc_lock
+        # Some configs do not declare the field, and set it last.
+        found = kwargs.get(field, getattr(self, field, None))
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
             self.posenc_locked = self.posenc.pop("locked")
-        elif getattr(self, field) == refused:
+            if found not in (refused, self.posenc_locked, None):
+                raise CheckpointError(
+                    f"config.json of a converted model has {field}={found!r}, expected {refused!r}: the true value is "
+                    f"kept under 'posenc'. Restore config.json, and pass {field}=... to from_pretrained."
+                )
+        elif found == refused:
             raise CheckpointError(
                 "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore "
                 "config.json from the original checkpoint, or convert the model again."
             )
         if "posenc_locked" in vars(self):
+            kwargs.pop(field, None)
             setattr(self, field, copy.deepcopy(self.posenc_locked))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 

@@ -281,7 +281,7 @@ _KNOWN |= {"deterministic"}
 
 
 class _Projected(Exception):
-    """Ends the forward of a probe, once the attention function has the operands."""
+    """Ends the forward of a probe, once the attention is done."""
 
 
 def read_facts(
@@ -349,12 +349,16 @@ def _probe(
     hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
     inner: Any = next(child for child in module.modules() if isinstance(child, attention))
     inner.config = _Config(config)
-    found: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
 
-    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> NoReturn:
-        found.update(keywords, query=query, key=key, value=value)
+    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
+        calls.append(keywords | {"query": query, "key": key, "value": value})
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+    def end(*args: Any) -> NoReturn:
         raise _Projected
 
+    inner.register_forward_hook(end)
     try:
         with torch.enable_grad():
             module(hidden, **given, **{_THEN: take})
@@ -362,8 +366,11 @@ def _probe(
         pass
     except Exception as error:  # of any kind: the code is not ours
         _refuse(attention, f"does not run without a model around it ({type(error).__name__}: {error})")
-    if not found:
+    if not calls:
         _refuse(attention, "gets no keywords from its layer, or hands none to the attention function of its config")
+    if len(calls) > 1:
+        _refuse(attention, f"calls the attention function {len(calls)} times")
+    (found,) = calls
     query, key, value = (found.pop(name) for name in ("query", "key", "value"))
     unknown = sorted(name for name in found if name not in _KNOWN and found[name] is not None)
     if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:

@@ -107,6 +107,12 @@ class TableArchitecture(Architecture):
         return first_row(table_of(body))
 
     def embedding_size(self, body: nn.Module) -> int:
+        embeddings = getattr(body, "embeddings", None)
+        if embeddings is not None and any(isinstance(module, nn.Linear) for module in embeddings.modules()):
+            raise ArchitectureError(
+                f"{type(embeddings).__name__} projects the embeddings of tokens before positions are added, so no "
+                "scheme can add others. Choose a scheme that acts inside of attention."
+            )
         return table_of(body).embedding_dim
 
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:

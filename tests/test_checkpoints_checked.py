@@ -408,6 +408,8 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (in_config(lambda data: data["posenc"].update(format_version="1")), "damaged ... convert"),
     (in_config(lambda data: data.update(posenc=[1])), "damaged ... Restore"),
     (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
+    (in_config(lambda data: data["rope_parameters"].update(rope_theta=5e5)),
+        "rope_parameters={ ... 500000.0 ... pass rope_parameters=... to from_pretrained"),
     (in_config(group(scheme="fire_two")), "'fire_two' ... does not know ... Did you mean 'fire ... Upgrade hf-posenc"),
     (in_config(group(native="half")), "damaged ... 'half'"),
     (in_config(part(options={"thresold": 3.0})), "no option 'thresold' ... config.json"),

@@ -42,7 +42,8 @@ def logits(model: PreTrainedModel, **call: Tensor) -> Tensor:
 
 
 def test_every_family_that_is_no_decoder_is_tested() -> None:
-    built_in = {name: a for name, a in architectures().items() if next(iter(a.twins.values())).__module__ != __name__}
+    modules = {name: next(iter(a.twins.values())).__module__ for name, a in architectures().items()}
+    built_in = {name: architectures()[name] for name, module in modules.items() if module.startswith("hf_posenc.")}
     others = {name for name, a in built_in.items() if not a.native.startswith("rotary")} | {"modernbert"}
     assert others - {"gpt2", "vit"} == set(NAMES)
 
@@ -163,11 +164,19 @@ def test_encoders_that_cannot_be_read_are_refused(name: str, why: str) -> None:
     assert not hasattr(model.config, "posenc")
 
 
-def test_embeddings_that_are_narrower_than_the_layers() -> None:
-    if "electra" not in architectures():
-        add_family("electra", globals())
-    model = AutoModel.from_config(CONFIG_MAPPING["electra"](**ENCODER, embedding_size=16)).eval()
-    with pytest.raises(ArchitectureError, match="width 32 to the embeddings, and those of ElectraModel have 16"):
-        hf_posenc.patch(model, "sinusoidal")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("electra", "width 32 to the embeddings, and those of ElectraModel have 16"),
+        ("mobilebert", "MobileBertEmbeddings projects the embeddings of tokens before positions are added"),
+    ],
+)
+def test_embeddings_that_take_no_positions_from_outside(name: str, why: str) -> None:
+    if name not in architectures():
+        add_family(name, globals())
+    model = AutoModel.from_config(CONFIG_MAPPING[name](**ENCODER, embedding_size=16)).eval()
+    for scheme in ("sinusoidal", "learned"):
+        with pytest.raises(ArchitectureError, match=why):
+            hf_posenc.patch(model, scheme)
     ids = inputs("bert")["input_ids"]
     assert hf_posenc.patch(model, "kerple")(ids).last_hidden_state.isfinite().all()

@@ -290,20 +290,25 @@ STRANGERS = {
     "qwen2_moe": {**EXPERTS, **BOTH, "shared_expert_intermediate_size": 24, "use_sliding_window": True},
     "phimoe": {**EXPERTS, "sliding_window": WINDOW},
     "afmoe": {**EXPERTS, **BOTH},  # takes a view of what the attention function returns
+    "cohere2_moe": {**EXPERTS, **BOTH},  # its config does not declare the field that is locked
 }
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_needs_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DECODERS, name, STRANGERS[name])
     if name not in architectures():
         add_family(name, globals())
     test_rope_starts_exact(name)
     geometry = of_model(make(name))
     (body,) = geometry.stacks(make(name)).values()
-    assert geometry.geometry(body, 0).layout == ("interleaved" if name in ("glm", "cohere2") else "half")
+    neighbours = ("glm", "cohere2", "cohere2_moe")
+    assert geometry.geometry(body, 0).layout == ("interleaved" if name in neighbours else "half")
     for scheme in ("kerple", "fox_pro"):
         test_a_cache_changes_nothing(name, scheme)
+    model = hf_posenc.patch(make(name), "kerple")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens()), logits(model, tokens()))
 
 
 @pytest.mark.parametrize(
@@ -316,6 +321,7 @@ def test_a_newcomer_needs_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("hrm_text", r"layers of the same number \(0, 1, 0, 1\)"),
         ("deepseek_v3", "by hand"),
         ("beam", r"no rotation for layers like 1 \(KeyError"),
+        ("diffllama", "calls the attention function 2 times"),
     ],
 )
 def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
