@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import stock, tokens
@@ -113,7 +114,7 @@ def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("scheme", ["fope", "xpos"])
+@pytest.mark.parametrize("scheme", once(["fope", "xpos"]))
 def test_annealing(scheme: str, tmp_path: Path) -> None:
     def fresh() -> Any:
         torch.manual_seed(0)
@@ -486,7 +487,7 @@ def test_a_teacher_fades(tmp_path: Path) -> None:
         DistillingTrainer(teacher=None, until=1.5)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
+@pytest.mark.parametrize("architecture", once(["llama", "t5"]))
 def test_accumulated_batches_teach_as_one_does(architecture: str, tmp_path: Path) -> None:
     weights, logs = [], []
     for accumulation in (1, 2, 4):

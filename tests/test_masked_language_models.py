@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from models import DIRECTORIES, text_file
 from test_run import Stop, stop_after, weights
 from torch import Tensor
@@ -121,7 +122,7 @@ def test_the_scored_tokens_are_the_masked_ones_at_every_length(
         assert lengths(recipe(folders, name), model.config) == (64, 64)
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", once(["bert", "modernbert"]))
 def test_a_run_trains_saves_and_loads(
     name: str, tokenizer: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

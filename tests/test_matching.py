@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from models import loss, stacks_for, stock, tokens
 from rich.console import Console
 
@@ -83,7 +84,7 @@ def test_a_scheme_that_can_say_it_all_does() -> None:
     assert max(found.after) < 0.05
 
 
-@pytest.mark.parametrize("name", ["disentangled", "transformer_xl", "cape"])
+@pytest.mark.parametrize("name", once(["disentangled", "transformer_xl", "cape"]))
 def test_attention_gets_nearer(name: str) -> None:
     found = match(patched("llama", name), tokens("llama", 32, 33), steps=60)
     assert sum(found.after) < 0.6 * sum(found.before)

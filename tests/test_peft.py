@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from grid import once
 from models import ARCHITECTURES, DIRECTORIES, logits, moved, new_parameters, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -98,7 +99,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("config", once(CONFIGS))
 def test_a_plain_trainer_adapts_and_resumes(config: str, tmp_path: Path) -> None:
     def start() -> Any:
         torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from models import DIRECTORIES, stock, text_file, tokens
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -115,7 +116,7 @@ def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, chang
     assert course[12].at(64).mean < course[0].at(64).mean
 
 
-@pytest.mark.parametrize("kind", ["lora", "scheme"])
+@pytest.mark.parametrize("kind", once(["lora", "scheme"]))
 def test_an_adapter_learns_in_place_of_the_base(kind: str, tmp_path: Path) -> None:
     outcome = run.train(recipe_of(f"adapter.kind={kind}", "conversion.native=remove"), tmp_path / "out")
     course = dict(outcome.measurements.course())
