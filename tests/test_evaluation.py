@@ -820,7 +820,7 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     request = Request((str(DIRECTORIES["t5"]),), text=str(tmp_path / "mine.txt"), contexts=(64,), samples=2)
     report = request.run()
     assert [section.name for section in report.sections] == ["perplexity"]
-    ids = token_ids(read_text(request.text), AutoTokenizer.from_pretrained(DIRECTORIES["t5"]))
+    ids = token_ids(read_text(str(request.text)), AutoTokenizer.from_pretrained(DIRECTORIES["t5"]))
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
     (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(stock("t5"))
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
@@ -861,6 +861,28 @@ def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path) -> None:
     assert not plain.has_trained_on(str(tmp_path / "text"))
     assert "run. Give a text" in _caution([trained, plain], str(tmp_path / "text"))
     assert _caution([plain], str(tmp_path / "text")) == ""
+
+
+def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("\n\n".join(f"Line {number} of the text." for number in range(400)))
+    for name, part in (("one", 0.25), ("two", 0.25), ("three", 0.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").symlink_to(DIRECTORIES["llama"])
+        data = Data(source=str(tmp_path / "mine.txt"), held_out_share=part)
+        recipe = Recipe(model="tiny-llama", conversion=Conversion(scheme=None), data=data)
+        (tmp_path / name / "recipe.yaml").write_text(recipe.text())
+
+    def read(*names: str) -> str:
+        models = tuple(str(tmp_path / name) if name != "tiny-llama" else name for name in names)
+        return Request(models, ("perplexity",), contexts=(64,), samples=2).run().settings["text"]
+
+    quarter, half, builtin = read("one", "tiny-llama", "two"), read("three"), read("one", "three")
+    held_out = f"held out by the runs from {tmp_path / 'mine.txt'}"
+    assert all(text.startswith(held_out) for text in (quarter, half))
+    assert builtin.startswith("builtin, ")
+    assert read("tiny-llama") == builtin
+    tokens = [int(text.split(", ")[-1].split()[0].replace(",", "")) for text in (quarter, half)]
+    assert 1.9 < tokens[1] / tokens[0] < 2.1
 
 
 def test_damaged_models_are_one_error(tmp_path: Path) -> None:

@@ -38,8 +38,12 @@ def evaluate(
         ),
     ] = None,
     text: Annotated[
-        str, typer.Option(metavar="PATH", help="A .txt, .jsonl or .parquet file or folder, or builtin.")
-    ] = "builtin",
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="A .txt, .jsonl or .parquet file or folder, or builtin. Default: what the runs held out, or builtin.",
+        ),
+    ] = None,
     column: Annotated[str, typer.Option(help="Column of the text, in files with columns.")] = "text",
     contexts: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_posenc.errors import OptionError, RecipeError, suggest
+from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
@@ -50,7 +51,8 @@ class Request:
     Attributes:
         models: Models as `hf_posenc.recipes.evaluation.subjects.subjects` reads them; the first is the reference.
         measures: Names in `MEASURES`; `None` means those that need no special training.
-        text: A local file or folder, or "builtin".
+        text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
+            have the same, else "builtin".
         column: Column of the text, in files with columns.
         contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
         trained_length: Tokens per window in training; `None` means the length in the first model's config.
@@ -66,7 +68,7 @@ class Request:
 
     models: tuple[str, ...]
     measures: tuple[str, ...] | None = None
-    text: str = "builtin"
+    text: str | None = None
     column: str = "text"
     contexts: tuple[int, ...] | None = None
     trained_length: int | None = None
@@ -95,12 +97,12 @@ class Request:
         inputs = self._inputs(found)
         measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
         models = {subject.name: partial(inputs.load, subject) for subject in found}
-        caution = _caution(found, self.text)
+        caution = "" if self.text is None else _caution(found, self.text)
         if caution and console is not None:
             console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         settings = {
             "models": ", ".join(self.models),
-            "text": f"{self.text}, {len(inputs.ids):,} tokens",
+            "text": f"{inputs.request.text}, {len(inputs.ids):,} tokens",
             "processes": Workers().count,
             "seed": self.seed,
             "command": command,
@@ -114,7 +116,7 @@ class Request:
         """Return the inputs of the measures, with defaults filled in."""
         first, config = found[0], found[0].config()
         tokenizer, kind = first.tokenizer(), auto_class(config)
-        documents = read_text(self.text, self.column)
+        text, documents = self._documents(found)
         sample = next(iter(documents))["text"][:_SAMPLE]
         for other in found[1:]:
             if auto_class(other.config()) is not kind:
@@ -132,20 +134,30 @@ class Request:
         filled = replace(
             self,
             measures=self.measures or _USUAL[kind],
-            contexts=self.contexts or self._usual_contexts(own, len(ids)),
+            text=text,
+            contexts=self.contexts or self._usual_contexts(own, len(ids), text),
             trained_length=own,
         )
         hiding = corruptor(config, tokenizer, seed=self.seed)
         corrupt = None if hiding is None else hiding.corrupt
         return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device)
 
-    def _usual_contexts(self, length: int, tokens: int) -> tuple[int, ...]:
+    def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
+        """Return the text in words, and its documents."""
+        if self.text is not None:
+            return self.text, read_text(self.text, self.column)
+        runs = [subject.data for subject in found if subject.data is not None]
+        if not runs or any(data != runs[0] for data in runs):
+            return sources.BUILTIN, read_text(sources.BUILTIN, self.column)
+        return f"held out by the runs from {runs[0].held_out or runs[0].source}", sources.read(runs[0])[1]
+
+    def _usual_contexts(self, length: int, tokens: int, text: str) -> tuple[int, ...]:
         """Return the default context lengths for which the text is long enough."""
         try:
             return contexts_for(length, tokens, windows=self.samples)[0]
         except RecipeError as error:
             raise OptionError(
-                f"{self.text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer "
+                f"{text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer "
                 "samples or shorter contexts."
             ) from error
 

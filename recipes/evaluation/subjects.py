@@ -17,7 +17,7 @@ from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.runs.run import MODEL, RECIPE
-from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,17 @@ class Subject:
         """The base model of an adapter; for any other model, its source."""
         return adapters.base_of(self.source) if Path(self.source, "adapter_config.json").is_file() else self.source
 
+    @property
+    def data(self) -> Data | None:
+        """The text of the run that the model comes from; `None` if it comes from none."""
+        record = Path(self.source).parent / RECIPE
+        return Recipe.parse(record).data if Path(self.source).name == MODEL and record.is_file() else None
+
     def has_trained_on(self, text: str) -> bool:
         """Whether the model comes from a run whose training text is in a file or folder, or around it."""
-        record = Path(self.source).parent / RECIPE
-        if Path(self.source).name != MODEL or not record.is_file():
+        data = self.data
+        if data is None:
             return False
-        data = Recipe.parse(record).data
         here, there = (Path(place).expanduser().resolve() for place in (text, data.source))
         # The built-in text is read in its held-out part.
         return text not in (BUILTIN, data.held_out) and (here.is_relative_to(there) or there.is_relative_to(here))
