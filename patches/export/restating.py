@@ -252,14 +252,14 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
     """Return rotary parameters with these frequencies."""
     theta = config.rope_parameters["rope_theta"]
     if not bool(folded.frequencies.any()):
-        # All wavelengths are longer than an original length of 1, so each frequency is divided by the factor. Every
-        # implementation of this type computes that, converters to other formats included.
+        # All wavelengths are longer than the original length over the low factor, so each frequency is divided by the
+        # factor. So it is for readers that do not find the length and take 8,192 (llama.cpp's converter).
         return {
             "rope_type": "llama3",
             "rope_theta": theta,
             "factor": 1 / _STILL,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "low_freq_factor": 8192.0,
+            "high_freq_factor": 32768.0,
             "original_max_position_embeddings": 1,
         }
     # The one type that takes any frequencies: a factor for each, the same at all lengths.
