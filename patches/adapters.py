@@ -70,6 +70,9 @@ class PosencAdapter:
         if not self._pending:
             self.modules_to_save: Any = sorted({*self.saved, *_SCHEMES})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_undo": None}  # a copy is in another model
+
     @property
     def saved(self) -> list[str]:
         """Suffixes of the names of modules that are trained and saved as a whole."""
@@ -191,6 +194,15 @@ class PosencTuner:
                     pass
             elif config._pending:
                 config._undo = restore  # transformers looks for the weights after this
+
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        """Combine adapters without weights of schemes, which PEFT would leave at their start in silence."""
+        if any(_ours(config) and config.has_schemes for name, config in self.peft_config.items() if name in adapters):
+            raise OptionError(
+                "add_weighted_adapter: the adapters have weights of their own for the positional scheme, which PEFT "
+                "does not combine. Merge each into a model of its own, and average the models."
+            )
+        super().add_weighted_adapter(adapters, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):

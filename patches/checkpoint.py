@@ -8,6 +8,7 @@ file of weights holds the digest of the record, so that an edited record is noti
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import companions, record
@@ -72,6 +74,8 @@ class PosencConfig:
             kwargs.pop(field, None)
             setattr(self, field, copy.deepcopy(self.posenc_locked))
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        # The decorator of stock configs does this for their own class alone.
+        self.validate()  # type: ignore[attr-defined]
 
     @property
     def auto_map(self) -> dict[str, str]:
@@ -166,6 +170,22 @@ def unreadable(path: object, error: SafetensorError) -> CheckpointError:
     """Return the error that weights cannot be read."""
     return CheckpointError(
         f"Cannot read the weights in {path} ({error}): truncated or damaged. Download or save the checkpoint again."
+    )
+
+
+def check_index(folder: Path) -> None:
+    """Raise if a folder holds an index of weights that is none."""
+    file = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not file.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file():
+        return
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        names = [*found["weight_map"].keys(), *found["weight_map"].values()]
+        if names and isinstance(found["metadata"], dict) and all(isinstance(name, str) for name in names):
+            return
+    raise CheckpointError(
+        f"{file} is damaged; expected an object with 'metadata', and with 'weight_map', which gives the file of each "
+        "tensor. Download or save the checkpoint again."
     )
 
 

@@ -100,6 +100,8 @@ class PosencModel:
                 exactly the parameters that the model has, or was saved with another record than config.json has.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        if pretrained_model_name_or_path is not None:
+            checkpoint.check_index(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs

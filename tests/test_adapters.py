@@ -537,6 +537,9 @@ def test_scheme_weights_are_one_for_a_whole_batch() -> None:
     model.add_adapter("second", PosencLoraConfig(target_modules=["q_proj"]))
     with pytest.raises(OptionError, match=r"adapter_names: .* one batch for each adapter"):
         model.eval()(input_ids=tokens("llama", 2, 9), adapter_names=["default", "second"])
+    # PEFT combines LoRA only.
+    with pytest.raises(OptionError, match=r"add_weighted_adapter: .* average the models"):
+        model.add_weighted_adapter(["default"], [1.0], "mean", combination_type="linear")
 
 
 def test_a_config_that_was_read_before_is_not_enough(saved: Path) -> None:

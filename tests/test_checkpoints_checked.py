@@ -14,6 +14,7 @@ import pytest
 import torch
 from edits import edits
 from grid import once
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, auto, converted, same, stock
@@ -386,6 +387,14 @@ def cut_shard(folder: Path) -> None:
     cut(-100, "model-*.safetensors")(folder)
 
 
+def spoil_index(content: str) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+
+    return spoil
+
+
 def take_stock_weights(folder: Path) -> None:
     stock("llama").save_pretrained(folder / "stock")
     shutil.move(folder / "stock" / "model.safetensors", folder / "model.safetensors")
@@ -399,6 +408,9 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (cut(-1000), "model.safetensors ... truncated ... Download or save the checkpoint again"),
     (cut(5), "model.safetensors ... truncated ... Download or save the checkpoint again"),
     (cut_shard, "model-000 ... truncated ... Download or save the checkpoint again"),
+    (spoil_index('{"weight_map": {"lm'), "index.json is damaged ... expected an object ... save the checkpoint again"),
+    (spoil_index('{"metadata": {}, "weight_map": {"lm_head.weight": 5}}'), "index.json is damaged ... 'weight_map'"),
+    (spoil_index("[]"), "index.json is damaged ... 'weight_map'"),
     (take_stock_weights, "misses weights ... and 18 more ... unconverted model"),
     (in_weights(lambda tensors: tensors.pop(WEIGHT)), f"misses weights ... {WEIGHT} ... save it again"),
     (in_weights(lambda tensors: tensors.update({EXTRA: torch.zeros(3)})), f"unknown weights ... {EXTRA}"),
@@ -427,6 +439,13 @@ def test_spoilt_files_have_one_clear_error(spoil: Callable[[Path], object], fact
     with pytest.raises(hf_posenc.CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_validated_as_in_the_stock_class(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, lambda data: data.update(num_attention_heads=5))
+    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_misshapen_weights_are_never_ignored(tmp_path: Path) -> None:

@@ -340,6 +340,11 @@ def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(other.base_model) is type(model.base_model)
         assert other.peft_config["default"].posenc == model.peft_config["default"].posenc
+    # The mean of two adapters is made in the model, from a configuration that was read.
+    mean = get_peft_model(plain(), LoraConfig(target_modules=["q_proj"]))
+    mean.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    mean.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mean", combination_type="linear")
+    pickle.loads(pickle.dumps(mean))
 
 
 # -- the adapters of recipes -------------------------------------------------------------------------------------------
