@@ -27,7 +27,7 @@ Places = TypeVar("Places", bound=Point)
 Row = tuple[Tensor, ...]
 # A function that loads a model when its turn comes.
 Loader = Callable[[], Any]
-# Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, which holds all scores,
+# Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, whose bias is a matrix,
 # 9 GiB, and run no faster than two.
 _TOKENS = 2**13
 
