@@ -138,9 +138,10 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss, and print a line if it is time and there is no bar."""
         self._note(logs or {})
-        # The first line with an estimate does not wait.
+        # The first line with an estimate does not wait, and the last one is that of the end.
         is_first = self._steps > 1 and not self._has_estimated
-        if "loss" in (logs or {}) and (is_first or time.monotonic() - self._shown >= self._interval):
+        is_due = (is_first or time.monotonic() - self._shown >= self._interval) and state.global_step < state.max_steps
+        if "loss" in (logs or {}) and is_due:
             self._shown, self._has_estimated = time.monotonic(), self._steps > 1
             self._line(state)
 
