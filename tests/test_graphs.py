@@ -77,6 +77,17 @@ def test_neighbouring_channels_turn_in_one_graph() -> None:
         torch.testing.assert_close(whole(ids(2, 12)).logits, model(ids(2, 12)).logits, **SAME)
 
 
+def test_a_second_length_runs_in_one_graph() -> None:
+    """The compiler has a symbol for the length then."""
+    model = patched("rope")
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for length in (12, 9, 5):
+            for call in ({}, {"attention_mask": torch.ones(2, length, dtype=torch.long)}):
+                got = whole(ids(2, length), use_cache=False, **call).logits
+                torch.testing.assert_close(got, model(ids(2, length)).logits, **SAME)
+
+
 def padded(model: Any) -> dict[str, Tensor]:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0

@@ -57,7 +57,9 @@ class Sdpa(Executor):
             q, k, v = folded.of(q, k, v, call.block(None))
         length = q.shape[2]
         if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
-            mask, causal = None, bool(length > 1)  # an exporter has symbols here
+            mask, causal = None, False
+            if length > 1:  # of a symbol, `bool` would be none to a compiler
+                causal = True
         else:
             (keep, bias), causal = call.visible(), False
             if bias is None:
