@@ -52,6 +52,14 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
         assert "At 1,024 tokens its perplexity is 13.534 % [13.534, 13.534] of that one's, and" in str(verdict)
 
 
+def test_what_was_not_measured_is_said() -> None:
+    found = measured(2.0, 2.0)
+    assert "was measured beyond" not in str(judge(found, dataclasses.replace(FACTS, reach=1024)))
+    for facts in (dataclasses.replace(FACTS, reach=4096), dataclasses.replace(FACTS, trained_length=4096)):
+        said = "Nothing was measured beyond 1,024 tokens, of 4,096 (evaluation.contexts=[4096] does)."
+        assert said in str(judge(found, facts))
+
+
 def test_worse_at_a_shorter_length_is_said() -> None:
     """A config may state a longer text than a model can read."""
     found = measured(2.0, 2.3)

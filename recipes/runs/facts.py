@@ -59,6 +59,7 @@ class Facts:
         writes: Comparison of what the trained model and the original write, in words; empty if not compared.
         rope: Changed rope parameters in the config.
         memory: Estimated memory of a step, in words.
+        reach: Longest text whose positions are trained on.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Facts:
     writes: str = ""
     rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
+    reach: int = 0
 
     @property
     def encoding(self) -> str | None:
@@ -187,6 +189,7 @@ class Facts:
             trained=_trained(recipe.adapter),
             command=command,
             memory=memory,
+            reach=_reach(recipe, training.length or trained_length),
             versions=versions(),
             stages=tuple(stage.words for stage in stages),
             other_tokens=sum(
@@ -194,6 +197,11 @@ class Facts:
                 for settings in (stage.recipe.training for stage in stages if stage.name != "training")
             ),
         )
+
+
+def _reach(recipe: Recipe, length: int) -> int:
+    later = recipe.lengthen if recipe.lengthen.steps else None
+    return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
 
 
 def _restated(warning: str) -> str:

@@ -336,7 +336,7 @@ class _Run:
             facts = replace(facts, writes=self._compare(model, tokenizer, data))
         if self.processes.is_main_process:
             report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace, verdict=verdict)
-        _tell_length(model, tokenizer, _reach(recipe, length))
+        _tell_length(model, tokenizer, facts.reach)
         self._save(trainer, tokenizer, facts, pace, log, verdict)
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
         return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
@@ -647,12 +647,6 @@ def _set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:
     parts = [judged[start : start + size] for start in range(0, len(judged), size)]
     others = Subset(windows, range(count, len(windows))) if hasattr(windows, "__len__") else windows.skip(count)
     return parts, others
-
-
-def _reach(recipe: Recipe, length: int) -> int:
-    """Return the longest text whose positions a run trained on."""
-    later = recipe.lengthen if recipe.lengthen.steps else None
-    return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
 
 
 def _tell_length(model: Any, tokenizer: Any, length: int) -> None:

@@ -4,7 +4,8 @@
    is one, at the measured length nearest the trained length, paired by window.
 2. It is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise.
 3. It is bad if its perplexity is above `HOLDS` times the other's, or no number.
-4. If it is worse at a shorter length and not at this one, it says so: a config may state more than a model was trained
+4. A run that was measured at shorter texts only than it is for says so.
+5. If it is worse at a shorter length and not at this one, it says so: a config may state more than a model was trained
    on, and there the native model is no measure.
 """
 
@@ -71,7 +72,12 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     first = f"{name} is {words} {'as' if grade == 'as good' else 'than'} {other}"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
-    sentences = (f"{first[0].upper()}{first[1:]}.", *_near(after, rival, length), *_far(after, rival, other, length))
+    sentences = (
+        f"{first[0].upper()}{first[1:]}.",
+        *_near(after, rival, length),
+        *_far(after, rival, other, length),
+        *_unmeasured(after, facts),
+    )
     # Of the scheme's weights alone, nothing is left to train in a control.
     trains = facts.encoding is not None and not _trains_scheme_alone(facts)
     alone = rival is native and trains and not is_bad
@@ -105,6 +111,13 @@ def _far(after: Grid, rival: Grid, other: str, length: int) -> Iterator[str]:
         yield f"At {farthest:,} tokens its perplexity is {share} of that one's, and {own}."
     else:
         yield f"At {farthest:,} tokens, which {other} cannot read, its perplexity is {own}."
+
+
+def _unmeasured(after: Grid, facts: Facts) -> Iterator[str]:
+    """Yield the sentence on the length that a run is for, if it was too short to be measured there."""
+    wanted, farthest = max(facts.trained_length, facts.reach), max(after.points)
+    if farthest < wanted:
+        yield f"Nothing was measured beyond {farthest:,} tokens, of {wanted:,} (evaluation.contexts=[{wanted}] does)."
 
 
 def _trains_scheme_alone(facts: Facts) -> bool:
