@@ -291,7 +291,9 @@ def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None
         changed = ids.clone()
         changed[:, 0] = ids[:, 0] + 1
         call |= inputs(architecture, changed)
-        assert (model(**call, use_cache=False).logits - jumped)[:, -1].abs().max() > 1e-6, "the first token is not seen"
+        difference = (model(**call, use_cache=False).logits - jumped)[:, -1].abs().max()
+        # In blocks, a query sees its own and the one before, and the jump is longer.
+        assert (difference > 1e-6) == ("block_length" not in case[2]), "the first token is not seen, or hidden ones are"
 
 
 @by_scheme
