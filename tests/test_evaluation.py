@@ -34,7 +34,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, ShapeError, cli
+from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, RecipeError, ShapeError, cli
 from hf_posenc.recipes import intervals
 from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_text
@@ -883,6 +883,9 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
     assert read("tiny-llama") == builtin
     tokens = [int(text.split(", ")[-1].split()[0].replace(",", "")) for text in (quarter, half)]
     assert 1.9 < tokens[1] / tokens[0] < 2.1
+    # Their column is known, so another one is for a text that was not given.
+    with pytest.raises(RecipeError, match="column 'body' of the text is named, but built-in text"):
+        Request((str(tmp_path / "one"),), ("perplexity",), column="body").run()
 
 
 def test_damaged_models_are_one_error(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def test_contexts_that_were_asked_for() -> None:
         contexts_for(128, 2000, windows=4, contexts=[16])
     with pytest.raises(RecipeError, match="more held-out text"):
         contexts_for(128, 200, windows=4)
+    with pytest.raises(RecipeError, match="not measured at 8 tokens: shorter than the 64 tokens"):
+        contexts_for(4, 10**6, windows=4)
 
 
 def test_a_table_that_ends_is_read_to_its_end() -> None:

@@ -151,11 +151,7 @@ def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> T
 
 
 def contexts_for(
-    trained_length: int,
-    tokens: int,
-    *,
-    windows: int,
-    contexts: Sequence[int] | None = None,
+    trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the context lengths to measure, and the reasons for leaving out others.
 
@@ -163,15 +159,16 @@ def contexts_for(
         trained_length: Tokens per window in the model's own training.
         tokens: Number of held-out tokens.
         windows: Number of windows.
-        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two,
-            as far as so many tokens are scored.
+        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
+            Those shorter than the scored tokens are left out unless all are.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.
     """
     # `spread_windows` lets windows overlap, except in their targets.
     between = (windows - 1) * TARGETS
-    usual = [length for power in range(6) if (length := trained_length * 2**power // 4) >= TARGETS]
+    every = [trained_length * 2**power // 4 for power in range(6)]
+    usual = [length for length in every if length >= TARGETS] or every
     reasons = {
         context: f"shorter than the {TARGETS} tokens that are scored"
         if context < TARGETS

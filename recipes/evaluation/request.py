@@ -144,11 +144,11 @@ class Request:
 
     def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
         """Return the text in words, and its documents."""
-        if self.text is not None:
-            return self.text, read_text(self.text, self.column)
+        if self.text is not None or self.column != sources.TEXT:
+            return self.text or sources.BUILTIN, read_text(self.text or sources.BUILTIN, self.column)
         runs = [subject.data for subject in found if subject.data is not None]
         if not runs or any(data != runs[0] for data in runs):
-            return sources.BUILTIN, read_text(sources.BUILTIN, self.column)
+            return sources.BUILTIN, read_text(sources.BUILTIN)
         return f"held out by the runs from {runs[0].held_out or runs[0].source}", sources.read(runs[0])[1]
 
     def _usual_contexts(self, length: int, tokens: int, text: str) -> tuple[int, ...]:
