@@ -56,13 +56,12 @@ EXPECTED = {
     "test_inherits_generation_mixin": "asks for `GenerationMixin` among the direct bases of a class, which has the "
     "stock class there.",
     "test_model_rope_scaling_from_config": "asks that another rope type in the config changes the output. Schemes "
-    "that replace "
-    "the rotation do not read it; `rope` reads it, but keeps the frequencies of the dynamic type at its start.",
+    "that replace the rotation do not read it. `rope` does, and fails for the dynamic type only, whose frequencies it "
+    "keeps as they are at the start.",
     "test_model_rope_with_partial_rotation": "changes how many channels rotate in a config whose record has the old "
     "number, which is refused.",
     "test_model_weights_reload_no_missing_tied_weights": "loads a file that lacks every weight, and asks for a "
-    "model. A converted "
-    "checkpoint that is not whole is refused.",
+    "model. A converted checkpoint that is not whole is refused.",
 }
 # Failures by a part of their message.
 EXPECTED_MESSAGES = {

@@ -174,7 +174,7 @@ def unreadable(path: object, error: SafetensorError) -> CheckpointError:
 
 
 def check_index(folder: Path) -> None:
-    """Raise if a folder holds an index of weights that is none."""
+    """Raise `CheckpointError` for a damaged index of shards."""
     file = folder / SAFE_WEIGHTS_INDEX_NAME
     if not file.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file():
         return

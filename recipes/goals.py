@@ -32,7 +32,7 @@ _FACTOR = 4
 # Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/smollm2.py).
 _REAL, _TRANSFER = 512, 200_000
 # Windows to measure on where contexts are long, and the tokens of the training for each token of the longest ones:
-# three measurements of windows of 32,768 tokens then take as long as the training.
+# three measurements then read fewer tokens than the training.
 _FEW, _MEASURED = 4, 8
 # Ways of `extend` that are no scheme, in the order in which the field tries them.
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")

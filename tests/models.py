@@ -177,8 +177,10 @@ def new_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def moved(module: Any, size: float = 0.1, *, only: str = "hf_posenc", seed: int = 0) -> Any:
-    """Return a scheme, or a model, in evaluation mode, whose trained parameters are away from a start at which many
-    schemes do nothing; of a model those that have a word in their name."""
+    """Move a scheme or model from its start, at which many schemes do nothing. Return it in evaluation mode.
+
+    Of a model, only trained parameters with a word in their name are moved.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

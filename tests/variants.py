@@ -8,7 +8,7 @@ from hf_posenc import schemes
 
 # Some options only make the defaults matter at small sizes.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "comrope_ap": [{}, {"init": "official", "block_size": 2}],
+    "comrope_ap": [{}, {"init": "official", "block_size": 2, "axes": 3}],
     "comrope_ld": [{}, {"init": "official", "axes": 2}],
     "fope": [{}, {"sigma": 0.3, "clip": True, "max_length": 64}],
     "liere": [{}, {"init": "official", "block_size": 4}, {"axes": 2}],
@@ -64,7 +64,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "tape": [{}, {"theta": 100.0, "gate": True}],
     "t5": [{}, {"num_buckets": 8, "max_distance": 20, "gate": True}],
     "t5_clipped": [{"init": "normal"}, {"init": "normal", "max_distance": 5, "gate": True}],
-    "transformer_xl": [{}, {"untie": True, "clamp_len": 9, "init": "zero"}],
+    "transformer_xl": [{}, {"untie": True, "clamp_len": 4, "init": "zero"}],
 }
 
 

@@ -58,7 +58,8 @@ class Sdpa(Executor):
         length = q.shape[2]
         if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
             mask, causal = None, False
-            if length > 1:  # of a symbol, `bool` would be none to a compiler
+            # While torch compiles, `length > 1` is a symbol, which torch's attention does not take for a bool.
+            if length > 1:
                 causal = True
         else:
             (keep, bias), causal = call.visible(), False

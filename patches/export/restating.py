@@ -253,7 +253,7 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
     theta = config.rope_parameters["rope_theta"]
     if not bool(folded.frequencies.any()):
         # All wavelengths are longer than the original length over the low factor, so each frequency is divided by the
-        # factor. So it is for readers that do not find the length and take 8,192 (llama.cpp's converter).
+        # factor. This also holds for readers that miss the length and take 8,192 (llama.cpp's converter).
         return {
             "rope_type": "llama3",
             "rope_theta": theta,

@@ -138,7 +138,7 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss, and print a line if it is time and there is no bar."""
         self._note(logs or {})
-        # The first line with an estimate does not wait, and the last one is that of the end.
+        # The first line with an estimate does not wait. `on_train_end` prints the last line.
         is_first = self._steps > 1 and not self._has_estimated
         is_due = (is_first or time.monotonic() - self._shown >= self._interval) and state.global_step < state.max_steps
         if "loss" in (logs or {}) and is_due:

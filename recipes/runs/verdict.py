@@ -117,7 +117,10 @@ def _unmeasured(after: Grid, facts: Facts) -> Iterator[str]:
     """Yield the sentence on the length that a run is for, if it was too short to be measured there."""
     wanted, farthest = max(facts.trained_length, facts.reach), max(after.points)
     if farthest < wanted:
-        yield f"Nothing was measured beyond {farthest:,} tokens, of {wanted:,} (evaluation.contexts=[{wanted}] does)."
+        yield (
+            f"The run is for texts of up to {wanted:,} tokens, and nothing was measured beyond {farthest:,} "
+            f"(evaluation.contexts=[{wanted}] does)."
+        )
 
 
 def _trains_scheme_alone(facts: Facts) -> bool:
