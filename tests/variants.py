@@ -8,7 +8,7 @@ from hf_posenc import schemes
 
 # Some options only make the defaults matter at small sizes.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "comrope_ap": [{}, {"init": "official", "block_size": 2, "axes": 3}],
+    "comrope_ap": [{}, {"init": "official", "block_size": 2}],
     "comrope_ld": [{}, {"init": "official", "axes": 2}],
     "fope": [{}, {"sigma": 0.3, "clip": True, "max_length": 64}],
     "liere": [{}, {"init": "official", "block_size": 4}, {"axes": 2}],
