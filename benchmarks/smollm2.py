@@ -68,7 +68,7 @@ COURSE, AT = ((128, 512), 16), 512
 POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000), 50_000
 
 # Columns of the table of runs. The tokens of a transfer are those before the plus.
-RUN = ("", "recipe", "changes", "tokens", "precision", "tokens/s", "peak memory (GiB)")
+RUN = ("", "recipe", "changes", "tokens", "windows per step", "precision", "tokens/s", "peak memory (GiB)")
 
 
 def main() -> None:
@@ -182,6 +182,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": changes["training.steps"] * step,
         "transfer": transfer * step * (REPLACED[-1] in own),
         "seed": arguments.seed,
+        "batch": arguments.batch,
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
         "peak": round(usage.ru_maxrss / 2**20, 2),
         "course": course(folder, step),
@@ -355,6 +356,7 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
                 entry["recipe"],
                 changes,
                 f"{entry['transfer']:,} + {entry['tokens']:,}" if entry["transfer"] else f"{entry['tokens']:,}",
+                str(entry.get("batch", 4)),
                 entry.get("precision", "bfloat16"),
                 speed,
                 f"{entry['peak']:g}" if entry["peak"] else "-",

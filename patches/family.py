@@ -519,6 +519,8 @@ class Family(Architecture):
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
         found = [module for module in body.modules() if isinstance(module, self.layer)]
+        if not found:
+            raise ArchitectureError(f"Cannot patch {type(body).__name__}: it has no layers.")
         if len(found) == 1 < cast(Any, body).config.num_hidden_layers:
             raise ArchitectureError(
                 f"Cannot patch {type(body).__name__}: it uses one layer several times, which schemes cannot tell apart."

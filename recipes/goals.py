@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -211,8 +212,10 @@ class _Case:
             return
         conversion |= {"native": "remove", "fit": None}
         self.content["distillation"] = {"share": 1.0}
-        # Many small steps, for which the rates were found, and no more tokens than a short training has.
-        self.set("transfer", steps=max(1, min(_TRANSFER, self._tokens()) // (2 * self.length)), batch_size=2)
+        # No more tokens than a short training has, in as many steps as there can be: one window for each process.
+        windows = int(os.environ.get("WORLD_SIZE", "1"))
+        steps = max(1, min(_TRANSFER, self._tokens()) // (windows * self.length))
+        self.set("transfer", steps=steps, batch_size=windows)
 
     def _suited(self, info: SchemeInfo) -> Content:
         """Return the keys of the conversion to a scheme."""

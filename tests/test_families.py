@@ -335,6 +335,13 @@ def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest
     assert not hasattr(model.config, "posenc")
 
 
+def test_a_model_without_layers_is_refused() -> None:
+    model = make("mistral")
+    model.get_decoder().layers = torch.nn.ModuleList()
+    with pytest.raises(ArchitectureError, match="Cannot patch MistralModel: it has no layers"):
+        hf_posenc.patch(model, "rope")
+
+
 def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gpt_oss")
     monkeypatch.setattr(model.config, "layer_types", ["sliding_attention", "chunked_attention"])

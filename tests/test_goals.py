@@ -143,15 +143,19 @@ def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
     assert read("llama", "swap", "scheme=kerple", "length=8192", length=8192).training.length == 8192
 
 
-def test_a_model_of_real_size_begins_with_the_attention_transfer() -> None:
+def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replaced(CONFIGS["llama"], hidden_size=512, max_position_embeddings=1024)
 
-    def steps(*overrides: str) -> int:
-        return Recipe.read("swap", ["model=here", "scheme=kerple", *overrides], config=config).transfer.steps
+    def size(*overrides: str) -> tuple[int, int | None]:
+        transfer = Recipe.read("swap", ["model=here", "scheme=kerple", *overrides], config=config).transfer
+        return transfer.steps, transfer.batch_size
 
-    assert steps() == 200_000 // 2048
-    assert steps("steps=4") == 4 * 8 // 2  # as many tokens as the training
-    assert steps("native=keep") == steps("fit=native") == read("llama", "swap", "scheme=kerple").transfer.steps == 0
+    assert size() == (200_000 // 1024, 1)
+    assert size("steps=4") == (4 * 8, 1)  # as many tokens as the training
+    assert size("native=keep") == size("fit=native") == (0, None)
+    assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert size("steps=4") == (8, 4)  # one window for each process
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:

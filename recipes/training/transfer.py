@@ -32,6 +32,8 @@ Traffic = list[tuple[Tensor, Tensor]]
 
 # Checks of the held-out distances during a transfer.
 _CHECKS = 5
+# Maximum number of windows that judge a fit.
+_JUDGED = 8
 _BEST = "best_layers.safetensors"
 
 
@@ -359,7 +361,7 @@ def match(
     Unlike `fit`, which needs additive schemes, this works for any scheme in attention, and with `projections` also for
     one without weights. A step costs less than a training step. The caller's random state is unchanged.
 
-    The last quarter of the windows (at most one batch) is held out to judge the fit: layers whose distance on it does
+    The last quarter of the windows (at most 8) is held out to judge the fit: layers whose distance on it does
     not fall, or all on an exception, keep their weights bit for bit; a warning says so if that is every layer.
 
     Args:
@@ -424,7 +426,7 @@ def match(
         return [_inputs(ids[part], None if positions is None else positions[part], corrupt) for part in parts]
 
     with transfer.training_only(), kept(transfer.trained):
-        apart = held_out(len(ids), most=batch_size)
+        apart = held_out(len(ids), most=_JUDGED)
         learned = len(ids) - apart
         best = BestLayers(transfer, batches(torch.arange(learned if apart else 0, len(ids), device=ids.device)))
         for step in range(steps):
