@@ -121,9 +121,11 @@ def test_long_windows_are_cut() -> None:
 def test_micro_batches_fit_as_whole_ones_do() -> None:
     torch.manual_seed(0)
     one = patched("llama", "transformer_xl")
-    other = copy.deepcopy(one)
+    other, small = copy.deepcopy(one), copy.deepcopy(one)
     ids = tokens("llama", 12, 19)
     whole = match(one, ids, steps=5, batch_size=5)
+    # The windows that judge are not those of a batch.
+    assert match(small, ids, steps=1, batch_size=1).before == pytest.approx(whole.before, rel=1e-4)
     parts = match(other, ids, steps=5, batch_size=5, micro_batch_size=2)
     assert parts.before == pytest.approx(whole.before, rel=1e-4)
     assert parts.after == pytest.approx(whole.after, rel=1e-3)
