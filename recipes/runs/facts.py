@@ -31,7 +31,7 @@ class Facts:
         model: Model name, as in the recipe.
         architecture: Name of the architecture.
         native: Native encoding of the architecture, in words.
-        trained_length: Tokens per window in the model's own training.
+        trained_length: Tokens per window in the model's own training; those of the run if the config states none.
         parameters: Number of parameters of model, scheme and adapter.
         new_parameters: Number of parameters of the scheme.
         trained_parameters: Number of trained parameters.
@@ -60,6 +60,7 @@ class Facts:
         rope: Changed rope parameters in the config.
         memory: Estimated memory of a step, in words.
         reach: Longest text whose positions are trained on.
+        states_length: Whether the model's config states its trained length.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Facts:
     rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
     reach: int = 0
+    states_length: bool = True
 
     @property
     def encoding(self) -> str | None:
@@ -190,6 +192,7 @@ class Facts:
             command=command,
             memory=memory,
             reach=_reach(recipe, training.length or trained_length),
+            states_length=architecture.trained_length(inner.config) is not None,
             versions=versions(),
             stages=tuple(stage.words for stage in stages),
             other_tokens=sum(
@@ -271,10 +274,11 @@ def print_header(console: Console | None, facts: Facts) -> None:
 
 def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield what a run does: names and words."""
-    trained_on = f"trained on {facts.trained_length:,} tokens"
-    yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters, {trained_on})"
+    trained_on = f", trained on {facts.trained_length:,} tokens" * facts.states_length
+    yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
     came_with = ", ".join(facts.came_with)
-    as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (a control)"
+    aim = "longer texts" if facts.reach > facts.trained_length else "a control"
+    as_it_is = f"{came_with}, trained on as the model has it" if came_with else f"none ({aim})"
     converted = " and ".join(f"{count} {name} layers" for name, count in facts.layers.items())
     yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
     options = {

@@ -122,6 +122,7 @@ def _figure(recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) 
     first = next(iter(models.values()))
     contexts, name = first.points, first.quantity.name
     length = nearest(contexts, facts.trained_length)
+    mark = trained_mark(facts.trained_length if facts.states_length else None)
     native = measurements.curve("native")
     strength = []
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
@@ -130,7 +131,7 @@ def _figure(recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) 
     lines = {name: [(context, grid.at(context)) for context in grid.points] for name, grid in models.items()}
     return run_figure(
         f"{_values(measurements, facts, log, None)['title']}: {name} on held-out text",
-        Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=trained_mark(facts.trained_length)),
+        Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=mark),
         losses=_losses(log),
         course=[(step, grid.at(length)) for step, grid in measurements.course()],
         native=None if native is None else native.at(length),
