@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
@@ -263,6 +264,7 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
             f"{type(model).__name__.removeprefix('Posenc')} and use hf_posenc.patch."
         )
     if files:
+        _check_one(Path(files[0]))
         shards = (load_config.sharded_metadata or {}).get("weight_map", {}).values()
         stored = _read_headers(files, shards, model.config)
     elif state_dict:
@@ -293,6 +295,19 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         # Quantised and merged tensors have names and shapes of their own.
         lists = [[name for name in names if is_of_scheme(name)] for names in lists]
     check_complete(f"checkpoint {source}", *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
+
+
+def _check_one(file: Path) -> None:
+    """Raise if weights lie in a file and in shards, too: transformers would take those of the file, old or new."""
+    found = re.fullmatch(r"model(\.[^.]+?)?\.safetensors", file.name)
+    if found is None or "-of-" in file.name:
+        return
+    index = file.with_name(f"model.safetensors.index{found[1] or ''}.json")
+    if index.is_file():
+        raise CheckpointError(
+            f"{file.parent} holds two checkpoints: {file.name}, and the shards of {index.name}. Remove the older one, "
+            "or save the model again."
+        )
 
 
 def owed(model: Any, missing: Iterable[str], mapping: Iterable[Any] = ()) -> list[str]:

@@ -101,13 +101,14 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[Path]:
+def whole_files(out: Path, *, needed: int, part_of: Callable[[str], object]) -> Iterator[Path]:
     """Give a directory to write files to, which go into `out` when the block ends, and vanish if it fails.
 
     Args:
         out: A directory, which need not be there; what it holds of other names stays.
         needed: Number of bytes that are written.
-        stale: Names of files that are removed from `out` where there is no new one.
+        part_of: Function from the name of a file to what it is a part of, or to `None`. What is written anew loses its
+            old parts.
 
     Raises:
         StorageError: They do not fit. `out` is as before.
@@ -122,8 +123,9 @@ def whole_files(out: Path, *, needed: int, stale: re.Pattern[str]) -> Iterator[P
             written = [path.name for path in folder.iterdir()]
             for name in written:
                 os.replace(folder / name, out / name)
+            renewed = {part_of(name) for name in written} - {None}
             for path in out.iterdir():
-                if stale.fullmatch(path.name) and path.name not in written:
+                if path.name not in written and part_of(path.name) in renewed:
                     path.unlink()
         undo.pop_all()
 

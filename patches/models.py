@@ -22,7 +22,9 @@ from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
 _RESTORE = "Restore config.json, or convert the model again."
-_SHARD = re.compile(r"model(\..+)?-\d{5}-of-\d{5}\.safetensors")
+_WEIGHTS = re.compile(
+    r"model(?P<variant>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<of>\.[^.]+)?\.json"
+)
 
 
 class PosencModel:
@@ -165,7 +167,11 @@ class PosencModel:
         quantizer = vars(self).get("hf_quantizer")
         self.hf_quantizer: Any = checkpoint.Binding(self, state_dict)
         try:
-            with storing(folder, needed=size) if in_place else whole_files(folder, needed=size, stale=_SHARD) as fresh:
+            with (
+                storing(folder, needed=size)
+                if in_place
+                else whole_files(folder, needed=size, part_of=_variant) as fresh
+            ):
                 place = save_directory if fresh is None else fresh
                 super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
                 # The weights of an adapter are written after its configuration, which so far is bound to older ones.
@@ -197,6 +203,12 @@ class PosencModel:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
+
+
+def _variant(name: str) -> str | None:
+    """Return the variant of a model whose weights a file has a part of; `None` for other files."""
+    found = _WEIGHTS.fullmatch(name)
+    return None if found is None else found["variant"] or found["of"] or ""
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:

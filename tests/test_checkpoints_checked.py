@@ -15,6 +15,7 @@ import torch
 from edits import edits
 from grid import once
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, auto, converted, same, stock
@@ -107,6 +108,34 @@ def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path:
     with pytest.raises(ValueError, match="nonsense"):
         model.save_pretrained(tmp_path, max_shard_size="nonsense")
     assert not hasattr(model, "hf_quantizer")
+
+
+def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
+    model = converted("llama", "fire")
+    load = AutoModelForCausalLM.from_pretrained
+
+    def save(**options: Any) -> PreTrainedModel:
+        with torch.no_grad():
+            model.lm_head.weight.add_(0.1)
+        model.save_pretrained(tmp_path, **options)
+        return copy.deepcopy(model)
+
+    save()
+    sharded = save(max_shard_size="20KB")
+    assert same(load(tmp_path), sharded)
+    save(variant="fp16", max_shard_size="20KB")
+    half = save(variant="fp16")
+    assert same(load(tmp_path, variant="fp16"), half)
+    assert same(load(tmp_path), sharded)
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    model.delete_adapter("default")
+    (tmp_path / "adapter_config.json").unlink()
+    assert same(load(tmp_path), sharded)
+    shutil.copy(next(tmp_path.glob("model-00001*")), tmp_path / "model.safetensors")
+    with pytest.raises(hf_posenc.CheckpointError, match=r"holds two checkpoints: model\.safetensors, and the shards"):
+        load(tmp_path)
+    assert same(load(tmp_path, variant="fp16"), half)
 
 
 def test_checkpoints_without_a_digest_load_as_ever(tmp_path: Path) -> None:
