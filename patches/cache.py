@@ -223,7 +223,10 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
     Raises:
         CacheError: The cache is static: it does not tell in time which of its slots are filled.
     """
-    if not getattr(cache, "posenc_packed", False):
+    if cache is None or not getattr(cache, "posenc_packed", False):
+        return None
+    if not cache.get_seq_length():
+        del cache.posenc_packed  # It was reset.
         return None
     whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     filled = [layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state]
@@ -335,6 +338,19 @@ def check(cache: Cache | None) -> None:
         _check_kind(layer)
     for layer in cache.layers[:1]:
         _check_empty(layer)
+
+
+def check_disabled(cache: Cache | None) -> None:
+    """Raise if the stock function is to go on from tokens of the patched one.
+
+    Raises:
+        CacheError: It is.
+    """
+    if cache is not None and not torch.compiler.is_compiling() and is_known(cache) and cache.get_seq_length():
+        raise CacheError(
+            f"The cache holds {int(cache.get_seq_length())} tokens of the patched model, and the patch is disabled. "
+            "Start with an empty cache."
+        )
 
 
 def _check_empty(layer: Any) -> None:

@@ -147,18 +147,23 @@ def whole_directory(
         OutputError: `out` exists and must be kept, or cannot be made.
         StorageError: It does not fit on the disk.
     """
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise OutputError(f"There is no directory {out.parent} to write {out.name} in. Make it first.")
+    given, out = out, out.resolve()
+    if not out.parent.is_dir():
+        raise OutputError(f"There is no directory {given.parent} to write {given.name} in. Make it first.")
+    is_empty = out.is_dir() and not any(out.iterdir())
     is_file = out.exists() and not out.is_dir()
-    if is_file or (out.is_dir() and any(out.iterdir()) and not replaceable(out)):
+    if is_file or (out.is_dir() and not is_empty and not replaceable(out)):
         what = "is a file" if is_file else "is not empty"
-        raise OutputError(f"{out} exists and {what}. Choose another name, or remove it first.")
-    # On the same file system, so that it can be renamed.
-    place = parent / f".{out.name}.{secrets.token_hex(4)}"
+        raise OutputError(f"{given} exists and {what}. Choose another name, or remove it first.")
+    # On the same file system, so that it can be renamed. An empty directory may be the current one, or a mounted one.
+    place = (out if is_empty else out.parent) / f".{out.name}.{secrets.token_hex(4)}"
     with storing(out), guard(place), _temporary(place, out) as folder:
         yield folder
         _make_readable(folder)
+        if is_empty:
+            for path in folder.iterdir():
+                os.replace(path, out / path.name)
+            return
         if out.is_dir():
             shutil.rmtree(out)
         os.replace(folder, out)

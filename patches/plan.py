@@ -212,6 +212,7 @@ def verify(model: nn.Module) -> Verification:
             )
     model = inner
     architecture = of_model(model)
+    _check_enabled("verify", architecture, model)
     groups = record.from_config(model.config)
     if not groups:
         raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
@@ -350,6 +351,12 @@ class Explanation(Shown):
         return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in self.rows())
 
 
+def _check_enabled(call: str, architecture: Architecture, model: Any) -> None:
+    bodies: Any = architecture.stacks(model).values()
+    if any(body.is_disabled() for body in bodies if surgery.is_patched(body)):
+        raise NotPatchedError(f"{call}: the patch is disabled. Call it outside of hf_posenc.disabled.")
+
+
 def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     """Say which executor computes the attention of each patched layer, by running the model once.
 
@@ -362,7 +369,7 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
         length: Tokens of the sequence to run. Images have their own length.
 
     Raises:
-        NotPatchedError: The model is not patched.
+        NotPatchedError: The model is not patched, or the patch is disabled.
         OptionError: The length is no positive number.
         PositionError: The model has no positions for that many tokens and one more.
     """
@@ -371,6 +378,7 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
     architecture = of_model(model)
+    _check_enabled("explain", architecture, model)
     groups = record.from_config(model.config)
     found: list[LayerExecution] = []
     try:
@@ -402,11 +410,11 @@ def _choices(
     if tokens is not None:
         example = {**example, "input_ids": tokens.repeat(1, -(-length // tokens.shape[1]))[:, :length]}
     with torch.no_grad(), attention.recorded() as sequence:
-        body(**example)
+        body(**example, return_dict=True)
     if tokens is None or not body.is_causal_stack():
         return sequence, [None] * len(sequence)
     with torch.no_grad():
-        cache = body(**example, use_cache=True).past_key_values
+        cache = body(**example, use_cache=True, return_dict=True).past_key_values
         with attention.recorded() as step:
             body(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
     return sequence, step

@@ -88,6 +88,12 @@ def prepare(
             f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
             "Use the same, or unpatch first."
         )
+    strengths = record.strengths_from_config(model.config)
+    if kept and strengths != record.FULL:
+        raise OptionError(
+            f"Other layers are in the middle of a handover (native={strengths.native:g}, scheme={strengths.scheme:g}), "
+            "and all layers share their strengths. Bring both to 1 (hf_posenc.set_strength) first, or drop_native."
+        )
     neutral = info.cls.neutral_options or {}
     # The caller already decided on the start if an option is given that a neutral start would set.
     if native == "keep" and neutral.keys().isdisjoint(options):
@@ -156,7 +162,7 @@ def _choose_stacks(
     if stacks is None:
         return bodies
     wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
-    if not wanted or any(name not in bodies for name in wanted):
+    if not wanted or any(name not in list(bodies) for name in wanted):
         raise LayerSelectionError(
             f"stacks={stacks!r}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
         )
@@ -201,7 +207,7 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
         chosen = everything[int(step) - 1 :: int(step)]
     elif callable(layers):
         chosen = [index for index in everything if layers(index)]
-    elif isinstance(layers, Iterable):
+    elif isinstance(layers, Iterable) and getattr(layers, "ndim", 1) == 1:
         chosen = [_index(layers, name, count) for name in layers]
         if len(set(chosen)) < len(chosen):
             raise LayerSelectionError(f"layers={layers!r} names a layer twice.")

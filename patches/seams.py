@@ -372,6 +372,7 @@ class PosencBody(Switch):
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         coords = self.given_coords(call)
         if self.is_disabled():
+            token_cache.check_disabled(call.get("past_key_values"))
             call.pop(REAL, None)
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)

@@ -176,6 +176,26 @@ def forward_with_flex(model: Any) -> None:
         model.config._attn_implementation = "sdpa"
 
 
+def half_way(model: Any) -> None:
+    patch(model, "alibi", native="keep", layers=[0])
+    hf_posenc.set_strength(model, native=0.25)
+
+
+def while_disabled(act: Act) -> Act:
+    def acting(model: Any) -> None:
+        with hf_posenc.disabled(model):
+            act(model)
+
+    return acting
+
+
+def go_on_disabled(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache)
+    with hf_posenc.disabled(model):
+        model(IDS, past_key_values=cache)
+
+
 def tune_prefix(model: Any) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -241,6 +261,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (patched(llama, "alibi", native="keep"), lambda m: hf_posenc.set_strength(m, native=2),
             "native=2 ... from 0 to 1"),
         (alibi, lambda m: hf_posenc.set_strength(m, scheme=0.5), "nothing to hand over from ... native='keep'"),
+        (altered(half_way), to("fox", native="keep", layers=[1]), "middle of a handover (native=0.25 ... set_strength"),
     ],
     errors.DirectionError: [
         (t5, to("fox_pro"), "causal attention ... stacks='decoder'"),
@@ -300,6 +321,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (llama, to("alibi", layers=slice(5, 9)), "matches none"),
         (llama, to("alibi", layers="every:5"), "matches none"),
         (llama, to("alibi", layers=[0, 4]), "4 is no layer ... 0 to 3"),
+        (llama, to("alibi", layers=torch.tensor(1)), "layers=tensor(1)"),
+        (t5, to("alibi", stacks=[["encoder"]]), "stacks=[['encoder']] ... encoder, decoder"),
         (llama, to("alibi", layers=[-5]), "-5 is no layer ... 0 to 3"),
         (llama, to("alibi", layers=[3, -1]), "names a layer twice"),
         (llama, to("alibi", layers="every:0"), "'every:0' ... 'every:N'"),
@@ -357,6 +380,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (gpt2_keeping, hf_posenc.explain, "length=256 and one more token ... pass a smaller length"),
     ],
     errors.CacheError: [
+        (alibi, go_on_disabled, "tokens of the patched model, and the patch is disabled ... empty cache"),
         (alibi, with_cache(lambda: Cache(layers=[QuantisedLayer() for _ in range(LAYERS)])),
             "QuantisedLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: Cache(layer_class_to_replicate=QuantisedLayer)),
@@ -384,6 +408,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (llama, lambda m: hf_posenc.disabled(m).__enter__(), "no patched model ... Patch it first"),
         (lambda: "gpt2", lambda m: hf_posenc.disabled(m).__enter__(), "no patched model ... str"),
         (altered(take_over), hf_posenc.verify, "did not run ... Patch the plain model before"),
+        (alibi, while_disabled(hf_posenc.verify), "verify: the patch is disabled"),
+        (alibi, while_disabled(hf_posenc.explain), "explain: the patch is disabled"),
     ],
 }
 # fmt: on

@@ -296,6 +296,20 @@ def test_a_cache_changed_past_its_methods_is_noticed() -> None:
         _fill(target, 0, 4, 1)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_that_was_reset_forgets_packed_sequences(static: bool) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
+    model = hf_posenc.patch(LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=20)).eval(), "kerple")
+    ids, config = torch.arange(12)[None], model.config
+    cache = StaticCache(config, max_cache_len=12) if static else DynamicCache(config=config)
+    with torch.no_grad():
+        model(ids, position_ids=torch.arange(6).repeat(2)[None], past_key_values=cache)
+        cache.reset()
+        found = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("first", [None, "fox", "fox_pro"])
 def test_a_crop_is_refused_by_all_layers_or_by_none(first: str | None) -> None:
     """The layer that cannot go back may come after one that could."""

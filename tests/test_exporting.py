@@ -295,6 +295,18 @@ def test_a_plane_with_the_same_speed_is_the_same(gates: tuple[Tensor, ...], tmp_
     torch.testing.assert_close(logits(exported), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_an_empty_directory_stays_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    export_stock(hf_posenc.patch(llama(), "rope"), tmp_path / "link")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_stock(hf_posenc.patch(llama(), "rope"), ".")
+    names = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert {path.name for path in Path().iterdir()} == names
+    assert "model.safetensors" in names
+
+
 def test_half_precision_stays(tmp_path: Path) -> None:
     model = trained(llama, "liere").to(torch.bfloat16)
     exact = logits(copy.deepcopy(model).float())
@@ -428,7 +440,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "grid": (lambda: trained(vit, "sinusoidal"), {}, "images of any size"),
     "patches": (lambda: trained(vit, "learned", num_positions=16), {}, "ViTForImageClassification has 17"),
     "more than there are": (lambda: trained(gpt2, "learned"), {"max_positions": 41}, "41 positions .* at most 40"),
-    "none": (lambda: trained(gpt2, "nope"), {"max_positions": 0}, "max_positions=0, expected at least 1"),
+    "none": (lambda: trained(gpt2, "nope"), {"max_positions": 0}, "max_positions=0; .* from 1 to 16,777,216"),
+    "fraction": (lambda: trained(llama, "rope", theta=500.0), {"max_head_dim": 2.5}, "max_head_dim=2.5; expected an"),
     "positions of llama": (lambda: trained(llama, "nope"), {"max_positions": 9}, "no table of positions or distances"),
     "width of gpt2": (lambda: trained(gpt2, "nope"), {"max_head_dim": 9}, "only models with rotary encoding"),
     "adapters": (lambda: adapted(), {}, r"merge PEFT adapters with model.merge_and_unload"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
-from hf_posenc.operands import Geometry
+from hf_posenc.operands import LARGEST_COUNT, Geometry, is_count
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.directories import OutputError, whole_directory
@@ -149,7 +149,10 @@ def _check_model(model: object) -> Architecture:
 
 
 def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: int | None) -> None:
-    """Raise if an option is given that has no effect on the model."""
+    """Raise if an option is no count, or has no effect on the model."""
+    for name, value in (("max_head_dim", max_head_dim), ("max_positions", max_positions)):
+        if value is not None and (not is_count(value) or value < 1):
+            raise ExportError(f"Got {name}={value!r}; expected an integer from 1 to {LARGEST_COUNT:,}.")
     if max_head_dim is not None and geometry.inv_freq is None:
         raise ExportError(
             f"Got max_head_dim={max_head_dim}, but only models with rotary encoding can have wider heads."
@@ -158,5 +161,3 @@ def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: 
         raise ExportError(
             f"Got max_positions={max_positions}, but the stock model has no table of positions or distances."
         )
-    if max_positions is not None and max_positions < 1:
-        raise ExportError(f"Got max_positions={max_positions}, expected at least 1.")
