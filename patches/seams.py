@@ -140,8 +140,6 @@ class PosencAttention:
     def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection, positions: Positions) -> Call:
         """Return the call for the executors: rotate, cache and mask what the scheme projected."""
         context, kept = layer.context, self.posenc_keeps_native
-        if scheme.window is not None:
-            layer = replace(layer, window=min(scheme.window, layer.window or scheme.window))
         q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
         content_q = None
         if layer.rotate is not None and kept:
@@ -176,7 +174,7 @@ class PosencAttention:
             positions=positions,
             reach=context.reach,
             scale=layer.scale,
-            mask=layer.visible(q, keys, positions),
+            mask=layer.visible(q, keys, positions, scheme.window),
             state=state,
             own=projected.state,
             tables=projected.tables,
@@ -210,7 +208,7 @@ class LayerCall:
         rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
             projection.
         operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
-        window: Distance from which keys are hidden; `None` hides none.
+        window: The model's own distance from which keys are hidden; `None` hides none.
         softcap: See `Call`.
         sinks: See `Call`.
     """
@@ -251,17 +249,20 @@ class LayerCall:
             host=host,
         )
 
-    def visible(self, q: Tensor, k: Tensor, positions: Positions) -> Mask:
-        """Return the visibility of all keys, those of the cache included."""
+    def visible(self, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
+        """Return the visibility of all keys, those of the cache included; `window` is that of the scheme."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        real, window = self.context.real, min(filter(None, (window, self.window)), default=None)
         # A window that is longer than the sequence hides nothing.
-        window = self.window if self.window is not None and self.context.reach >= self.window else None
-        real = self.context.real
+        if window is not None and self.context.reach < window:
+            window = None
         if self.mask is None or (self.causal and self.context.ruled and keys == queries):
             # Padding and the order of slots say the same as the mask that was made from them.
             rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
             keep = None if real is None or self.mask is None else real[:, None, None]
-            return Mask(rule, keep=keep, window=window)
+            # A cache drops tokens by slots. Padding between tokens makes these distances longer than positions.
+            span = None if keep is None or rule == "all" or self.window is None else self.window
+            return Mask(rule, keep=keep, window=window, span=span)
         shape = (batch, heads, queries, keys)
         if queries == 1:
             return self.context.once(_one_row, self.mask, shape, window, positions.query, positions.key)

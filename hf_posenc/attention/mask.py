@@ -28,6 +28,7 @@ class Mask:
         bias: Float to add to the logits, `[B|1, H|1, Q|1, K]`.
         ahead: Number of keys before the first query's own, K - Q (rule `"slots"`).
         window: Distance in positions, in either direction, from which keys are hidden; `None` hides none.
+        span: Distance in slots from which keys behind a query are hidden, too (rule `"slots"`); `None` hides none.
     """
 
     rule: Literal["all", "slots", "positions"] = "all"
@@ -35,6 +36,7 @@ class Mask:
     bias: Tensor | None = None
     ahead: int = 0
     window: int | None = None
+    span: int | None = None
 
     @property
     def only_ahead(self) -> bool:
@@ -64,13 +66,16 @@ class Mask:
         if self.window is not None:
             distance = positions.query[:, start:stop, None] - positions.key[:, None, :keys]
             keep = _both(keep, (distance.abs() < self.window)[:, None])
+        if self.span is not None:
+            oldest = torch.arange(start + self.ahead, stop + self.ahead, device=positions.query.device) - self.span
+            keep = _both(keep, (torch.arange(keys, device=oldest.device) > oldest[:, None])[None, None])
         return keep, _rows(self.bias, start, stop, keys)
 
     def part(self, start: int, stop: int, keys: int, first: int = 0) -> Mask:
         """Return the mask of the query rows `start:stop` against the keys `first:keys`."""
         keep, bias = (_rows(x, start, stop, keys, first) for x in (self.keep, self.bias))
         ahead = self.ahead + start - first if self.rule == "slots" else self.ahead
-        return Mask(self.rule, keep, bias, ahead, self.window)
+        return Mask(self.rule, keep, bias, ahead, self.window, self.span)
 
     def first_needed(self, start: int) -> int:
         """Return the first key that the query rows from `start` on may see, where slots tell distances."""
