@@ -107,8 +107,8 @@ def whole_files(out: Path, *, needed: int, part_of: Callable[[str], object]) -> 
     Args:
         out: A directory, which need not be there; what it holds of other names stays.
         needed: Number of bytes that are written.
-        part_of: Function from the name of a file to what it is a part of, or to `None`. What is written anew loses its
-            old parts.
+        part_of: Function from the name of a file to what it is a part of, or to `None`. If a part of something is
+            written, its other old parts are removed.
 
     Raises:
         StorageError: They do not fit. `out` is as before.

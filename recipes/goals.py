@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import PosencError, RecipeError, suggest
-from hf_posenc.patches import rotary
+from hf_posenc.patches import record, rotary
 from hf_posenc.patches.architecture import architectures, of_config
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import library
@@ -64,6 +64,8 @@ class Recommendation:
 
 def recommended(config: Any) -> list[Recommendation]:
     """Return the recipes that suit a model: those that were measured first, best first."""
+    if record.from_config(config):
+        return [Recommendation("control")]  # It is converted already.
     case = _Case(config, {}, {}, {}, documents=False)
     measured, found = _data()["measured"][case.native], []
     for row in measured["recipes"]:
@@ -326,7 +328,8 @@ class _Case:
         elif self.own > _LENGTH:
             contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
             most = min(max(4 * self.length, self.reach), max(self.length, self._tokens() // (_FEW * _MEASURED)))
-            self.set("evaluation", contexts=sorted(each for each in contexts if TARGETS <= each <= most), windows=_FEW)
+            fitting = sorted(each for each in contexts if TARGETS <= each <= most)
+            self.set("evaluation", contexts=fitting or [TARGETS], windows=_FEW)
         halves = (torch.bfloat16, torch.float16)
         if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:
             self.set("training", precision="bfloat16")

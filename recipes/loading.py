@@ -74,6 +74,17 @@ def auto_class(config: Any) -> Any:
     return AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
 
 
+def language_class(name: str, config: Any) -> Any:
+    """Return the same for a model of that name; raise `RecipeError` if it is no language model."""
+    kind = auto_class(config)
+    if type(config) not in kind._model_mapping:
+        raise RecipeError(
+            f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "
+            "train this one, patch it and train it as any other of its kind."
+        )
+    return kind
+
+
 def is_masked(model: Any) -> bool:
     """Whether a model is a masked language model, such as BERT."""
     return auto_class(model.config) is AutoModelForMaskedLM
@@ -108,13 +119,7 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     """
     config, folder = load_config(name), place(name)
     try:
-        kind = auto_class(config)
-        if type(config) not in kind._model_mapping:
-            raise RecipeError(
-                f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "
-                "train this one, patch it and train it as any other of its kind."
-            )
-        return kind.from_pretrained(folder, **options).eval(), load_tokenizer(folder)
+        return language_class(name, config).from_pretrained(folder, **options).eval(), load_tokenizer(folder)
     except PosencError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -31,6 +31,7 @@ from transformers import (
     LlamaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
 )
 from typer.testing import CliRunner
 
@@ -494,6 +495,12 @@ BAD = {
         "train llama-kerple model={converted} --dry-run --out {empty}/out",
         ["is converted already"],
     ),
+    "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
+    "plan of a run that trained an adapter": ("plan {adapted} fire", ["The run trained an adapter"]),
+    "extending a converted model": (
+        "train extend model={converted} --dry-run --out {empty}/out",
+        ["its own rotation is gone"],
+    ),
     "recipe over something else": ("train llama-fire --out {llama}", ["exists, and holds no run"]),
     "copy over a file": ("recipes copy llama-fire {mine}", ["mine.yaml exists"]),
     "copy to another kind of file": ("recipes copy llama-fire {empty}/mine.txt", ["ends in .yaml"]),
@@ -525,6 +532,10 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
     (folder / "started").mkdir()
     for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
         path.write_text(Recipe.parse("llama-fire").text(), encoding="utf-8")
+    adapted = folder / "adapted"
+    (adapted / "model").mkdir(parents=True)
+    shutil.copy(folder / "mine.yaml", adapted / "recipe.yaml")
+    (adapted / "model" / "adapter_config.json").write_text("{}", encoding="utf-8")
     return {
         "started": folder / "started",
         "finished": make("finished/model", json.dumps(config)).parent,
@@ -536,6 +547,8 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
         "headless": make("headless", json.dumps({**config, "architectures": ["LlamaForDreams"]})),
         "weightless": make("weightless", json.dumps(config)),
         "cut": folder / "cut",
+        "images": make("images", ViTConfig().to_json_string()),
+        "adapted": adapted,
     }
 
 

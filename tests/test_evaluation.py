@@ -221,6 +221,8 @@ def test_impossible_curves_are_refused(ids: Tensor) -> None:
         context_curve(small("gpt2"), ids, (128,), windows=2, targets=16)
     with pytest.raises(ShapeError, match="at least 16 tokens"):
         context_curve(small("gpt2"), ids, (8, 32), windows=2, targets=16)
+    with pytest.raises(ShapeError, match=r"has the token \d+; the LlamaForCausalLM knows 0 to \d+"):
+        context_curve(small(), ids + 10**6, (32,), windows=2, targets=16)
     with pytest.raises(OptionError, match="encoder of T5ForConditionalGeneration must not read"):
         context_curve(stock("t5"), ids, (32,), windows=2, targets=16)
     with pytest.raises(OptionError, match="LlamaForCausalLM has no encoder"):
@@ -775,6 +777,7 @@ def test_command(tmp_path: Path) -> None:
         ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
         ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "are of two kinds"),
         ([DIRECTORIES["llama"], "WORDS", "--text", "TEXT"], "words makes other tokens of the text than tiny_llama"),
+        ([DIRECTORIES["llama"], "WORDS", "--text", "ROWS"], "words makes other tokens of the text than tiny_llama"),
         ([DIRECTORIES["llama"], "--contexts", "4096", "--text", "TEXT"], "Give more text"),
         ([DIRECTORIES["llama"], "--text", "TEXT"], "mine.txt has 261 tokens, too few for 16 windows"),
     ],
@@ -784,7 +787,9 @@ def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"fox": 0}, unk_token="fox")))
     words.save_pretrained(tmp_path / "words")
     shutil.copy(DIRECTORIES["llama"] / "config.json", tmp_path / "words")
-    given = {"TEXT": str(tmp_path / "mine.txt"), "WORDS": str(tmp_path / "words")}
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": "The quick brown fox."}\n', encoding="utf-8")
+    files = {"TEXT": "mine.txt", "WORDS": "words", "ROWS": "rows.jsonl"}
+    given = {name: str(tmp_path / file) for name, file in files.items()}
     typed = [given.get(str(argument), str(argument)) for argument in arguments]
     result = CliRunner().invoke(cli.app, ["eval", *typed, "--out", str(tmp_path / "out")])
     assert result.exit_code == 1

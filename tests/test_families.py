@@ -120,7 +120,7 @@ def test_rope_starts_exact(name: str) -> None:
 @pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
-    """Rows have padding, also between tokens, the sequence outgrows the window, and one forward takes several tokens."""
+    """Rows have padding, also between tokens, the sequence outgrows the window, one forward takes several tokens."""
     torch.manual_seed(1)
     model, ids = moved(hf_posenc.patch(make(name), scheme)), tokens()
     mask = padding(ids)

@@ -158,6 +158,15 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     assert size("steps=4") == (8, 4)  # one window for each process
 
 
+def test_a_short_try_of_a_long_model_is_measured_where_it_can_be() -> None:
+    short = read("llama", "swap", "scheme=kerple", "steps=2", "training.length=32", length=2048)
+    assert short.evaluation.contexts == [64]
+
+
+def test_a_converted_model_is_trained_on_as_it_is() -> None:
+    assert [each.words for each in goals.recommended(hf_posenc.patch(stock("llama"), "alibi").config)] == ["control"]
+
+
 def test_extending_takes_what_the_native_encoding_has() -> None:
     yarn = read("llama", "extend", "factor=2")
     assert yarn.conversion.rope == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}

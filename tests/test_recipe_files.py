@@ -293,6 +293,16 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["warmup is 0.9", "all of the 4 steps"],
     ),
     "micro batches": ("", ["training.micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
+    "micro batches of long windows": (
+        "",
+        ["lengthen={steps: 2, batch_size: 4, micro_batch_size: 3}"],
+        ["lengthen.micro_batch_size is 3", "a divisor of lengthen.batch_size = 4"],
+    ),
+    "skipping nothing in long windows": (
+        "",
+        ["training.length=64", "lengthen={steps: 2, length: 128, skip_to: 100}"],
+        ["lengthen.skip_to is 100", "more than lengthen.length = 128"],
+    ),
     "mixed lengths": (
         "",
         ["training.length=128", "training.mixed_lengths=[64, 48]"],

@@ -473,6 +473,50 @@ def test_the_teacher_of_a_recipe_reads_as_much_at_once_as_it_says(
     assert found == [24, 25, 26, 27, 128]
 
 
+def test_the_teacher_of_an_extended_model_has_its_own_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+
+    def caught(*args: Any, teacher: Any, **kwargs: Any) -> None:
+        found.append(teacher.model.config.rope_parameters["rope_theta"])
+        raise Stop
+
+    monkeypatch.setattr(run, "adaptation_trainer", caught)
+    changes = ["by=base", "distillation.share=1.0", "training.steps=1", "windows=2", "evaluation.contexts=[64]"]
+    with pytest.raises(Stop):
+        run.train(Recipe.read("extend", changes), tmp_path / "out")
+    assert found == [10_000]
+
+
+@pytest.mark.parametrize(
+    ("model", "lengthen", "words"),
+    [
+        ("gpt2", {"steps": 1, "length": 512}, r"lengthen\.length is 512, and the model's own table has 128 positions"),
+        ("t5", {"steps": 1, "skip_to": 256}, r"lengthen\.skip_to skips positions in texts that go on; t5 models"),
+    ],
+)
+def test_long_windows_are_checked_before_the_training(
+    model: str, lengthen: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    changes = [f"model={DIRECTORIES[model]}", "training.length=64", "training.steps=1", f"lengthen={lengthen}"]
+    with pytest.raises(RecipeError, match=words):
+        run.train(Recipe.read("control", changes), tmp_path / "out")
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_the_length_of_a_config_is_left_alone_where_frequencies_follow_from_it() -> None:
+    for parameters, length in (
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, 512),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, 128),
+        ({"rope_type": "longrope"}, 128),
+        ({"rope_type": "longrope", "factor": 2.0}, 512),
+        (None, 128),
+    ):
+        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=128)
+        run._tell_length(SimpleNamespace(config=config), SimpleNamespace(model_max_length=128), 512)
+        assert config.max_position_embeddings == length, parameters
+
+
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
     recipe = Recipe.read("gpt2-fire", [f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])

@@ -20,10 +20,10 @@ from hf_posenc.recipes.runs.verdict import judge
 from hf_posenc.recipes.schema.recipe import Recipe
 
 
-def measured(native: float, after: float, *, far: float = 3.0, noise: float = 0.001) -> Measurements:
-    """Return losses at 128 and 1,024 tokens in eight windows that are hard and easy for both models."""
-    windows = torch.linspace(0, 1, 8, dtype=torch.float64)
-    wobble = noise * (-1.0) ** torch.arange(8)
+def measured(native: float, after: float, *, far: float = 3.0, noise: float = 0.001, count: int = 8) -> Measurements:
+    """Return losses at 128 and 1,024 tokens in some windows that are hard and easy for both models."""
+    windows = torch.linspace(0, 1, count, dtype=torch.float64)
+    wobble = noise * (-1.0) ** torch.arange(count)
     found = Measurements()
     axes = {"tokens read": (128, 1024)}
     found.record(NATIVE, Grid(PERPLEXITY, axes, torch.stack([windows + native, windows + 5.0])))
@@ -75,6 +75,7 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     verdict = judge(good, FACTS, control)
     assert verdict.grade == "worse"
     assert "worse than the control" in str(verdict)
+    assert "than the native model" in str(judge(good, FACTS, measured(2.0, 1.8, count=7)))  # not the same windows
     assert "train the control" in str(judge(good, FACTS))
     assert "train the control" not in str(verdict) + str(judge(good, dataclasses.replace(FACTS, scheme=None)))
     assert judge(good, dataclasses.replace(FACTS, scheme=None, rope={"rope_type": "yarn"})).wants_control
@@ -88,8 +89,13 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
     recipe = Recipe.read("llama-fire")
     control = Recipe.read("llama-fire", ["conversion={scheme: null}", "distillation={}", "training.skip_to=null"])
     other = dataclasses.replace(control, training=dataclasses.replace(control.training, steps=7))
+    slow = dataclasses.replace(control, training=dataclasses.replace(control.training, learning_rate=1e-9))
+    lora = dataclasses.replace(control, adapter=dataclasses.replace(control.adapter, kind="lora"))
     yarn = dataclasses.replace(control, conversion=dataclasses.replace(control.conversion, rope={"rope_type": "yarn"}))
-    for name, each in (("a-shorter", other), ("b-yarn", yarn), ("fire", recipe), ("z-control", control)):
+    for name, each in (
+        ("a-shorter", other), ("b-yarn", yarn), ("c-slow", slow), ("d-lora", lora), ("fire", recipe),
+        ("z-control", control),
+    ):  # fmt: skip
         (tmp_path / name / run.MODEL).mkdir(parents=True)
         (tmp_path / name / run.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / run.MEASUREMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,8 +38,10 @@ def _instead_of(folder: Path) -> str:
 
     if (folder / MODEL / "config.json").is_file():
         return f"The model is in {folder / MODEL}: give that."
+    if (folder / MODEL / "adapter_config.json").is_file():
+        return f"The run trained an adapter, {folder / MODEL}: give the model that it is for."
     if (folder / RECIPE).is_file():
-        return f"It holds a run that is not finished. Go on with it first: hf-posenc resume {folder}"
+        return f"It holds a run that is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
     return "Give the directory of a checkpoint."
 
 

@@ -146,8 +146,12 @@ def layers(
     headers = ("stack", "layer", "distance", "cost (nats per token)")
     print_table(headers, rows, whole=headers, short=headers)
     spared = len(found.layers) // 4 if spare is None else spare
-    for stack, picked in found.cheapest(spared).items():
-        typer.echo(f"\nWithout the {spared} most expensive ({stack}): --layers {','.join(map(str, picked))}")
+    cheapest = found.cheapest(spared)
+    for stack, picked in cheapest.items():
+        which = f"--stacks {stack} " * (len(cheapest) > 1)
+        if picked:
+            choice = f"{which}--layers {','.join(map(str, picked))}"
+            typer.echo(f"\nWithout the {spared} most expensive ({stack}): {choice}")
 
 
 @app.command()

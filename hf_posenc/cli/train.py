@@ -56,7 +56,9 @@ def recipes(
     from hf_posenc.recipes import goals, loading
 
     quiet()
-    found = goals.recommended(load_config(loading.place(model)))
+    config = load_config(loading.place(model))
+    loading.language_class(model, config)
+    found = goals.recommended(config)
     headers = ("recipe", "quality", "at 4x", "measured on")
     rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
     print_table(headers, rows, whole=headers, short=headers)
@@ -203,12 +205,15 @@ def _say_what_is_there(outcome: Outcome) -> None:
         if adapters:
             size = sum(file.stat().st_size for file in adapters)
             typer.echo(f"The weights of the adapter, in {outcome.folder / 'model'}, take {size / 1000:,.1f} KB.")
-        verdict, folder = outcome.verdict, shlex.quote(str(outcome.folder))
+        # "." has no name to derive another from.
+        place = outcome.folder if outcome.folder.name else outcome.folder.resolve()
+        verdict, folder = outcome.verdict, shlex.quote(str(place))
         if verdict is not None:
             typer.echo(f"\n{verdict}")
         if verdict is not None and verdict.wants_control:
-            recipe, control = (shlex.quote(f"{outcome.folder}{end}") for end in ("/recipe.yaml", "-control"))
+            recipe, control = (shlex.quote(f"{place}{end}") for end in ("/recipe.yaml", "-control"))
             changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
+            changes += " training.new_parameters_first=0.0"
             typer.echo("\nTo train the control, and to compare:\n")
             typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
             typer.echo(f"    hf-posenc eval {control} {folder}")

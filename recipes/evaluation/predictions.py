@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import ArchitectureError, PositionError
+from hf_posenc.errors import ArchitectureError, PositionError, ShapeError
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.context import Switch
 from hf_posenc.recipes.loading import is_masked
@@ -33,6 +33,7 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
 
     Raises:
         PositionError: The model has no encoding for positions that far.
+        ShapeError: A token is not in the vocabulary of the model.
     """
     targets = labels.shape[1] if targets is None else targets
     end = table_end(model)
@@ -53,6 +54,12 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
         else:
             logits = model(input_ids=read, use_cache=False, logits_to_keep=targets).logits
     except IndexError as error:
+        known, high = getattr(model.get_input_embeddings(), "num_embeddings", None), int(max(read.max(), labels.max()))
+        if known is not None and high >= known:
+            raise ShapeError(
+                f"The text has the token {high}; the {type(model).__name__} knows 0 to {known - 1}. Tokenise it with "
+                "the model's own tokenizer, or resize the embeddings of the model."
+            ) from error
         raise PositionError(message) from error
     return logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +42,7 @@ _USUAL: dict[Any, tuple[str, ...]] = {
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
 # Characters of text on which tokenizers are compared.
-_SAMPLE = 10_000
+_SAMPLE, _SAMPLED = 10_000, 100
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Request:
         first, config = found[0], found[0].config()
         tokenizer, kind = first.tokenizer(), auto_class(config)
         text, documents = self._documents(found)
-        sample = next(iter(documents))["text"][:_SAMPLE]
+        sample = "".join(document["text"] for document in itertools.islice(documents, _SAMPLED))[:_SAMPLE]
         for other in found[1:]:
             if auto_class(other.config()) is not kind:
                 raise OptionError(

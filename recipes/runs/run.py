@@ -19,7 +19,7 @@ import math
 import os
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -69,6 +69,10 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 LOCK = f"{CHECKPOINTS}/.lock"
 
 # Keys of the recipe, of the verdicts of the fit and the transfer, and of the micro batches in run.json.
+# Settings of a training that a control does without, or that change no result.
+_OF_A_SWAP = dict.fromkeys(
+    ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
+)
 _KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
@@ -206,7 +210,7 @@ class _Run:
         check_targets(model, recipe.adapter)
         length, own_length = suitability.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
-        with enough_threads(model, micro_batch * length):
+        with enough_threads(model, micro_batch * length), _logging_to(self.folder / LOGS):
             return self._adapt(model, tokenizer, length, own_length)
 
     def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
@@ -245,7 +249,8 @@ class _Run:
             training=replace(recipe.training, micro_batch_size=begun["training"]),
             lengthen=replace(recipe.lengthen, micro_batch_size=begun["lengthen"]),
         )
-        teacher = _teacher(model, recipe)
+        with native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext():
+            teacher = _teacher(model, recipe)
         plans = stages(recipe, model)
         refused = self.fitted is not None and not self.fitted["accepted"]
         facts = Facts.of(
@@ -277,8 +282,16 @@ class _Run:
                     corrupt=data.corrupt,
                 )
 
-        # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.folder / LOGS))
+        # What is wrong with the batches or the text of a later stage is said before the first one.
+        texts = {recipe.training.length: data}
+        for stage in plans:
+            settings = stage.recipe.training
+            divide_batch(settings, self.processes.num_processes, section=stage.name)
+            if settings.length not in texts:
+                assert settings.length is not None
+                texts[settings.length] = load_data(
+                    recipe.data, tokenizer, length=settings.length, seed=recipe.training.seed, config=model.config
+                )
         log: list[dict[str, Any]] = []
         pace, trainer = None, None
         for stage in plans:
@@ -300,16 +313,7 @@ class _Run:
             callbacks: list[TrainerCallback] = []
             if stage.name == "training":
                 callbacks.append(_NativeFirst(measuring, converts=planned is not None, rope=stock_rope))
-            windows = data
-            if stage.recipe.training.length != recipe.training.length:
-                assert stage.recipe.training.length is not None
-                windows = load_data(
-                    recipe.data,
-                    tokenizer,
-                    length=stage.recipe.training.length,
-                    seed=recipe.training.seed,
-                    config=model.config,
-                )
+            windows = texts[stage.recipe.training.length]
             checkpoints = self._checkpoints(stage)
             handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
             strength = handover.progress if handover and stage.name == "training" else None
@@ -526,6 +530,23 @@ class _NativeFirst(TrainerCallback):
                 self._measuring.take(NATIVE, model)
 
 
+@contextlib.contextmanager
+def _logging_to(folder: Path) -> Iterator[None]:
+    """Make TensorBoard write there, unless the user names a folder.
+
+    By default it writes next to the unfinished checkpoints, which are removed.
+    """
+    variable = "TENSORBOARD_LOGGING_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+
+
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
@@ -584,14 +605,19 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
 
 def _control(folder: Path, recipe: Recipe) -> Measurements | None:
     """Return the measurements of a finished run next to this one, which trained the same and changed no encoding."""
+
+    def training(each: Recipe) -> list[Any]:
+        stages = ({**asdict(part), **_OF_A_SWAP} for part in (each.training, each.lengthen))
+        return [each.model, each.data, each.adapter, *stages]
+
     changes = recipe.conversion.scheme is not None or recipe.conversion.rope
+    folder = folder.resolve()
     for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
         if path.parent != folder and (path.parent / MODEL).is_dir():
             with contextlib.suppress(PosencError):
                 other = Recipe.read(path)
-                keys = ("steps", "length", "batch_size", "seed")
-                here, there = ([each.model, each.data, *map(vars(each.training).get, keys)] for each in (recipe, other))
-                if other.conversion.scheme is None and not other.conversion.rope and here == there:
+                alike = training(other) == training(recipe)
+                if other.conversion.scheme is None and not other.conversion.rope and alike:
                     return Measurements.load(path.parent / MEASUREMENTS, writes=False)
     return None
 
@@ -654,9 +680,14 @@ def _tell_length(model: Any, tokenizer: Any, length: int) -> None:
     config = model.config
     if tokenizer.model_max_length < length:
         tokenizer.model_max_length = length
-    # Elsewhere the key is the size of a table, and the type "dynamic" computes its frequencies from it.
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters and parameters.get("rope_type") != "dynamic" and config.max_position_embeddings < length:
+    # Elsewhere the key is the size of a table. Some types of rotation compute their frequencies from it.
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    rotations = [parameters, *(of_layers for of_layers in parameters.values() if isinstance(of_layers, dict))]
+    computes = any(
+        each.get("rope_type") == "dynamic" or (each.get("rope_type") == "longrope" and "factor" not in each)
+        for each in rotations
+    )
+    if parameters and not computes and config.max_position_embeddings < length:
         config.max_position_embeddings = length
 
 

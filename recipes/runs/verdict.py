@@ -57,7 +57,9 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     native, after = measurements.curve("native"), measurements.curve("after")
     rival, other = native, "the native model"
     trained = None if control is None else control.curve("after")
-    if trained is not None and after is not None and trained.axes == after.axes:
+    # One that was measured on other windows cannot be paired.
+    here, there = (None if grid is None else (grid.axes, grid.samples.shape) for grid in (after, trained))
+    if trained is not None and here == there:
         rival, other = trained, "the control"
     if rival is None or after is None or not any(map(rival.reads, rival.points)):
         return None

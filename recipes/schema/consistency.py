@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hf_posenc.errors import PosencError, RecipeError, suggest
 
 if TYPE_CHECKING:
-    from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
+    from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe, Training
     from hf_posenc.scheme import Scheme
 
 # Final learning rate of transformers' polynomial schedule; the peak must be larger.
@@ -101,11 +101,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
     if recipe.adapter.kind == "scheme" and conversion.scheme is None:
         yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
-    if training.micro_batch_size and training.batch_size % training.micro_batch_size:
-        yield (
-            f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
-            f"training.batch_size = {training.batch_size}."
-        )
     rate = training.learning_rate
     if training.schedule == "polynomial" and rate is not None and rate <= POLYNOMIAL_END:
         yield (
@@ -117,10 +112,21 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and "
             "training.schedule: polynomial has none left to lower them. Give less warmup, or another schedule."
         )
-    if training.length is not None:
-        yield from contradictions_of_length(training, training.length)
     if training.skip_to is not None and training.mixed_lengths is not None:
         yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
+    yield from _of_windows(training, data)
+    if recipe.lengthen.steps:
+        yield from (words.replace("training.", "lengthen.") for words in _of_windows(recipe.lengthening, data))
+
+
+def _of_windows(training: Training, data: Data) -> Iterator[str]:
+    if training.micro_batch_size and training.batch_size % training.micro_batch_size:
+        yield (
+            f"training.micro_batch_size is {training.micro_batch_size}; expected a divisor of "
+            f"training.batch_size = {training.batch_size}."
+        )
+    if training.length is not None:
+        yield from contradictions_of_length(training, training.length)
     if training.skip_to is not None and data.packing == "documents":
         yield (
             "training.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -291,6 +291,23 @@ class Recipe(Section):
     adapter: Adapter = field(default_factory=Adapter)
     evaluation: Evaluation = field(default_factory=Evaluation)
     saving: Saving = field(default_factory=Saving)
+
+    @property
+    def lengthening(self) -> Training:
+        """The settings of the long windows."""
+        training, own = self.training, self.lengthen
+        return replace(
+            training,
+            steps=own.steps,
+            length=own.length or training.length,
+            skip_to=own.skip_to,
+            batch_size=own.batch_size or training.batch_size,
+            micro_batch_size=own.micro_batch_size,
+            learning_rate=own.learning_rate,
+            scheme_learning_rate=own.scheme_learning_rate,
+            new_parameters_first=0.0,
+            mixed_lengths=None,
+        )
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:

@@ -63,16 +63,6 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
         found.append(Stage("transfer", replace(plain, transfer=transfer, training=settings), 0))
     found.append(Stage("training", replace(recipe, training=with_rates(training, model)), transfer.steps))
     if lengthen.steps:
-        settings = replace(
-            simple,
-            steps=lengthen.steps,
-            length=lengthen.length or training.length,
-            skip_to=lengthen.skip_to,
-            batch_size=lengthen.batch_size or training.batch_size,
-            micro_batch_size=lengthen.micro_batch_size,
-            learning_rate=lengthen.learning_rate,
-            scheme_learning_rate=lengthen.scheme_learning_rate,
-        )
-        settings = with_rates(settings, model, "lengthen")
+        settings = with_rates(recipe.lengthening, model, "lengthen")
         found.append(Stage("lengthen", replace(plain, training=settings), transfer.steps + training.steps))
     return found

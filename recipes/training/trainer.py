@@ -182,8 +182,8 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
     return arguments
 
 
-def divide_batch(training: Training, count: int) -> tuple[int, int]:
-    """Return the windows per forward, and the forwards per step, of one process.
+def divide_batch(training: Training, count: int, *, section: str = "training") -> tuple[int, int]:
+    """Return the windows per forward, and the forwards per step, of one process. Errors name a section of the recipe.
 
     Raises:
         RecipeError: The batch cannot be divided among the processes, or into micro batches.
@@ -191,13 +191,13 @@ def divide_batch(training: Training, count: int) -> tuple[int, int]:
     share, rest = divmod(training.batch_size, count)
     if rest:
         raise RecipeError(
-            f"training.batch_size is {training.batch_size}, which {count} processes cannot share. Give a multiple of "
+            f"{section}.batch_size is {training.batch_size}, which {count} processes cannot share. Give a multiple of "
             f"{count}, or start another number of processes."
         )
     micro = training.micro_batch_size or share
     if share % micro:
         raise RecipeError(
-            f"training.micro_batch_size is {micro}, and each of {count} processes has {share} windows of the batch of "
+            f"{section}.micro_batch_size is {micro}, and each of {count} processes has {share} windows of the batch of "
             f"{training.batch_size}. Give a divisor of {share}."
         )
     return micro, share // micro
