@@ -221,7 +221,8 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
     """Return the positions of the tokens in a cache, int64 `[B, P]`, if packed sequences were written to it.
 
     Raises:
-        CacheError: The cache is static: it does not tell in time which of its slots are filled.
+        CacheError: The cache is static: it does not tell in time which of its slots are filled. Or it holds tokens
+            whose positions are not known.
     """
     if cache is None or not getattr(cache, "posenc_packed", False):
         return None
@@ -236,6 +237,12 @@ def packed_positions(cache: Cache | None) -> Tensor | None:
             "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
         )
     positions: Tensor = slot.token_state[POSITIONS]
+    stock = [layer.keys.shape[-2] for layer in whole.layers if layer.is_initialized and layer not in filled]
+    if positions.shape[_TOKENS] < max(stock, default=0):
+        raise CacheError(
+            "Packed sequences cannot go on from a cache of which only layers with windows know the positions. Convert "
+            "all layers, or use a row for each sequence."
+        )
     return positions
 
 

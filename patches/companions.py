@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_posenc import registry
 from hf_posenc.patches import auto, record
 from hf_posenc.patches.directories import write_text
+
+logger = logging.getLogger(__name__)
 
 STUB = "modeling_hf_posenc"
 
@@ -65,7 +69,8 @@ def auto_map(config_class: type) -> dict[str, str]:
 def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str], origin: str) -> None:
     """Write the stub, a module of remote code, and the model card of a converted model.
 
-    A card that is there already keeps its text; only the part that this package wrote earlier is replaced.
+    A card that is there already keeps its text; only the part that this package wrote earlier is replaced. One that
+    cannot be read is left alone; a warning says so.
 
     Args:
         directory: Folder of the checkpoint.
@@ -79,8 +84,14 @@ def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Map
     stub = _TEMPLATES.from_string(_STUB).render(module=type(config).__module__, names=names)
     write_text(folder / f"{STUB}.py", stub)
     readme = folder / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    write_text(readme, card(text, config, head, starts, origin))
+    try:
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        text = card(text, config, head, starts, origin)
+    except (yaml.YAMLError, ValueError) as error:
+        # The weights are there already, and the card is the user's.
+        logger.warning("%s is left as it is, since it cannot be read: %s", readme, " ".join(str(error).split()))
+        return
+    write_text(readme, text)
 
 
 def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origin: str = "") -> str:

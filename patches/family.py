@@ -25,10 +25,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
-from hf_posenc.errors import ArchitectureError
+from hf_posenc.errors import ArchitectureError, CacheError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
+from hf_posenc.patches.architecture import (
+    Architecture,
+    embedding_rms,
+    of_config,
+    register_architecture,
+    stated_length,
+    weight_of,
+)
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
@@ -211,6 +218,28 @@ class FamilyBody(PosencBody):
     def is_causal_stack(self) -> bool:
         attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
         return bool(attention.is_causal)
+
+    def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
+        """Return them with the windows of stock layers, which know their window by the mask."""
+        config: Any = self.config
+        kind = cast("Family", of_config(config)).attention
+        attentions = [each for each in self.modules() if isinstance(each, kind)]
+        window = getattr(config, "sliding_window", None)
+        is_whole = all(isinstance(each, PosencAttention) for each in attentions)
+        if window is None or is_whole or not _masks_have_windows(kind):
+            return mask
+        if goes_on:
+            raise CacheError(
+                "Packed sequences cannot go on from a cache in a model with windows of which only some layers are "
+                "converted. Convert all layers, or use a row for each sequence."
+            )
+        window = next(filter(None, (getattr(each, "sliding_window", None) for each in attentions)), window)
+        slots = torch.arange(mask.shape[-1], device=mask.device)
+        far = (slots[:, None] - slots).abs() >= window
+        near = mask & ~far if mask.dtype == torch.bool else mask.masked_fill(far, torch.finfo(mask.dtype).min)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        masks = {kind: near if kind == "sliding_attention" else mask for kind in kinds}
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 class RotaryBody(FamilyBody):
@@ -400,10 +429,15 @@ def _blank(kind: type[nn.Module], config: Any, index: int) -> Any:
         _refuse(kind, f"is not built from its config alone ({error})")
 
 
+def _masks_have_windows(attention: type[nn.Module]) -> bool:
+    """Whether the model of an attention makes masks with windows."""
+    makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
+    return any("sliding" in name or "chunked" in name for name in makers)
+
+
 def _window(config: Any, attention: type[nn.Module], index: int, told: int | None) -> int | None:
     """Return the window of the masks that a model makes for a layer, unless its attention function is told."""
-    makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
-    if not any("sliding" in name or "chunked" in name for name in makers):
+    if not _masks_have_windows(attention):
         if told is not None:
             _refuse(attention, f"tells the attention function of a window, {told}, that the masks do not have")
         return None

@@ -427,9 +427,10 @@ class PosencBody(Switch):
         if ruled and (held is not None or (given is not None and length > 1 and readable and bool(past == 0))):
             packed = packed_sequences(positions, held, real, is_given=given is not None)
             if packed is not None:
-                call["attention_mask"] = same_sequence(
+                mask = same_sequence(
                     packed[:, -length:], packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype()
                 )
+                call["attention_mask"] = self.masks_of_packed(mask, goes_on=held is not None)
                 context = replace(context, packed=packed[:, -length:], ruled=False)
             elif mask is None and held is None and bool((positions.diff(dim=-1) != 1).any()):
                 # transformers takes any jump for the start of a sequence, unless there is a mask.
@@ -475,6 +476,10 @@ class PosencBody(Switch):
         """Return the dtype of the masks that the attention implementation adds; `None` if it takes booleans."""
         dtype: torch.dtype = self.get_input_embeddings().weight.dtype
         return dtype if self.config._attn_implementation == "eager" else None
+
+    def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
+        """Return the masks for the layers, given that of packed sequences, `[B|1, 1, Q, K]`; `goes_on` from a cache."""
+        return mask
 
     def strengths(self) -> Strengths:
         """Return how strong the model's own encoding and the schemes are."""

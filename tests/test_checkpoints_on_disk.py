@@ -340,8 +340,7 @@ def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
     converted("llama", "fire").save_pretrained(tmp_path, max_shard_size="20KB")
     model = converted("llama", "kerple", kernel="power")
     assert same(saved(model, tmp_path), model)
-    # transformers leaves the index of the shards, and does not read it where there is a single file.
-    assert list(tmp_path.glob("model-*")) == []
+    assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert (card.count("## Positional encoding"), "`kerple`" in card, "`fire`" in card) == (1, True, False)
     # Another architecture in the same place.
@@ -353,6 +352,17 @@ def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     converted("llama").save_pretrained(tmp_path, is_main_process=False)
     assert not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize("text", [b"---\na: [\n---\n", b"---\n- a\n---\n", b"\xff\xfe"])
+def test_a_card_that_cannot_be_read_is_left_alone(
+    text: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "README.md").write_bytes(text)
+    model = converted("llama", "fire")
+    assert same(saved(model, tmp_path), model)
+    assert (tmp_path / "README.md").read_bytes() == text
+    assert "README.md is left as it is" in caplog.text
 
 
 # -- card --------------------------------------------------------------------------------------------------------------

@@ -336,6 +336,29 @@ def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest
     assert not hasattr(model.config, "posenc")
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", [*NAMES, "modernbert"])
+def test_packed_sequences_keep_the_windows_of_stock_layers(name: str, layer: int) -> None:
+    model, ids = hf_posenc.patch(make(name), "alibi", native="keep", layers=[layer]), tokens()
+    call = {"position_ids": torch.cat((torch.arange(13), torch.arange(16)))[None]}
+    alone = torch.cat((logits(model, ids[:, :13]), logits(model, ids[:, 13:])), dim=1)
+    same(logits(model, ids, **call), alone)
+    model.set_attn_implementation("eager")
+    same(logits(model, ids, **call), alone)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [(0, "only layers with windows know"), (1, "only some layers are converted")]
+)
+def test_packed_sequences_of_hybrids_with_windows_do_not_go_on(layer: int, why: str) -> None:
+    model, ids = hf_posenc.patch(make("gemma3"), "alibi", native="keep", layers=[layer]), tokens()
+    places = torch.cat((torch.arange(13), torch.arange(16)))[None]
+    with torch.no_grad():
+        cache = model(ids, position_ids=places, use_cache=True).past_key_values
+        with pytest.raises(hf_posenc.CacheError, match=why):
+            model(ids[:, :1], position_ids=torch.tensor([[16]]), past_key_values=cache)
+
+
 def test_a_model_without_layers_is_refused() -> None:
     model = make("mistral")
     model.get_decoder().layers = torch.nn.ModuleList()
