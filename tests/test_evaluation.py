@@ -831,6 +831,18 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
 
 
+def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:
+    model = stock("llama").to(torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    for name in ("half", "whole"):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        model.float()
+    models = (str(tmp_path / "half"), str(tmp_path / "whole"))
+    half, whole = Request(models, ("perplexity",), contexts=(64,), samples=2).run()["perplexity"].models.values()
+    assert torch.equal(half[0].samples, whole[0].samples)
+
+
 def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> None:
     from peft import get_peft_model
 

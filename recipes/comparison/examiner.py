@@ -96,7 +96,8 @@ class Examiner:
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
-            model = load(self._native)[0].to(self._inputs.device)
+            # The control is in float32, where it was trained as a whole.
+            model = load(self._native, dtype=self._inputs.first.config().dtype)[0].to(self._inputs.device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
             self._findings(UNTRAINED, model, free, start="as it was given").save(path)
         return Findings.load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -141,7 +142,10 @@ class Request:
         )
         hiding = corruptor(config, tokenizer, seed=self.seed)
         corrupt = None if hiding is None else hiding.corrupt
-        return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device)
+        # Models in half precision would differ from trained ones by rounding alone.
+        dtypes = {each.config().dtype or torch.float32 for each in found}
+        dtype = functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+        return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device, dtype)
 
     def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
         """Return the text in words, and its documents."""
@@ -174,6 +178,7 @@ class Inputs:
         ids: Token ids of the text, int64 `[tokens]`.
         corrupt: Function that corrupts the input of an encoder; `None` for causal models.
         device: The device of this process.
+        dtype: The dtype of all models; `None` is that of their checkpoints.
     """
 
     request: Request
@@ -182,6 +187,7 @@ class Inputs:
     ids: Tensor
     corrupt: Corruption | None
     device: torch.device
+    dtype: torch.dtype | None = None
     _reference: Any = field(default=None, init=False, repr=False)
 
     @property
@@ -203,7 +209,7 @@ class Inputs:
         """Return a model on the device; the first one is reused if it is kept as the reference."""
         if subject is self.first and self._reference is not None:
             return self._reference
-        return subject.load(self.device, self.request.seed)
+        return subject.load(self.device, self.request.seed, self.dtype)
 
     def reference(self) -> Any:
         """Return the first model, and keep it for comparisons."""

@@ -63,12 +63,18 @@ class Subject:
         own = Path(self.source, "tokenizer_config.json").is_file()
         return loading.load_tokenizer(self.source if own else self.base)
 
-    def load(self, device: torch.device, seed: int = 0) -> Any:
-        """Return the model on a device, converted if requested, with the same weights in every process."""
+    def load(self, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
+        """Return the model on a device, converted if requested, with the same weights in every process.
+
+        Args:
+            device: Device.
+            seed: Random seed of the weights of an untrained scheme.
+            dtype: Dtype of the weights; `None` is that of the checkpoint.
+        """
         # New parameters are drawn on the CPU. The caller's random state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            model, _ = loading.load(self.base)
+            model, _ = loading.load(self.base, **({} if dtype is None else {"dtype": dtype}))
             if self.base != self.source:
                 model = adapters.merged(model, self.source)
             if self.scheme is not None:

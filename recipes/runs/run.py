@@ -453,7 +453,9 @@ class _Run:
             return "Nothing: a masked language model continues no text."
         samples = self.recipe.evaluation.prompts
         generation = Generation(data.held_out, tokenizer, samples=samples, corrupt=data.corrupt)
-        original, _ = load(self.recipe.model)
+        original, _ = load(
+            self.recipe.model, **({"dtype": torch.float32} if self.recipe.adapter.kind == "none" else {})
+        )
         with self._precise():
             sentence = compared(generation(original.to(model.device)), generation(model))
         if self.console:
