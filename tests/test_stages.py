@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
+
+
+def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of()
+    recipe = replace(recipe, transfer=replace(recipe.transfer, learning_rate=0.0, scheme_learning_rate=0.0))
+    for stop in range(2):
+        with monkeypatch.context() as patched:
+            stop_at_the_next_save(patched)
+            with pytest.raises(Stopped):
+                run.resume(tmp_path / "out") if stop else run.train(recipe, tmp_path / "out")
+    run.resume(tmp_path / "out")
+    assert "the start was not changed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:

@@ -61,7 +61,7 @@ from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
-from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest, Match
+from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
@@ -301,10 +301,10 @@ class _Run:
                     with disabled(model):
                         measuring.take(NATIVE, model)
                     measuring.take(0, model)
-                    found = self._transfer(stage, model, data, teacher, facts)
-                    if not found.accepted:
-                        facts = replace(facts, cautions=(*facts.cautions, found.sentence))
+                    self._transfer(stage, model, data, teacher, facts)
                     measuring.take(stage.recipe.training.steps, model)
+                if self.transferred is not None and not self.transferred["accepted"]:
+                    facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
                 continue
             ends = stage is plans[-1]
             measuring = Measuring(
@@ -362,7 +362,7 @@ class _Run:
         trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
         trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
 
-    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> Match:
+    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> None:
         """Run the attention transfer, or read its result; its verdict goes into run.json."""
         recipe, device = self.recipe, self.processes.device
         checkpoints = self._checkpoints(stage)
@@ -409,7 +409,6 @@ class _Run:
         transfer.place(home)
         if self.console:
             self.console.print(found.sentence, highlight=False, soft_wrap=True)
-        return found
 
     def _precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
