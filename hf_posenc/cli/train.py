@@ -228,6 +228,7 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc.recipes.data.windows import check_data
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.schema import suitability
+    from hf_posenc.recipes.training.stages import stages
 
     config = load_config(loading.place(recipe.model))
     suitability.check_unconverted(recipe, config)
@@ -251,15 +252,16 @@ def _plan(recipe: Recipe) -> str:
         )
         new = planned.parameters
         lines.append(in_syntax_of("train", str(planned)))
-    for stage, settings in (("transfer", recipe.transfer), ("training", training), ("long windows", recipe.lengthen)):
-        windows, tokens = settings.batch_size or training.batch_size, getattr(settings, "length", None) or length
+    model = planning.skeleton(config)
+    for stage in stages(recipe, model):
+        settings, (name, *_) = stage.recipe.training, stage.words.split(":")
+        windows, tokens = settings.batch_size, settings.length or length
         count = f"{windows:,} windows of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
-        if settings.steps:
-            lines.append(f"{f'{stage}:':<20} {settings.steps:,} steps of {count}")
+        lines.append(f"{f'{name}:':<20} {settings.steps:,} steps of {count}")
     lines.append(f"{'text:':<20} {recipe.data.source}")
     if training.skip_to is not None:
         lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")
     device, trained = processes().device, None if recipe.adapter.kind == "none" else new
-    estimate = memory.fitted(recipe, planning.skeleton(config), length, device, trained=trained)[1]
+    estimate = memory.fitted(recipe, model, length, device, trained=trained)[1]
     lines.append(f"{'memory of a step:':<20} {estimate}")
     return "\n".join(lines)
