@@ -362,7 +362,8 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
                 f"{entry['peak']:g}" if entry["peak"] else "-",
             )
     yield from ("", f"{machine()}.")
-    yield from ("", "Command: `python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR`")
+    command = "python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR"
+    yield from ("", f"Command: `{command}`, with `--tokens`, `--transfer`, `--batch` and `--precision` as in the table.")
 
 
 def heading(*names: str) -> tuple[str, str]:
