@@ -363,7 +363,7 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
             )
     yield from ("", f"{machine()}.")
     command = "python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR"
-    yield from ("", f"Command: `{command}`, with `--tokens`, `--transfer`, `--batch` and `--precision` as in the table.")
+    yield from ("", f"Command: `{command}`, with tokens, transfer, batch and precision as above.")
 
 
 def heading(*names: str) -> tuple[str, str]:
