@@ -252,7 +252,7 @@ class LayerCall:
     def visible(self, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
         """Return the visibility of all keys, those of the cache included; `window` is that of the scheme."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
-        real, window = self.context.real, min(filter(None, (window, self.window)), default=None)
+        real, window = self.context.real, self.window if window is None else min(window, self.window or window)
         # A window that is longer than the sequence hides nothing.
         if window is not None and self.context.reach < window:
             window = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, SAME, auto, logits, loss, moved, new_parameters, stacks_for, stock, tokens
+from models import ARCHITECTURES, SAME, auto, inputs, logits, loss, moved, new_parameters, stacks_for, stock, tokens
 from transformers import PreTrainedModel
 
 import hf_posenc
@@ -108,6 +108,20 @@ def test_half_way_the_cache_is_right(case: tuple[PreTrainedModel, str, str]) -> 
     call: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "min_new_tokens": 12}
     without = model.generate(ids, use_cache=False, do_sample=False, **call)
     assert torch.equal(model.generate(ids, do_sample=False, **call), without)
+
+
+def test_half_way_packed_rows_equal_separate_rows(case: tuple[PreTrainedModel, str, str]) -> None:
+    model, architecture, _ = case
+    ids, lengths = tokens(architecture, 1, 20), (9, 11)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    hf_posenc.set_strength(model, native=0.5, scheme=0.5)
+    call = {**inputs(architecture, ids), "position_ids": positions}
+    if architecture == "t5":
+        call |= {"decoder_input_ids": ids, "decoder_position_ids": positions}
+    with torch.no_grad():
+        packed = model(**call, use_cache=False).logits
+    for row, part in zip(packed.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(row, logits(model, architecture, part, torch.ones_like(part)), **SAME)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -32,7 +32,7 @@ class SelectiveRoPE(ContentRotation):
     is kept. `"official"`: the sums alone, with torch's default for all weights.
 
     Deviations from the official code: grouped queries share the steps of their keys; padding makes no step; the
-    convolution begins again with each packed sequence; the start on top of the position. Without the full-rank
+    convolution and sums begin again with each packed sequence; the start on top of the position. Without the full-rank
     projection, phase gates, and the bias of the steps.
 
     Args:
@@ -97,9 +97,16 @@ class SelectiveRoPE(ContentRotation):
         before = tokens.past.get(_SUMS)
         if before is not None:
             sums = sums + before.flatten(2).to(sums)
+        # Sums begin again with each packed sequence: where the scheme acts in part, absolute angles count.
+        goes_on, needed = tokens.previous(torch.ones_like(sums[..., :1]), f"{_BEFORE}_any")
+        slots = torch.arange(sums.shape[1], device=sums.device)[:, None]
+        begins = goes_on == 0 if tokens.real is None else (goes_on == 0) & tokens.real[..., None]
+        first = torch.where(begins, slots, -1).cummax(1).values
+        earlier = (sums - steps).gather(1, first.clamp_min(0).expand_as(sums))
+        sums, recent = sums - earlier.masked_fill(first < 0, 0), recent | needed
         sums = sums.unflatten(-1, (self.geometry.kv_heads, -1))  # [B, S, G, M]
         return sums.transpose(1, 2), {**recent, _SUMS: sums}
 
     def state_bytes(self, element: int) -> tuple[int, int]:
-        of_shifts = (self.kernel - 1) * (4 * self.rank + 8)
+        of_shifts = (self.kernel - 1) * (4 * self.rank + 8) + 16
         return 0, self.history * (8 * self.geometry.kv_heads * self.pairs + of_shifts)
