@@ -28,14 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from hf_posenc.errors import ArchitectureError, CacheError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.patches.architecture import (
-    Architecture,
-    embedding_rms,
-    of_config,
-    register_architecture,
-    stated_length,
-    weight_of,
-)
+from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies, native_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
@@ -222,11 +215,12 @@ class FamilyBody(PosencBody):
     def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
         """Return them with the windows of stock layers, which know their window by the mask."""
         config: Any = self.config
-        kind = cast("Family", of_config(config)).attention
-        attentions = [each for each in self.modules() if isinstance(each, kind)]
         window = getattr(config, "sliding_window", None)
-        is_whole = all(isinstance(each, PosencAttention) for each in attentions)
-        if window is None or is_whole or not _masks_have_windows(kind):
+        if window is None:
+            return mask
+        kind = next(each for each in self.modules() if isinstance(each, PosencAttention)).posenc_stock
+        attentions = [each for each in self.modules() if isinstance(each, kind)]
+        if all(isinstance(each, PosencAttention) for each in attentions) or not _masks_have_windows(kind):
             return mask
         if goes_on:
             raise CacheError(
