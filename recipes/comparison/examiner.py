@@ -78,6 +78,8 @@ class Examiner:
                 f"expected at least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
             )
         self._native, self._console = control.recipe.model, console
+        # As the contestants, which are in float32 where they are trained as a whole.
+        self._options = {"dtype": torch.float32} if control.recipe.adapter.kind == "none" else {}
         request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
         first = Subject(NATIVE, str(control.folder / MODEL))
         self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, Workers().device)
@@ -96,8 +98,7 @@ class Examiner:
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
-            # The control is in float32, where it was trained as a whole.
-            model = load(self._native, dtype=self._inputs.first.config().dtype)[0].to(self._inputs.device)
+            model = load(self._native, **self._options)[0].to(self._inputs.device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
             self._findings(UNTRAINED, model, free, start="as it was given").save(path)
         return Findings.load(path)
