@@ -261,7 +261,7 @@ class LayerCall:
             rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
             keep = None if real is None or self.mask is None else real[:, None, None]
             # A cache drops tokens by slots. Padding between tokens makes these distances longer than positions.
-            span = None if keep is None or rule == "all" or self.window is None else self.window
+            span = self.window if keep is not None and rule == "slots" and keys > (self.window or keys) else None
             return Mask(rule, keep=keep, window=window, span=span)
         shape = (batch, heads, queries, keys)
         if queries == 1:

@@ -20,6 +20,7 @@ from variants import VARIANTS, identify, variants
 from hf_posenc import Geometry, Positions, Scheme, attend, build, schemes
 from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
+from hf_posenc.attention.engine import EXECUTORS
 from hf_posenc.attention.sdpa import touches_the_matrix
 from hf_posenc.operands import Block, Projection, Tokens
 
@@ -840,6 +841,18 @@ ELSEWHERE = {
     "stick_breaking": ["stick_breaking"],
     "tape": ["tape"],
 }
+
+
+def test_executors_without_windows_leave_those_in_slots_to_others() -> None:
+    scheme = build("shaw", Geometry(heads=2, kv_heads=1, head_dim=4, hidden_size=8), max_distance=2)
+    places = torch.arange(9)[None]
+    q, k, v = (torch.zeros(1, heads, 9, 4) for heads in (2, 1, 1))
+    fit = [
+        {each.name for each in EXECUTORS if each.fits(Call(scheme, q, k, v, Positions(places, places), 8, 0.5, mask))}
+        for mask in (Mask("slots"), Mask("slots", span=3))
+    ]
+    assert [{"dense", "locality"} <= names for names in fit] == [True, False]
+    assert "dense" in fit[1]
 
 
 def test_every_scheme_has_a_slow_reference() -> None:

@@ -57,7 +57,7 @@ class Executor(ABC):
 
     def fits(self, call: Call) -> bool:
         """Whether the executor computes this call correctly, apart from softcap and sinks."""
-        windowed = call.mask.window is not None
+        windowed = call.mask.window is not None or call.mask.span is not None
         able = (self.windows or not windowed) and (self.reshapes or not call.reshaped)
         return able and self.knows(call.scheme, call.device) and self.computes(call)
 
