@@ -348,11 +348,7 @@ def check(cache: Cache | None) -> None:
 
 
 def check_disabled(cache: Cache | None) -> None:
-    """Raise if the stock function is to go on from tokens of the patched one.
-
-    Raises:
-        CacheError: It is.
-    """
+    """Raise `CacheError` if a cache holds tokens of the patched model, with which stock attention cannot go on."""
     if cache is not None and not torch.compiler.is_compiling() and is_known(cache) and cache.get_seq_length():
         raise CacheError(
             f"The cache holds {int(cache.get_seq_length())} tokens of the patched model, and the patch is disabled. "

@@ -30,6 +30,9 @@ from hf_posenc.patches.surgery import is_of_scheme
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
+_WEIGHTS = re.compile(
+    r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
+)
 
 
 class PosencConfig:
@@ -297,13 +300,17 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
     check_complete(f"checkpoint {source}", *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
 
 
+def variant(name: str) -> str | None:
+    """Return the variant of a model, with a dot, whose weights or index a file holds; `None` for other files."""
+    found = _WEIGHTS.fullmatch(name)
+    return None if found is None else found["weights"] or found["index"] or ""
+
+
 def _check_one(file: Path) -> None:
     """Raise if weights lie in a file and in shards, too: transformers would take those of the file, old or new."""
-    found = re.fullmatch(r"model(\.[^.]+?)?\.safetensors", file.name)
-    if found is None or "-of-" in file.name:
-        return
-    index = file.with_name(f"model.safetensors.index{found[1] or ''}.json")
-    if index.is_file():
+    of = variant(file.name)
+    index = file.with_name(f"model.safetensors.index{of}.json")
+    if of is not None and "-of-" not in file.name and index.is_file():
         raise CheckpointError(
             f"{file.parent} holds two checkpoints: {file.name}, and the shards of {index.name}. Remove the older one, "
             "or save the model again."

@@ -213,14 +213,14 @@ class FamilyBody(PosencBody):
         return bool(attention.is_causal)
 
     def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
-        """Return them with the windows of stock layers, which know their window by the mask."""
+        """Return the masks for the layers. Layers that are not converted get the window in theirs."""
         config: Any = self.config
         window = getattr(config, "sliding_window", None)
         if window is None:
             return mask
-        kind = next(each for each in self.modules() if isinstance(each, PosencAttention)).posenc_stock
-        attentions = [each for each in self.modules() if isinstance(each, kind)]
-        if all(isinstance(each, PosencAttention) for each in attentions) or not _masks_have_windows(kind):
+        stock = next(each for each in self.modules() if isinstance(each, PosencAttention)).posenc_stock
+        attentions = [each for each in self.modules() if isinstance(each, stock)]
+        if all(isinstance(each, PosencAttention) for each in attentions) or not _masks_have_windows(stock):
             return mask
         if goes_on:
             raise CacheError(
@@ -424,7 +424,7 @@ def _blank(kind: type[nn.Module], config: Any, index: int) -> Any:
 
 
 def _masks_have_windows(attention: type[nn.Module]) -> bool:
-    """Whether the model of an attention makes masks with windows."""
+    """Whether models with this attention make sliding-window masks."""
     makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
     return any("sliding" in name or "chunked" in name for name in makers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,6 @@ from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
 _RESTORE = "Restore config.json, or convert the model again."
-_WEIGHTS = re.compile(
-    r"model(?P<variant>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<of>\.[^.]+)?\.json"
-)
 
 
 class PosencModel:
@@ -164,14 +160,12 @@ class PosencModel:
         # A folder that is uploaded under its name, or that other processes write too, is written in place.
         is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         in_place = bool(args or is_shared or folder.is_file() or kwargs.get("push_to_hub"))
+        of = checkpoint.variant
+        saving = storing(folder, needed=size) if in_place else whole_files(folder, needed=size, part_of=of)
         quantizer = vars(self).get("hf_quantizer")
         self.hf_quantizer: Any = checkpoint.Binding(self, state_dict)
         try:
-            with (
-                storing(folder, needed=size)
-                if in_place
-                else whole_files(folder, needed=size, part_of=_variant) as fresh
-            ):
+            with saving as fresh:
                 place = save_directory if fresh is None else fresh
                 super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
                 # The weights of an adapter are written after its configuration, which so far is bound to older ones.
@@ -203,12 +197,6 @@ class PosencModel:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
-
-
-def _variant(name: str) -> str | None:
-    """Return the variant of a model whose weights a file has a part of; `None` for other files."""
-    found = _WEIGHTS.fullmatch(name)
-    return None if found is None else found["variant"] or found["of"] or ""
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:

@@ -162,6 +162,7 @@ def _choose_stacks(
     if stacks is None:
         return bodies
     wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
+    # A list, since what was given may be unhashable.
     if not wanted or any(name not in list(bodies) for name in wanted):
         raise LayerSelectionError(
             f"stacks={stacks!r}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."

@@ -75,7 +75,7 @@ def auto_class(config: Any) -> Any:
 
 
 def language_class(name: str, config: Any) -> Any:
-    """Return the same for a model of that name; raise `RecipeError` if it is no language model."""
+    """Return the `Auto` class of a language model; raise `RecipeError`, which names the model, if it is none."""
     kind = auto_class(config)
     if type(config) not in kind._model_mapping:
         raise RecipeError(

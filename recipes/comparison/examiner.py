@@ -32,6 +32,7 @@ from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.schema.recipe import Conversion
+from hf_posenc.recipes.training.adapter import trained_dtype
 
 FINDINGS, PICTURE = "results.json", "overview.png"
 # Pairs of timed training steps.
@@ -78,8 +79,7 @@ class Examiner:
                 f"expected at least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
             )
         self._native, self._console = control.recipe.model, console
-        # As the contestants, which are in float32 where they are trained as a whole.
-        self._options = {"dtype": torch.float32} if control.recipe.adapter.kind == "none" else {}
+        self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
         request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
         first = Subject(NATIVE, str(control.folder / MODEL))
         self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, Workers().device)
@@ -98,7 +98,7 @@ class Examiner:
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
-            model = load(self._native, **self._options)[0].to(self._inputs.device)
+            model = load(self._native, **self._dtype)[0].to(self._inputs.device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
             self._findings(UNTRAINED, model, free, start="as it was given").save(path)
         return Findings.load(path)

@@ -42,8 +42,8 @@ _USUAL: dict[Any, tuple[str, ...]] = {
 }
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
-# Characters of text on which tokenizers are compared.
-_SAMPLE, _SAMPLED = 10_000, 100
+# Characters of text on which tokenizers are compared, and documents that they come from at most.
+_SAMPLE, _DOCUMENTS = 10_000, 100
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Request:
         first, config = found[0], found[0].config()
         tokenizer, kind = first.tokenizer(), auto_class(config)
         text, documents = self._documents(found)
-        sample = "".join(document["text"] for document in itertools.islice(documents, _SAMPLED))[:_SAMPLE]
+        sample = "".join(document["text"] for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
         for other in found[1:]:
             if auto_class(other.config()) is not kind:
                 raise OptionError(

@@ -277,8 +277,7 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     trained_on = f", trained on {facts.trained_length:,} tokens" * facts.states_length
     yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
     came_with = ", ".join(facts.came_with)
-    aim = "longer texts" if facts.reach > facts.trained_length else "a control"
-    as_it_is = f"{came_with}, trained on as the model has it" if came_with else f"none ({aim})"
+    as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
     converted = " and ".join(f"{count} {name} layers" for name, count in facts.layers.items())
     yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
     options = {

@@ -55,7 +55,7 @@ from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.runs.verdict import Verdict, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
-from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization
+from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
 from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
@@ -69,11 +69,11 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 LOCK = f"{CHECKPOINTS}/.lock"
 
 # Keys of the recipe, of the verdicts of the fit and the transfer, and of the micro batches in run.json.
+_KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Settings of a training that a control does without, or that change no result.
 _OF_A_SWAP = dict.fromkeys(
     ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
 )
-_KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
 # Windows for `fit`; tokens that judge the transfer.
@@ -419,11 +419,8 @@ class _Run:
     def _load(self) -> tuple[Any, Any]:
         adapter = self.recipe.adapter
         packed = quantization(adapter, precision=self.recipe.training.precision)
-        # Trained weights are float32; weights under an adapter keep the dtype of the checkpoint.
-        options = (
-            {"dtype": torch.float32} if adapter.kind == "none" else {"quantization_config": packed} if packed else {}
-        )
-        model, tokenizer = load(self.recipe.model, **options)
+        options = {} if packed is None else {"quantization_config": packed}
+        model, tokenizer = load(self.recipe.model, **trained_dtype(adapter), **options)
         if packed is not None:
             # `attach` does this too, but `fit` runs before it.
             keep_unpacked(model)
@@ -452,9 +449,7 @@ class _Run:
             return "Nothing: a masked language model continues no text."
         samples = self.recipe.evaluation.prompts
         generation = Generation(data.held_out, tokenizer, samples=samples, corrupt=data.corrupt)
-        original, _ = load(
-            self.recipe.model, **({"dtype": torch.float32} if self.recipe.adapter.kind == "none" else {})
-        )
+        original, _ = load(self.recipe.model, **trained_dtype(self.recipe.adapter))
         with self._precise():
             sentence = compared(generation(original.to(model.device)), generation(model))
         if self.console:

@@ -21,6 +21,11 @@ from hf_posenc.recipes.schema.recipe import Adapter
 _ALL = "all-linear"
 
 
+def trained_dtype(adapter: Adapter) -> dict[str, Any]:
+    """Return the dtype for loading the model: weights that are trained are float32, others as in the checkpoint."""
+    return {"dtype": torch.float32} if adapter.kind == "none" else {}
+
+
 def quantization(
     adapter: Adapter, *, precision: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> BitsAndBytesConfig | None:
