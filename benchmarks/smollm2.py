@@ -361,7 +361,8 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
                 speed,
                 f"{entry['peak']:g}" if entry["peak"] else "-",
             )
-    yield from ("", f"{machine()}.")
+    machines = dict.fromkeys(entry["machine"] for entry in found.values() if "machine" in entry)
+    yield from ("", f"{'; '.join(machines)}. A dash: the run was stopped on the way, or shared its core.")
     command = "python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR"
     yield from ("", f"Command: `{command}`, with tokens, transfer, batch and precision as above.")
 
