@@ -15,7 +15,7 @@ from hf_posenc.schemes.families.layers import PairNetwork
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Or the pairs here would be few enough for one go.
-    monkeypatch.setattr(op, "worth_it", lambda x: True)
+    monkeypatch.setattr(op, "_WORTH_IT", 0)
     monkeypatch.setattr(op, "_IN_CACHE", 40)
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from hf_posenc.ops.masking import differentiable_gradients, fill_hidden_, worth_it
 
 
 def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
@@ -20,13 +14,6 @@ def values_at_counts(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None)
         at_whole: Values at the counts 0 to N - 1, `[B, H, q, N]`; beyond stands the last, and in between a line.
         keep: Keys that are counted, bool `[B|1, H|1, q|1, K]`; `None` means all.
     """
-    if not worth_it(gate_logits):
-        return _naive(gate_logits, at_whole, keep)
-    values: Tensor = _ValuesAtCounts.apply(gate_logits, at_whole, keep)  # type: ignore[no-untyped-call]
-    return values
-
-
-def _naive(gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
     return between(at_whole, counts(gate_logits, keep, at_whole.shape[-1] - 1))
 
 
@@ -59,35 +46,3 @@ def between(at_whole: Tensor, place: Tensor, table: Tensor | int = 0) -> Tensor:
     if at_whole.ndim > place.ndim:
         at_whole, steps = at_whole.flatten(-2), steps.flatten(-2)
     return at_whole.gather(-1, index) + (place - below) * steps.gather(-1, index)
-
-
-class _ValuesAtCounts(torch.autograd.Function):
-    """`values_at_counts` with fewer passes, a third of them in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_logits: Tensor, at_whole: Tensor, keep: Tensor | None) -> Tensor:
-        gates = fill_hidden_(gate_logits.sigmoid(), keep, 0.0)
-        place = to_the_end(gates).clamp_max_(at_whole.shape[-1] - 1)
-        index = place.long()
-        fraction = place.frac_()
-        slope = F.pad(at_whole.diff(dim=-1), (0, 1)).gather(-1, index)
-        ctx.save_for_backward(gate_logits, at_whole, keep, gates, index, fraction, slope)
-        return at_whole.gather(-1, index).addcmul_(fraction, slope)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate_logits, at_whole, keep, gates, index, fraction, slope = ctx.saved_tensors
-        of_logits: Tensor | None = None
-        of_whole: Tensor | None = None
-        if torch.is_grad_enabled():
-            naive = functools.partial(_naive, keep=keep)
-            return *differentiable_gradients(naive, (gate_logits, at_whole), grad), None
-        if ctx.needs_input_grad[0]:
-            # From the last count on the slope is zero.
-            of_logits = torch.ops.aten.sigmoid_backward((grad * slope).cumsum_(-1), gates)
-        if ctx.needs_input_grad[1]:
-            of_steps = torch.zeros_like(at_whole).scatter_add_(-1, index, grad * fraction)[..., :-1]
-            of_whole = torch.zeros_like(at_whole).scatter_add_(-1, index, grad)
-            of_whole[..., :-1] -= of_steps
-            of_whole[..., 1:] += of_steps
-        return of_logits, of_whole, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.ops.masking import differentiable_gradients, worth_it
-
+# Minimum number of inputs for a backward pass by hand.
+_WORTH_IT = 2**16
 # Hidden numbers at once: those of a whole block of logits would fit into no cache, and be written to new memory each
 # time.
 _IN_CACHE = 2**18
@@ -27,7 +26,10 @@ def pair_network(weights: Sequence[Tensor], inputs: Sequence[Tensor], *, slope: 
         slope: Slope of the ReLU for negative numbers.
         residual: Add all inputs to the output; each has as many channels as that.
     """
-    run = _InCache.apply if worth_it(inputs[0]) else naive
+    x = inputs[0]
+    # A graph that is being compiled has no numbers.
+    by_hand = not torch.compiler.is_compiling() and x.numel() >= _WORTH_IT and x.device.type == "cpu"
+    run = _InCache.apply if by_hand else naive
     output: Tensor = run(slope, residual, *weights, *inputs)
     return output
 
@@ -69,8 +71,10 @@ class _InCache(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            again = functools.partial(naive, ctx.slope, ctx.residual)
-            return None, None, *differentiable_gradients(again, tensors, grad)
+            targets = [x for x in tensors if x.requires_grad]
+            again = naive(ctx.slope, ctx.residual, *tensors)
+            found = iter(torch.autograd.grad(again, targets, grad, create_graph=True))
+            return None, None, *(next(found) if x.requires_grad else None for x in tensors)
         first, second, inputs = _with_biases(tensors)
         wanted = ctx.needs_input_grad[2:]
         of_first, of_second = torch.zeros_like(first), torch.zeros_like(second)

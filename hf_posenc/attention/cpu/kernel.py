@@ -1,20 +1,17 @@
 """Softmax attention with a bias on a CPU, by the kernel under torch's own attention function.
 
 The public function gives no logarithm of the sum of exponentials, which merging parts and a backward pass of our own
-need, and takes a slow path for a bias that learns. The kernel is private to torch, so it is tried on a small problem
-before its first use; where it is missing or does something else, plain products take its place.
+need, and takes a slow path for a bias that learns. The kernel is private to torch, whose version is bounded; the tests
+of every executor notice if another one does something else.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from hf_posenc.ops.linear import grouped_matmul
 
 
 class Done(NamedTuple):
@@ -46,20 +43,21 @@ def forward(
 
     Returns:
         `[B, H, Q, D]` in the dtype of the operands, and `[B, H, Q]`, float32 or float64. A row whose bias is -inf
-        throughout has zeros for both from the fused kernel, NaN and -inf from plain products: let the smallest number
-        hide it.
+        throughout has zeros for both: let the smallest number hide it.
     """
-    run = _fused if _kernel_works() else _plain
-    return run(_rowwise(q), _rowwise(k), _rowwise(v), bias, scale, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = kernel(_rowwise(q), _rowwise(k), _rowwise(v), 0.0, causal, attn_mask=bias, scale=scale)
+    return output, lse
 
 
 def backward(
     grad: Tensor, done: Done, bias: Tensor | None, scale: float, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, of a bias that has none."""
-    run = _fused_backward if _kernel_works() else _plain_backward
-    q, k, v, output = (_rowwise(x) for x in done[:4])
-    return run(_rowwise(grad), Done(q, k, v, output, done.lse), bias, scale, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    operands = (_rowwise(x) for x in (grad, *done[:4]))
+    dq, dk, dv = kernel(*operands, done.lse, 0.0, causal, attn_mask=bias, scale=scale)
+    return dq, dk, dv
 
 
 def mark_empty_rows(lse: Tensor) -> Tensor:
@@ -74,78 +72,3 @@ def mark_empty_rows(lse: Tensor) -> Tensor:
 def _rowwise(x: Tensor) -> Tensor:
     """Return a tensor whose rows are contiguous, as the kernel wants them."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    return output, lse
-
-
-def _fused_backward(
-    grad: Tensor, done: Done, bias: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = kernel(grad, *done, 0.0, causal, attn_mask=bias, scale=scale)
-    return dq, dk, dv
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    logits = _logits(q, k, bias, scale, causal)
-    lse = logits.logsumexp(dim=-1)
-    return grouped_matmul((logits - lse[..., None]).exp(), v.to(logits)).to(q.dtype), lse
-
-
-def _plain_backward(
-    grad: Tensor, done: Done, bias: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, output, lse = (x.to(done.lse) for x in done)
-    weights, grad = (_logits(q, k, bias, scale, causal) - lse[..., None]).exp(), grad.to(lse)
-    d_logits = weights * (grouped_matmul(grad, v.mT) - (grad * output).sum(-1, keepdim=True)) * scale
-
-    def by_group(x: Tensor) -> Tensor:
-        """Return `[B, H, Q, N]` as `[B, G, H / G * Q, N]`: heads that share keys give them a sum."""
-        return x.reshape(*k.shape[:2], -1, x.shape[-1])
-
-    found = (
-        grouped_matmul(d_logits, k),
-        by_group(d_logits).mT @ by_group(q),
-        by_group(weights).mT @ by_group(grad),
-    )
-    dq, dk, dv = (d.to(x.dtype) for d, x in zip(found, done, strict=False))
-    return dq, dk, dv
-
-
-def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
-    precise = torch.promote_types(q.dtype, torch.float32)
-    logits = grouped_matmul(q.to(precise), k.to(precise).mT) * scale
-    if bias is not None:
-        logits = logits + bias
-    if causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
-    return logits
-
-
-@functools.cache
-def _kernel_works() -> bool:
-    """Whether torch has the kernel, and it does what is expected of it, down to strides and shared keys."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
-
-    q, grad, k, v = draw(2, 4, 5, 3), draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 3)
-    bias = draw(4, 16).as_strided((1, 4, 5, 7), (0, 16, 1, 1))  # overlaps itself, as tables of distances do
-    try:
-        # Autocast would round the plain products.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for given, causal in ((bias, False), (bias[:, :, :1], True)):
-                got, want = (run(q, k, v, given, 0.7, causal) for run in (_fused, _plain))
-                done = Done(q, k, v, *want)
-                back = [run(grad, done, given, 0.7, causal) for run in (_fused_backward, _plain_backward)]
-                pairs = [*zip(got, want, strict=True), *zip(*back, strict=True)]
-                if not all(torch.allclose(a, b, atol=1e-4) for a, b in pairs):
-                    return False
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False
-    return True

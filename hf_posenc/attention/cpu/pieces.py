@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.cpu.biases import BlockBias, Piece, over_batch
-from hf_posenc.attention.cpu.tables import Lookup, looked_up
 from hf_posenc.structures import PiecewiseLinear
 
 
@@ -161,30 +160,44 @@ class PiecewiseBias(BlockBias):
         d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
 
 
-class PiecewiseLookup(Lookup):
-    """The same function where slots do not tell distances, in causal calls: each pair of tokens finds its piece."""
+class PiecewiseLookup(BlockBias):
+    """The same function where slots do not tell distances, as in training with skipped positions, in causal calls.
+
+    Each pair of tokens finds its piece.
+    """
 
     name = "straight pieces by index"
+    rows = 64
 
     def __init__(self, added: PiecewiseLinear, call: Call) -> None:
         super().__init__(call)
         dtype = call.precise
-        feature, weight = added.feature(self.distances, dtype), added.weight(call.positions.query, dtype)
+        feature = added.feature(torch.arange(call.reach + 1, device=call.device), dtype)
+        weight = added.weight(call.positions.query, dtype)
         ends, slope, offset = added.pieces(dtype)
         self.ends = ends.detach()
         self.inputs = (feature, weight, slope, offset)
 
+    @staticmethod
+    def pays(call: Call) -> bool:
+        """Whether a row of the batch has fewer distances than pairs of tokens."""
+        return call.reach < call.queries * call.keys
+
     def pieces(self, block: Rows) -> list[Piece]:
         feature, weight, slope, offset = self.inputs
-        index = self.find(block)
-        # Of each pair `[B|1, q, K]`: its feature, the argument of the function, and the piece that it is in.
-        self.feature = feature.index_select(0, index.flatten()).view(index.shape)
+        place = self.positions.rows(block.start, block.stop, block.keys)
+        # Of each pair `[B|1, q, K]`: distance, its feature, the argument of the function, and the piece that it is in.
+        self.index = (place.query[:, :, None] - place.key[:, None, :]).clamp_min_(0)
+        self.feature = feature.index_select(0, self.index.flatten()).view_as(self.index)
         self.weight = weight[:, block.start : block.stop, None]
         self.x = self.feature * self.weight
         self.which = torch.searchsorted(self.ends, self.x, out_int32=True)
         self.d_x = torch.zeros_like(self.x) if self.learning else None
-        self.slope = looked_up(slope.T.contiguous(), self.which)
-        bias = torch.addcmul(looked_up(offset.T.contiguous(), self.which), self.slope, self.x[:, None])
+        self.slope, constant = (
+            table.T.contiguous().index_select(1, self.which.flatten()).view(-1, *self.which.shape).transpose(0, 1)
+            for table in (slope, offset)
+        )
+        bias = torch.addcmul(constant, self.slope, self.x[:, None])
         return self.split(bias, block)
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
@@ -193,7 +206,9 @@ class PiecewiseLookup(Lookup):
         # Row by row first: one sum of that many small numbers would round.
         rows = torch.arange(0, block.length * count, count, device=d_slope.device)[:, None]
         assert self.d_x is not None
-        for row, mine in self.by_row(batch, d_logits):
+        # Positions may have one row for all of the batch.
+        rows_of_batch = enumerate(d_logits, batch.start) if len(self.x) > 1 else [(0, over_batch(d_logits))]
+        for row, mine in rows_of_batch:
             place = (self.which[row] + rows).flatten().expand(len(mine), -1)
             for total, change in ((d_slope, mine * self.x[row]), (d_offset, mine)):
                 sums = change.new_zeros(len(mine), block.length * count).scatter_add_(1, place, change.flatten(1))

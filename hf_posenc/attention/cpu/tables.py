@@ -1,17 +1,16 @@
-"""Tables of distances: blocks are views of one table, or look their distances up where slots do not tell them."""
+"""Tables of distances: blocks are views of one table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.cpu.biases import NATS, BlockBias, Piece, finite, first_true, over_batch, spread_of
-from hf_posenc.structures import DistanceTable
+from hf_posenc.attention.cpu.biases import NATS, BlockBias, Piece, first_true, over_batch, spread_of
 
 
 class TableBias(BlockBias):
@@ -94,55 +93,3 @@ class TableBias(BlockBias):
         if self.causal:
             falling[:, -1] += sums[:, size:].sum(1)
         return [falling.flip(1).to(self.inputs[0].dtype)]
-
-
-class Lookup(BlockBias):
-    """A bias that looks distances up where slots do not tell them, as in training with skipped positions."""
-
-    rows = 64
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self.first = 0 if call.causal else -call.reach
-        self.distances = torch.arange(self.first, call.reach + 1, device=call.device)
-
-    @staticmethod
-    def pays(call: Call) -> bool:
-        """Whether a row of the batch has fewer distances than pairs of tokens."""
-        return call.reach < call.queries * call.keys
-
-    def find(self, block: Rows) -> Tensor:
-        """Return the places of a block's distances in the table, int64 `[B|1, q, K]`."""
-        place = self.positions.rows(block.start, block.stop, block.keys)
-        distance = place.query[:, :, None] - place.key[:, None, :]
-        self.index = distance.sub_(self.first).clamp_min_(0)
-        return self.index
-
-    def by_row(self, batch: slice, d_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Return the gradients `[h, ...]` for each row of the index, which may have one row for all of the batch."""
-        return enumerate(d_logits, batch.start) if len(self.index) > 1 else enumerate([over_batch(d_logits)])
-
-
-class TableLookup(Lookup):
-    """A table of distances, see `DistanceTable`."""
-
-    name = "distance table by index"
-
-    def __init__(self, added: DistanceTable, call: Call) -> None:
-        super().__init__(call)
-        self.inputs = (finite(added.at(self.distances, call.precise)),)
-
-    def spread(self) -> float:
-        return spread_of(self.inputs[0])
-
-    def pieces(self, block: Rows) -> list[Piece]:
-        return self.split(looked_up(self.inputs[0], self.find(block)), block)
-
-    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        for row, mine in self.by_row(batch, d_logits.flatten(2)):
-            self.totals[0].scatter_add_(1, self.index[row].flatten().expand_as(mine), mine)
-
-
-def looked_up(table: Tensor, index: Tensor) -> Tensor:
-    """Return the entries of a table `[H, N]` at an index `[B|1, q, K]`, `[B|1, H, q, K]`."""
-    return table.index_select(1, index.flatten()).view(len(table), *index.shape).transpose(0, 1)
