@@ -1,5 +1,6 @@
 """The executors for long sequences: against the dense reference across many blocks, their choice, their limits."""
 
+import functools
 import weakref
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import fused, kernel
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
+from hf_posenc.ops import rotations
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -277,6 +279,33 @@ def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, 
         for executor in (executor, "dense")
     )
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", [*dict(FORM_OF_EACH), "cape", "transformer_xl", "rope", "liere"])
+def test_transforms_of_torch_func_take_plain_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotations, "_WORTH_PIECES", 0)
+    scheme, (places, _) = make(name), plain(150)
+    inputs = [torch.randn(2, heads, 150, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    inputs.append(torch.randn(2, 150, HIDDEN))
+
+    def loss(own: dict[str, Tensor], *given: Tensor) -> Tensor:
+        *operands, hidden = given
+        call = functools.partial(attend, query_positions=places, key_positions=places, hidden=hidden)
+        return torch.func.functional_call(scheme, own, (call, *operands)).square().sum()
+
+    own = dict(scheme.named_parameters())
+    if name == "liere":
+        with pytest.raises(OptionError, match=r"torch\.func cannot transform"):
+            torch.func.grad(loss)(own, *inputs)
+        return
+    operands = [x.requires_grad_() for x in inputs[:3]]
+    want = torch.autograd.grad(loss(own, *inputs), [*own.values(), *operands])
+    got, *rest = torch.func.grad(loss, argnums=(0, 1, 2, 3))(own, *inputs)
+    torch.testing.assert_close([*got.values(), *rest], list(want), atol=1e-3, rtol=1e-3)
+    with torch.no_grad():
+        each = torch.func.vmap(functools.partial(loss, own))(*(x[:, None] for x in inputs))
+        torch.testing.assert_close(each.sum(), loss(own, *inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["alibi", "cope", "rope"])

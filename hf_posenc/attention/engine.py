@@ -19,6 +19,7 @@ from hf_posenc.attention.gpu.flex import Flex
 from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.sdpa import Sdpa
 from hf_posenc.errors import OptionError
+from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
 
 _BLOCKS = Blocks()
@@ -52,7 +53,7 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, 
 
 def choose(call: Call) -> Executor:
     """Return the executor that runs a call."""
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling() or transformed()
     for executor in EXECUTORS:
         if (executor.traces or not traced) and executor.takes(call):
             return executor

@@ -1,1 +1,8 @@
 """Functions of tensors with a backward pass of their own, each in one file with its naive form."""
+
+import torch
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is active, such as `grad` or `vmap`: it takes no backward pass by hand."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hf_posenc.ops import transformed
+
 # The channels of a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
 Layout = Literal["half", "interleaved"]
 
@@ -18,7 +20,7 @@ _TOKENS = 256
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Multiply the channel pairs (i, i + d / 2) of `[..., S, d]`, as complex numbers, by `cos + i sin`."""
-    if x.numel() < _WORTH_PIECES or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.numel() < _WORTH_PIECES or x.device.type != "cpu" or torch.compiler.is_compiling() or transformed():
         u, w = x.chunk(2, dim=-1)
         return torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
     turned: Tensor = _Halves.apply(x, cos, sin)  # type: ignore[no-untyped-call]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.ops import transformed
+
 # Keys that meet the vectors of their distances at once.
 _TILE = 64
 
@@ -34,7 +36,7 @@ def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *
     It is the transpose of `by_distance`.
     """
     rows, keys = distance.shape[1:]
-    if not plain:
+    if not plain or transformed():
         index = (last - distance).clamp(0, count - 1)[:, None].expand(weights.shape)
         return weights.new_zeros(*weights.shape[:3], count).scatter_add(-1, index, weights)
     lines: Tensor = _ShiftBack.apply(weights, rows + keys - 1)  # type: ignore[no-untyped-call]
@@ -108,6 +110,9 @@ def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """Return `count` places of each row of `[..., q, W]`, each row one place later than the row behind it."""
+    if transformed():
+        later = torch.arange(x.shape[-2] - 1, -1, -1, device=x.device)[:, None]
+        return x.gather(-1, (later + torch.arange(count, device=x.device)).expand(*x.shape[:-1], -1))
     shifted: Tensor = _Shift.apply(x, count)  # type: ignore[no-untyped-call]
     return shifted
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_posenc.errors import OptionError
+from hf_posenc.ops import transformed
 from hf_posenc.ops.rotations import Layout, rotate_halves
 
 
@@ -103,6 +105,11 @@ def rotate(x: Tensor, generators: Tensor, times: Tensor, planes: Planes, cos: Te
             `[B|1, G, S, P]`.
         sin: Sine of the same angles, times the same factor.
     """
+    if transformed():
+        raise OptionError(
+            "Rotations of blocks have a backward pass of their own, which torch.func cannot transform (grad, vmap, "
+            "jacrev, ...). Take gradients with backward() or torch.autograd.grad."
+        )
     result: Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
         x, generators, times, planes, planes.basis.to(x.dtype)[:, None], cos[:, :, None], sin[:, :, None]
     )
