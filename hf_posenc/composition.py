@@ -35,10 +35,6 @@ class Composite(Scheme):
     """A scheme and its add-ons in one layer; each add-on acts on what those before it return.
 
     Its options are those of all parts, but `shared`: every layer has a module of its own.
-
-    Args:
-        geometry: Shape of the layer.
-        **options: Options of the parts.
     """
 
     # The classes of the parts: the scheme, then its add-ons.
@@ -143,11 +139,7 @@ class Composite(Scheme):
 
 @functools.cache
 def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
-    """Return the class of a scheme with add-ons.
-
-    Args:
-        name: Its name.
-        kinds: The classes of its parts, the scheme first.
+    """Return the class of a scheme with add-ons, given those of its parts, the scheme first.
 
     Raises:
         OptionError: Two parts have an option of one name, or both replace the softmax.

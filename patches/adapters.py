@@ -147,7 +147,11 @@ class PosencAdapter:
         """
         found = kwargs.get("auto_mapping_dict")
         if found:
-            kwargs["auto_mapping_dict"] = _auto_class(type(self._model_config), found["base_model_class"]) or found
+            # By this entry `AutoPeftModel` loads the base, stock or converted.
+            name = auto.name_for(type(self._model_config), found["base_model_class"])
+            kwargs["auto_mapping_dict"] = (
+                {"base_model_class": name, "parent_library": "transformers"} if name else found
+            )
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
         binding.bind(Path(save_directory))
 
@@ -235,9 +239,7 @@ class PosencTuner:
 class Kind:
     """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, and another for converted models.
 
-    Args:
-        stock: PEFT's class.
-        tuner: The class for converted models; `None` if the kind puts nothing into the model.
+    There is no other where the kind puts nothing into the model.
     """
 
     def __init__(self, stock: Any, tuner: Any) -> None:
@@ -301,12 +303,7 @@ class Kind:
 def agree(model: Any, config: Any) -> Any:
     """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
-    Args:
-        model: Stock or converted model.
-        config: The adapter's configuration. One of PEFT's own is copied, not changed.
-
-    Returns:
-        The adapter's configuration.
+    Return the adapter's configuration; one of PEFT's own is copied, not changed.
 
     Raises:
         NotPatchedError: Neither has a scheme.
@@ -422,14 +419,6 @@ def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) ->
 
 def _has_parameters(model: nn.Module) -> bool:
     return any(surgery.is_of_scheme(name) for name, _ in model.named_parameters())
-
-
-def _auto_class(config_class: type, head: str) -> dict[str, str] | None:
-    """Return the entry by which `AutoPeftModel` loads the base, stock or converted; `None` if it cannot."""
-    names = [name for name, kind in auto.classes_for(config_class).items() if kind.__name__ == head]
-    # The class for pretraining is a second name of a head that has a better known one.
-    names.sort(key=lambda name: name == "AutoModelForPreTraining")
-    return {"base_model_class": names[0], "parent_library": "transformers"} if names else None
 
 
 def _names(schemes: dict[str, Any]) -> str:

@@ -39,6 +39,13 @@ def classes_for(config_class: type) -> dict[str, type]:
     return {}
 
 
+def name_for(config_class: type, head: str) -> str | None:
+    """Return the name of the `Auto` class that loads the patched model class of a name; `None` if none does."""
+    names = [name for name, kind in classes_for(config_class).items() if kind.__name__ == head]
+    # The class for pretraining is a second name of a head that has a better known one.
+    return min(names, key=lambda name: name == "AutoModelForPreTraining", default=None)
+
+
 def _auto_twins(architecture: Architecture, stock_config: type) -> dict[str, type]:
     found: dict[str, type] = {}
     for name, auto in vars(modeling_auto).items():

@@ -39,21 +39,14 @@ class UnsavedConfig(PreTrainedConfig):
 AutoConfig.register(UnsavedConfig.model_type, UnsavedConfig)
 
 
-def rename(model: nn.Module) -> None:
-    """Replace the name of a model that is about to change; the old one is remembered if it names the stock model."""
+def rename(model: nn.Module, *, stock: bool = False) -> None:
+    """Replace the name of a model that is about to change; the old one is remembered if it names the stock model.
+
+    A model that is about to be unpatched gets that of its `stock` model, where it is known.
+    """
     for config in configs(model):
-        stock = vars(config).get("posenc_origin") if is_patched(config) else config._name_or_path
-        config.posenc_origin = stock
-    _name(model, stock=False)
-
-
-def rename_stock(model: nn.Module) -> None:
-    """Give a model that is about to be unpatched the name of its stock model, where that is known."""
-    _name(model, stock=True)
-
-
-def _name(model: nn.Module, *, stock: bool) -> None:
-    for config in configs(model):
+        if not is_patched(config):
+            config.posenc_origin = config._name_or_path
         config._name_or_path = (stock and vars(config).get("posenc_origin")) or UNSAVED
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -7,7 +7,6 @@ Cross-attention has no positions and stays as it is.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -29,13 +28,6 @@ _HEAD = "ForConditionalGeneration"
 
 class BucketAttention(PosencAttention):
     """Mixin of patched attentions."""
-
-    posenc_arguments: ClassVar[tuple[str, ...]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "posenc_stock" in vars(cls):
-            cls.posenc_arguments = tuple(inspect.signature(vars(cls)["posenc_stock"].forward).parameters)[2:]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs

@@ -142,10 +142,6 @@ class Binding(HfQuantizer):
     """A stand-in for the quantizer that puts the record's digest into the headers of the weights on saving.
 
     transformers asks only a quantizer for such metadata.
-
-    Args:
-        model: A converted model, quantised or not.
-        state_dict: Tensors to save, if the user gives them.
     """
 
     def __init__(self, model: Any, state_dict: dict[str, Any] | None) -> None:
@@ -249,16 +245,9 @@ def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> d
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
-    """Raise unless a checkpoint holds the tensors of a model; only headers are read.
+    """Raise `CheckpointError` unless a checkpoint holds the tensors of a model; only headers are read.
 
-    Args:
-        model: The model, without values yet.
-        state_dict: Tensors that the user gives instead of files.
-        files: Paths of the files.
-        load_config: transformers' settings of this loading.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
+    The arguments are those of transformers' `_load_pretrained_model`.
     """
     source, mapping = load_config.pretrained_model_name_or_path, load_config.weight_mapping or ()
     if not record.from_config(model.config):

@@ -76,7 +76,7 @@ def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Map
         directory: Folder of the checkpoint.
         config: Config of the model.
         head: Name of the model's class without "Posenc".
-        starts: Start of each group, by id: `"exact"`, `"break"` and so on.
+        starts: Start of each group, by id.
         origin: Name of the model that was converted, if known.
     """
     folder = Path(directory)
@@ -116,15 +116,13 @@ def encoding_section(text: str) -> str:
 
 
 def _section(config_class: type, groups: list[record.Group], head: str, starts: Mapping[int, str]) -> str:
-    autos = [name for name, kind in auto_map(config_class).items() if kind == f"{STUB}.Posenc{head}"]
-    # A model class for pretraining has a better known `Auto` class, too.
-    loader = next((name for name in autos if name != "AutoModelForPreTraining"), f"Posenc{head}")
+    known = auto.name_for(config_class, f"Posenc{head}")
     return _TEMPLATES.from_string(_SECTION).render(
         groups=[(group, registry.get(group.scheme)) for group in groups],
         starts=starts,
-        loader=loader,
-        home="transformers" if autos else config_class.__module__,
-        note="  # or, without the import: trust_remote_code=True" if autos else "",
+        loader=known or f"Posenc{head}",
+        home="transformers" if known else config_class.__module__,
+        note="  # or, without the import: trust_remote_code=True" if known else "",
         ranges=_ranges,
         # Sorted as in config.json, so that loading and saving again changes nothing.
         options=lambda given: ", ".join(f"{key}={value!r}" for key, value in sorted(given.items())) or "none",

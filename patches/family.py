@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -84,8 +84,7 @@ class FamilyAttention(PosencAttention):
     """Mixin of patched attentions that project by the stock forward."""
 
     posenc_stock: ClassVar[type[nn.Module]]
-    # Names of the arguments of the stock forward behind the first, and of the cache among them.
-    posenc_arguments: ClassVar[tuple[str, ...]]
+    # Name of the cache among the arguments of the stock forward.
     posenc_cache: ClassVar[str | None]
     # The stock forward without its rotation.
     posenc_projecting: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
@@ -98,7 +97,6 @@ class FamilyAttention(PosencAttention):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "posenc_stock" in vars(cls):
-            cls.posenc_arguments = tuple(inspect.signature(cls.posenc_stock.forward).parameters)[2:]
             cls.posenc_cache = next((name for name in _CACHES if name in cls.posenc_arguments), None)
             cls.posenc_projecting = _without_rotation(cls.posenc_stock.forward)
 
@@ -311,13 +309,6 @@ def read_facts(
     config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
 ) -> Facts:
     """Run the stock forward of a layer on the meta device, once for the same code and config; return what it shows.
-
-    Args:
-        config: Config of the model.
-        layer: Stock class of the layer.
-        attention: Stock class of its attention.
-        rotary: Class of the model's rotary module, if it has one.
-        index: Number of the layer.
 
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
@@ -683,7 +674,8 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
         raise ArchitectureError(
             f"Cannot add the family {name!r}: {body.__name__} records no single class of attention."
         )
-    rotary = [part for part in _classes(modeling) if part.__name__.endswith("RotaryEmbedding")]
+    classes = [part for part in vars(modeling).values() if isinstance(part, type)]
+    rotary = [x for x in classes if x.__module__ == modeling.__name__ and x.__name__.endswith("RotaryEmbedding")]
     kind = kind or (RotaryFamily if rotary else TableFamily)
     twins = Twins(name, namespace, stock_config, kind.lock(stock_config, rotary))
     twins.add(attention, FamilyAttention)
@@ -694,10 +686,6 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
     return made
-
-
-def _classes(modeling: ModuleType) -> list[type]:
-    return [kind for kind in vars(modeling).values() if isinstance(kind, type) and kind.__module__ == modeling.__name__]
 
 
 def _recorded(entry: Any) -> type[nn.Module] | None:

@@ -200,20 +200,17 @@ class PosencModel:
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
-    """Patch a model with the groups recorded in its config.
+    """Patch a model with the groups recorded in its config, or raise `CheckpointError`.
 
-    Args:
-        architecture: Architecture of the model.
-        model: A model built from that config, or a stock model that was given the record.
-        is_new: Whether the model was just built, so that nobody trained its tables.
-
-    Raises:
-        CheckpointError: The model cannot be patched with the record.
+    Nobody trained the tables of a model that is new.
     """
     config: Any = model.config
     groups = record.from_config(config)
     bodies = architecture.stacks(model)
-    if all(surgery.SHARED in body._modules or _has_schemes(architecture, body) for body in bodies.values()):
+    if all(
+        surgery.SHARED in body._modules or any(surgery.OWN in part._modules for part in architecture.attentions(body))
+        for body in bodies.values()
+    ):
         return  # A head builds its body through `AutoModel`, which has done it.
     strengths = record.strengths_from_config(config)
     layers: dict[str, set[int]] = {name: set() for name in bodies}
@@ -261,10 +258,6 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
     surgery.set_strengths(architecture, model, strengths)
     for body in bodies.values():
         surgery.settle_native(architecture, body)
-
-
-def _has_schemes(architecture: Architecture, body: nn.Module) -> bool:
-    return any(surgery.OWN in attention._modules for attention in architecture.attentions(body))
 
 
 def starts(model: Any) -> dict[int, str]:

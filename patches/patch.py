@@ -99,7 +99,7 @@ def unpatch(model: Model) -> Model:
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing(model):
         belonging.own_configs(architecture, model)
-        belonging.rename_stock(model)
+        belonging.rename(model, stock=True)
         for body in architecture.stacks(model).values():
             patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
             surgery.release(architecture, body, patched)

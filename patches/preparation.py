@@ -34,15 +34,7 @@ _OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
 
 @dataclass(frozen=True)
 class Preparation:
-    """A patch that is computed and checked, before the model is touched.
-
-    Attributes:
-        architecture: Architecture of the model.
-        group: The new group.
-        built: Its schemes, by stack and layer.
-        kept: Earlier groups that stay.
-        warnings: Warnings for the user.
-    """
+    """A patch that is computed and checked: the new group, its schemes, and the earlier groups that stay."""
 
     architecture: Architecture
     group: Group

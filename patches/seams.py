@@ -77,6 +77,11 @@ def with_signature_of(stock: type, twin: type, name: str) -> None:
     setattr(twin, name, with_stock_signature)
 
 
+def arguments_of(stock: type) -> tuple[str, ...]:
+    """Return the names of the arguments of a stock forward, in order."""
+    return tuple(inspect.signature(stock.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
 def without_context(module: object) -> NotPatchedError:
     """Return the error for a layer that was called past the body of its model."""
     return NotPatchedError(
@@ -90,9 +95,16 @@ class PosencAttention:
 
     posenc_group: int
     posenc_keeps_native: bool
+    # Names of the arguments of the stock forward behind the first.
+    posenc_arguments: ClassVar[tuple[str, ...]]
     if TYPE_CHECKING:  # the other base, a module of transformers, has the rest
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            cls.posenc_arguments = arguments_of(vars(cls)["posenc_stock"])[1:]
 
     def take_context(self, kwargs: dict[str, Any]) -> Context:
         """Return the context that the body sent, without which the layer would compute something else."""
@@ -342,12 +354,8 @@ class PosencLayer:
         carried = passage.carried
         if passage.scheme is not None and carried is not None:
             # A feed-forward may run on one chunk of the tokens after the other.
-            carried = passage.scheme(_feed, carried, torch.cat(fed, dim=1))
+            carried = passage.scheme(type(passage.scheme).feed, carried, torch.cat(fed, dim=1))
         return (*result, carried) if isinstance(result, tuple) else (result, carried)
-
-
-def _feed(scheme: Scheme, carried: Tensor, fed: Tensor) -> Tensor:
-    return scheme.feed(carried, fed)
 
 
 class PosencBody(Switch):
@@ -365,7 +373,7 @@ class PosencBody(Switch):
         if "posenc_stock" not in vars(cls):
             return  # FSDP derives classes of its own from ours.
         stock = vars(cls)["posenc_stock"]
-        cls.posenc_arguments = tuple(inspect.signature(stock.forward).parameters)[1:]
+        cls.posenc_arguments = arguments_of(stock)
         # Trainers read from the signature which columns of a dataset a model takes.
         with_signature_of(stock, cls, "forward")
 

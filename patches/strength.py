@@ -100,10 +100,6 @@ class Blended(Scheme):
     """A scheme whose effect at every seam is interpolated, from none (0) to full (1).
 
     It holds the scheme for one call; what a scheme hands to the cache or to the next layer is not blended.
-
-    Args:
-        scheme: The scheme.
-        strength: From 0 to 1.
     """
 
     def __init__(self, scheme: Scheme, strength: float) -> None:

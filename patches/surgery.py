@@ -38,17 +38,10 @@ class SharedSchemes(nn.Module):
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give a function that restores a model to what it is now, and call it if the block raises."""
-    restore_all = remember(model)
-    try:
-        yield restore_all
-    except BaseException:
-        restore_all()
-        raise
+    """Give a function that restores a model and its configs to what they are now, but no values of parameters.
 
-
-def remember(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a model and its configs to what they are now, but no values of parameters."""
+    It is called if the block raises.
+    """
     kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
     values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -61,7 +54,11 @@ def remember(model: nn.Module) -> Callable[[], None]:
             parameter.data = data
             parameter.requires_grad_(trained)
 
-    return back
+    try:
+        yield back
+    except BaseException:
+        back()
+        raise
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

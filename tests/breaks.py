@@ -106,6 +106,7 @@ BREAKS = [
     Break("counts are interpolated from the wrong side", "cope",
         "+ (place - below) * steps.gather(-1, index)",
         "- (place - below) * steps.gather(-1, index)"),
+    # Executors.
     Break("blocks forget the last keys of a block", "attend",
         "mask.keys_needed(stop, self.call.keys)",
         "max(1, mask.keys_needed(stop, self.call.keys) - 1)"),

@@ -20,8 +20,7 @@ import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Tokens
-from hf_posenc.ops import rotations
-from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
+from hf_posenc.ops.rotations import rotate_neighbours
 
 GOLDENS = Path(__file__).parent / "goldens"
 PRECISE = [torch.float64, torch.float32]
@@ -282,31 +281,6 @@ def test_neighbours_turn_wherever_they_are_in_memory(part: slice) -> None:
     weight = torch.randn_like(want)
     for mine, expected in zip(*(torch.autograd.grad(y, (x, cos, sin), weight) for y in (got, want)), strict=True):
         torch.testing.assert_close(mine, expected)
-
-
-@pytest.mark.parametrize("length", [1, 300, 515])
-@pytest.mark.parametrize("learned", [False, True], ids=["given", "learned"])
-def test_halves_turn_by_pieces_as_they_do_at_once(length: int, learned: bool) -> None:
-    x = (
-        torch.randn(2, length, 3, 2, 64).permute(0, 2, 3, 1, 4).requires_grad_()
-    )  # [B, G, R, S, d], as a model's lie in memory
-    cos, sin = torch.randn(2, 1, 3, 1, length, 32).requires_grad_(learned)
-    u, w = x.chunk(2, dim=-1)
-    want = torch.cat((u * cos - w * sin, w * cos + u * sin), dim=-1)
-    got = rotate_halves(x, cos, sin)
-    # Of the two products one is not rounded before they are added.
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    targets = (x, cos, sin) if learned else (x,)
-    weight = torch.randn_like(want)
-    for mine, expected in zip(*(torch.autograd.grad(y, targets, weight) for y in (got, want)), strict=True):
-        torch.testing.assert_close(mine, expected)
-
-
-def test_halves_turned_by_pieces_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotations, "_WORTH_PIECES", 0)
-    x = torch.randn(2, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    cos, sin = torch.randn(2, 1, 1, 3, 2, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradgradcheck(rotate_halves, (x, cos, sin))
 
 
 # -- xpos --------------------------------------------------------------------------------------------------------------

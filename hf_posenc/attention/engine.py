@@ -41,12 +41,7 @@ def recorded() -> Iterator[list[Choice]]:
 
 
 def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, ...]:
-    """Return the names of the executors that can run a scheme, the reference first.
-
-    Args:
-        scheme: Scheme to run.
-        device: Device to run on; `None` is the CPU.
-    """
+    """Return the names of the executors that can run a scheme on a device (`None`: a CPU), the reference first."""
     device = device or torch.device("cpu")
     return tuple(executor.name for executor in reversed(EXECUTORS) if executor.knows(scheme, device))
 

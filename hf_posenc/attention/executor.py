@@ -72,12 +72,7 @@ class Executor(ABC):
 
 @dataclass(frozen=True)
 class Choice:
-    """The executor of one call.
-
-    Attributes:
-        executor: Name of the executor.
-        form: Form in which positions entered, where the executor has several.
-    """
+    """The name of a call's executor, and the form in which positions entered, where the executor has several."""
 
     executor: str
     form: str | None = None

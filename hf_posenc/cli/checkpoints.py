@@ -129,9 +129,7 @@ def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
     """Return the lines of Python that load a written checkpoint."""
     from hf_posenc.patches import auto
 
-    names = [name for name, kind in auto.classes_for(type(model.config)).items() if kind is type(model)]
-    # Generating models are also listed under AutoModelForPreTraining; the later name is more specific.
-    name = names[-1] if names else "AutoModel"
+    name = auto.name_for(type(model.config), type(model).__name__) or "AutoModel"
     lines = [
         "    import hf_posenc",
         f"    from transformers import {name}{', AutoTokenizer' if has_tokenizer else ''}",

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
-from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
+from hf_posenc.ops.rotations import turn_pairs
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
@@ -168,10 +168,8 @@ class TaPE(RotaryScheme):
 
     def _turn(self, x: Tensor, states: Tensor) -> Tensor:
         """Multiply the channel pairs of `[B, H, S, D]` by position states `[B, H, S, R]`."""
-        precise = torch.promote_types(x.dtype, torch.float32)
-        rotate = rotate_halves if self.layout == "half" else rotate_neighbours
-        turned = rotate(x[..., : self.rotary_dim].to(precise), *states.to(precise).chunk(2, dim=-1)).to(x.dtype)
-        return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1) if self.rotary_dim < x.shape[-1] else turned
+        cos, sin = states.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        return turn_pairs(x, cos, sin, self.layout)
 
     def lengths(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         """Return the root mean square of each token's position state, `[B, H, K]`; 1 before any update."""

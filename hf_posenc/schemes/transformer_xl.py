@@ -20,12 +20,7 @@ _BASE, _STD = 10000.0, 0.02
 
 
 class GlobalBiases(Scheme):
-    """Biases `r_w_bias` (u) and `r_r_bias` (v) that all layers of a stack share, each `[H, D]`.
-
-    Args:
-        geometry: Shape of the first layer.
-        init: Start; see `TransformerXL`.
-    """
+    """Biases `r_w_bias` (u) and `r_r_bias` (v) that all layers of a stack share, each `[H, D]`."""
 
     def __init__(self, geometry: Geometry, *, init: str) -> None:
         super().__init__(geometry)

@@ -43,11 +43,7 @@ class Folded:
 
 
 def fold(rotations: Sequence[Rotation]) -> Folded:
-    """Bring rotations into one table: the smallest that holds the frequencies of every layer and head.
-
-    Args:
-        rotations: One per layer, all with the same number of planes.
-    """
+    """Bring rotations, one per layer, into one table: the smallest that holds the frequencies of all heads."""
     forward = [_forward(rotation) for rotation in rotations]
     heads = torch.cat([rotation.frequencies for rotation in forward])  # [layers * G, D / 2]
     levels = _levels(heads)

@@ -20,13 +20,7 @@ KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
 
 @dataclass(frozen=True)
 class Layer:
-    """The positional encoding of one layer.
-
-    Attributes:
-        native: Whether the model's own encoding is there.
-        added: Stock equivalent of the scheme.
-        place: Scheme and layer, for messages.
-    """
+    """One layer: whether the model's own encoding is there, what the scheme adds, and its place for messages."""
 
     native: bool
     added: Equivalent
@@ -35,14 +29,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers with one encoding.
-
-    Attributes:
-        name: Name of the stack.
-        body: Its module.
-        geometries: Geometry of each layer.
-        layers: Positional encoding of each layer.
-    """
+    """The layers with one encoding."""
 
     name: str
     body: nn.Module
@@ -91,10 +78,5 @@ def _equivalent(scheme: Scheme, place: str) -> Equivalent:
 
 
 def unfit(layer: Layer, what: str) -> ExportError:
-    """Return the error for a layer whose encoding a stock model cannot have.
-
-    Args:
-        layer: The layer.
-        what: A predicate for the message; its subject is the scheme.
-    """
+    """Return the error for a layer whose encoding a stock model cannot have; the subject of `what` is the scheme."""
     return ExportError(f"Cannot export: {layer.place} {what}. {KEEP}")

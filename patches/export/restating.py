@@ -34,9 +34,6 @@ class Draft:
     """The stock model in the making: a copy of the config, and references to the weights.
 
     Attributes:
-        kind: Its class.
-        config: Its config.
-        weights: Its state dict.
         replaced: Whether any weight differs from that of the converted model.
         changes: Differences from the original stock model, in words.
         head_dim: Channels per head, where that changed.
@@ -79,17 +76,7 @@ class Draft:
 
 
 def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, max_positions: int | None) -> None:
-    """Write the positional encodings of a model into the config and weights of a stock one.
-
-    Args:
-        draft: The stock model in the making.
-        stacks: Positional encodings of the model.
-        max_head_dim: Largest width of heads; `None` keeps their width.
-        max_positions: Rows of a table of positions; `None` keeps their number.
-
-    Raises:
-        ExportError: No stock model computes it.
-    """
+    """Write the positional encodings of a model into the config and weights of a stock one, see `export_stock`."""
     geometry = stacks[0].geometries[0]
     if geometry.inv_freq is not None:
         for stack in stacks:

@@ -70,13 +70,7 @@ class Fused(Executor):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A bias, and the rows that it is for.
-
-    Attributes:
-        start: First row.
-        stop: Row after the last.
-        bias: Bias of these rows.
-    """
+    """A bias, and the rows `start:stop` that it is for."""
 
     start: int
     stop: int

@@ -124,34 +124,23 @@ class _Rotate(torch.autograd.Function):
         inner = x @ basis
         ctx.save_for_backward(inner, times, basis, cos, sin)
         ctx.planes = planes
-        return _turn(inner, cos, sin) @ basis.mT
+        return rotate_halves(inner, cos, sin) @ basis.mT
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inner, times, basis, cos, sin = ctx.saved_tensors
         grad_inner = grad @ basis
-        back = _turn(grad_inner, cos, sin, sense=-1)
+        back = rotate_halves(grad_inner, cos, -sin)
         grad_x = back @ basis.mT if ctx.needs_input_grad[0] else None
         grad_generators = grad_times = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            turned = _turn(inner, cos, sin)
+            turned = rotate_halves(inner, cos, sin)
         if ctx.needs_input_grad[1]:
             grad_generators = _to_generators(ctx.planes, times, inner, turned, back, grad_inner)
         if ctx.needs_input_grad[2]:
             grad_times = _to_times(ctx.planes, times, turned, grad_inner)
         return grad_x, grad_generators, grad_times, None, None, None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int = 1) -> Tensor:
-    if torch.compiler.is_compiling():
-        return rotate_halves(x, cos, sense * sin)
-    u, w = x.chunk(2, dim=-1)
-    result = torch.empty_like(x)
-    new_u, new_w = result.chunk(2, dim=-1)
-    torch.mul(u, cos, out=new_u).addcmul_(w, sin, value=-sense)
-    torch.mul(w, cos, out=new_w).addcmul_(u, sin, value=sense)
-    return result
 
 
 def _to_times(planes: Planes, times: Tensor, turned: Tensor, grad: Tensor) -> Tensor:

@@ -15,11 +15,6 @@ class _Weights(nn.Module):
     """Weight and bias of a linear layer that adapters and quantizers, which look for `nn.Linear`, do not replace.
 
     A scheme that reads weight and bias could not use the replacement. Names and start are those of `nn.Linear`.
-
-    Args:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: Add a bias.
     """
 
     bias: Tensor
@@ -69,7 +64,7 @@ class PairNetwork(nn.ModuleList):
         in_channels: Channels of all inputs together.
         width: Hidden channels.
         out_channels: Channels of the output.
-        negative_slope: For a leaky ReLU.
+        negative_slope: Slope of the ReLU for negative numbers.
         residual: Add all inputs to the output; each has as many channels as that.
     """
 
