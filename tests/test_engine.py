@@ -19,7 +19,6 @@ from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import fused, kernel
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
-from hf_posenc.ops import rotations
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -283,8 +282,7 @@ def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", [*dict(FORM_OF_EACH), "cape", "transformer_xl", "rope", "liere"])
-def test_transforms_of_torch_func_take_plain_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotations, "_WORTH_PIECES", 0)
+def test_transforms_of_torch_func_take_plain_forms(name: str) -> None:
     scheme, (places, _) = make(name), plain(150)
     inputs = [torch.randn(2, heads, 150, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs.append(torch.randn(2, 150, HIDDEN))
