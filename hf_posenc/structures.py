@@ -43,6 +43,47 @@ class ContentBias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
+class Vectors:
+    """Vectors per head and distance, for the distances from N - 1 - `ahead` down to 0. Those beyond have the first.
+
+    Attributes:
+        of_queries: Vectors that are multiplied with queries, `[H | G, N, D]`.
+        of_keys: Vectors that are multiplied with keys, likewise.
+        bias: Bias that is added to the queries first, `[H, D]`.
+        always: Vectors that are multiplied with keys at every distance, `[H, D]`.
+        ahead: Number of vectors for negative distances, at the end. Their values do not matter; they save a copy.
+    """
+
+    of_queries: Tensor | None = None
+    of_keys: Tensor | None = None
+    bias: Tensor | None = None
+    always: Tensor | None = None
+    ahead: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeProducts(ContentBias):
+    """The scaled products of queries, of keys, or of both, with vectors of the distance; in causal layers.
+
+    Attributes:
+        vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for
+            this call.
+    """
+
+    vectors: Callable[[Mapping[str, Tensor]], Vectors | None]
+
+    def scaled(self, factor: float) -> Self:
+        def scaled(tables: Mapping[str, Tensor]) -> Vectors | None:
+            found = self.vectors(tables)
+            if found is None:
+                return None
+            parts = {name: getattr(found, name) for name in ("of_queries", "of_keys", "always")}
+            return replace(found, **{name: x * factor for name, x in parts.items() if x is not None})
+
+        return replace(self, of=_scaled(self.of, factor), vectors=scaled)
+
+
+@dataclass(frozen=True, eq=False)
 class KeyBias(Bias):
     """A number per head and token: that of the key less that of the query.
 

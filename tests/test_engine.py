@@ -17,6 +17,7 @@ from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme,
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import fused, kernel
+from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
 from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
@@ -46,7 +47,7 @@ FAST = [
     if executor in ("fused", "locality")
 ]
 # Vectors per distance that end near, far, not at all, or on one side only.
-VECTORS = [
+PRODUCTS = [
     ("transformer_xl", {}),
     ("transformer_xl", {"clamp_len": 40}),
     ("transformer_xl", {"untie": True, "clamp_len": 128}),
@@ -349,7 +350,7 @@ def test_autocast_beside_operands_in_float32(name: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     case=st.sampled_from(
-        [*((*case, {}) for case in FAST), *((n, "causal", "fused", options) for n, options in VECTORS)]
+        [*((*case, {}) for case in FAST), *((n, "causal", "fused", options) for n, options in PRODUCTS)]
     ),
     length=st.integers(33, 420),
     queries=st.integers(1, 420),
@@ -430,7 +431,7 @@ CHOICES = [
     ("kerple", {}, plain, 520, {}, "fused (distance table)"),
     ("fire", {"threshold": 2000.0}, plain, 520, {}, "fused (distance table)"),
     ("fire", {"threshold": 50.0}, plain, 520, {}, "fused (distance table, straight pieces)"),
-    ("disentangled", {}, plain, 520, {}, "fused (bias by blocks)"),
+    ("disentangled", {}, plain, 520, {}, "fused (products by distance)"),
     ("fox", {}, plain, 520, {}, "fused (key bias)"),
     ("cope", {}, plain, 520, {}, "locality"),
     ("stick_breaking", {}, plain, 520, {}, "locality"),
@@ -459,6 +460,19 @@ def test_the_structure_of_a_scheme_decides(
     with attention.recorded() as record:
         one_attention(make(name, **options), call.get("executor"), *layout(length), queries=call.get("queries"))
     assert [str(choice) for choice in record] == [want]
+
+
+def test_blocks_run_where_the_kernel_of_torch_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel.works()
+    for name in ("forward", "backward"):
+        right = getattr(kernel, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, name, lambda *x, right=right, **y: [found + 0.1 for found in right(*x, **y)])
+            patch.setattr(kernel, "works", kernel.works.__wrapped__)
+            for scheme in ("kerple", "cope"):
+                with attention.recorded() as record:
+                    one_attention(make(scheme), None, *plain(520))
+                assert [str(choice) for choice in record] == ["blocks"]
 
 
 def test_a_bias_may_hide_all_keys_before_a_block() -> None:
@@ -745,3 +759,67 @@ def test_no_tensor_grows_with_the_square(name: str, executor: str, layout) -> No
             one_attention(make(name), executor, *layout(length), dtype=torch.float32)
         sizes.append(largest.size)
     assert sizes[1] <= 2.1 * sizes[0]
+
+
+# -- products with one vector per distance -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[ProductsBias]:
+    """Those that are made."""
+    found: list[ProductsBias] = []
+    made = ProductsBias.__init__
+
+    def noted(self: ProductsBias, *args: object) -> None:
+        made(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(ProductsBias, "__init__", noted)
+    return found
+
+
+@pytest.mark.parametrize(("groups", "layout"), [(1, plain), (2, left_padded), (4, packed)])
+@pytest.mark.parametrize(("name", "options"), PRODUCTS, ids=str)
+def test_products_equal_the_reference(name: str, options: dict, layout, groups: int, used: list) -> None:
+    # Three blocks, the last of which is not full.
+    check(make(name, kv_heads=groups, **options).double(), "fused", *layout(301))
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("max_distance", [1, 2, 3])
+def test_products_that_end_next_to_a_query(max_distance: int) -> None:
+    """What is near begins at a tile of keys, which must not be the one after the first query's own key."""
+    scheme = make("disentangled", max_distance=max_distance).double()
+    for before in (62, 63, 64, 127, 191):
+        check(scheme, "fused", torch.arange(before + 16)[None], None, queries=16)
+
+
+@pytest.mark.parametrize(("native", "strength"), [("remove", 1.0), ("keep", 1.0), ("keep", 0.3)])
+@pytest.mark.parametrize(("name", "options"), PRODUCTS[::3], ids=str)
+def test_products_in_a_model_that_keeps_its_rotation(
+    name: str, options: dict, native: str, strength: float, used: list
+) -> None:
+    """Queries and keys of the logits are rotated there, and those of the vectors are not."""
+    model = models.moved(hf_posenc.patch(models.stock("llama"), name, native=native, **options), seed=3)
+    if native == "keep":
+        hf_posenc.set_strength(model, scheme=strength)
+    ids, found = models.tokens("llama", 2, 121), []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        models.loss(model, "llama", ids).backward()
+        found.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
+        assert bool(used) == (implementation == "sdpa")
+    assert found[0].keys() == found[1].keys()
+    for key, want in found[0].items():
+        torch.testing.assert_close(found[1][key], want, rtol=0, atol=2e-4 * max(1e-3, float(want.abs().max())), msg=key)
+
+
+def test_what_is_far_passes_no_products(used: list) -> None:
+    scheme = make("disentangled", max_distance=20)
+    one_attention(scheme, "fused", *plain(400))
+    (bias,) = used
+    assert bias.far == 19  # that of 20 has a row of its own no more
+    assert all(
+        x.shape[1] < 400 for name, x in zip(bias.names, bias.inputs, strict=True) if name in ("falling", "rising")
+    )

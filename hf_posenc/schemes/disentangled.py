@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.additive import LONGEST
 from hf_posenc.schemes.families.layers import Linear
-from hf_posenc.structures import Adaptation, Bias, ContentBias, Portrait
+from hf_posenc.structures import Adaptation, Bias, Portrait, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -211,7 +212,12 @@ class Disentangled(Scheme):
         return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
 
     def added(self) -> Bias | None:
-        return ContentBias(self._bias) if self.scale == "host" else None
+        return RelativeProducts(self._bias, self._vectors) if self.scale == "host" else None
+
+    def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:
+        rows = self._rows_of(0, self.max_distance)
+        of_queries, of_keys = (_rows(tables[x], rows).flip(1) if x in tables else None for x in (_KEYS, _QUERIES))
+        return Vectors(of_queries, of_keys)
 
     def _rows_of(self, first: int, last: int) -> Tensor:
         """Return the rows of distances from `first` on, in the tables from `project`, up to the first constant one."""

@@ -97,6 +97,10 @@ class BlockBias:
         found.inputs, found.memory = inputs, {}
         return found
 
+    def moved(self, q: Tensor) -> Tensor:
+        """Return queries `[B, H, Q, D]` whose products with the keys hold a part of the bias."""
+        return q
+
     def may_cut(self) -> bool:
         """Whether some keys may be too far away to get any weight, so that a cutoff pays."""
         return False

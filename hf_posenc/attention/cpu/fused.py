@@ -22,11 +22,12 @@ from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, Piece
 from hf_posenc.attention.cpu.kernel import Done
 from hf_posenc.attention.cpu.pieces import PiecewiseBias, PiecewiseLookup
+from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.cpu.tables import TableBias
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear
+from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
 
 # Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
@@ -47,7 +48,7 @@ class Fused(Executor):
     windows = True
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
-        return device.type == "cpu" and scheme.added() is not None
+        return device.type == "cpu" and scheme.added() is not None and kernel.works()
 
     def pays(self, call: Call) -> bool:
         return call.queries >= FEWEST_QUERIES
@@ -59,12 +60,15 @@ class Fused(Executor):
         return ", ".join(dict.fromkeys(part.bias.name for part in _parts(call)))
 
     def run(self, call: Call) -> tuple[Tensor, None]:
+        q = call.q
         # Autocast would make tables in half precision.
         with torch.autocast(call.device.type, enabled=False):
             parts = tuple(_parts(call))
+            for part in parts:
+                q = part.bias.moved(q)
         inputs = [tensor for part in parts for tensor in part.bias.give_inputs()]
         plan = _Plan(parts, call.mask.rule == "slots", call.mask.ahead, call.scale)
-        output: Tensor = _Fused.apply(plan, call.q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
+        output: Tensor = _Fused.apply(plan, q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
         return output, None
 
 
@@ -152,7 +156,11 @@ class _Plan:
 def _parts(call: Call) -> Iterator[_Part]:
     """Cover the rows with the fastest form that holds the bias."""
     added = call.scheme.added()
-    regular = isinstance(added, (DistanceTable, PiecewiseLinear)) and call.slots_tell_distances
+    vectors = None
+    if isinstance(added, RelativeProducts) and call.causal and ProductsBias.pays(call):
+        vectors = added.vectors(call.tables)
+    by_distance = vectors is not None or isinstance(added, (DistanceTable, PiecewiseLinear))
+    regular = by_distance and call.slots_tell_distances
     split = 0
     bias: BlockBias
     if isinstance(added, KeyBias):
@@ -169,6 +177,8 @@ def _parts(call: Call) -> Iterator[_Part]:
         if split == call.queries:
             return
         bias = PiecewiseBias(added, call)
+    elif vectors is not None and regular:
+        bias = ProductsBias(vectors, call)
     elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(call):
         bias = PiecewiseLookup(added, call)
     else:
