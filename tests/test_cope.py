@@ -238,23 +238,6 @@ def test_a_query_that_picks_every_token_counts_them() -> None:
         torch.testing.assert_close(got, want.double().expand_as(got), rtol=0, atol=1e-12)
 
 
-def test_no_gradient_behind_the_last_embedding() -> None:
-    scheme = random_scheme({"npos": 2})
-    q, k, _, _ = random_operands(30)
-    k = k.requires_grad_()
-    places = torch.arange(30)[None]
-    keep = torch.ones(30, 30).tril().bool()[None, None]
-    block = Block(Positions(places, places), 29, keep)
-    product = q @ k.repeat_interleave(2, 1).mT
-    position = scheme.count(product, q, k, block)
-    far = (position == 1) & keep
-    assert far.any()
-    (gradient,) = torch.autograd.grad(position[far].sum(), k, retain_graph=True)
-    assert not gradient.any()
-    (gradient,) = torch.autograd.grad(position[~far & keep].sum(), k)
-    assert gradient.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_does_not_touch_the_count(dtype: torch.dtype) -> None:
     """Position 300 of open gates, which bfloat16 cannot tell from 301, is counted exactly."""

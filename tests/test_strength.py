@@ -12,7 +12,7 @@ from models import ARCHITECTURES, SAME, auto, inputs, logits, loss, moved, new_p
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError
+from hf_posenc import OptionError
 from hf_posenc.attention import blocks
 
 CASES = [(architecture, name) for architecture in ARCHITECTURES for name in hf_posenc.schemes()]
@@ -150,11 +150,3 @@ def test_bad_strengths(given: dict[str, Any]) -> None:
     model = hf_posenc.patch(stock("llama"), "alibi", native="keep")
     with pytest.raises(OptionError, match="expected a number from 0 to 1"):
         hf_posenc.set_strength(model, **given)
-
-
-def test_nothing_to_hand_over() -> None:
-    with pytest.raises(OptionError, match="native='keep'"):
-        hf_posenc.set_strength(hf_posenc.patch(stock("llama"), "alibi"), native=0.5)
-    for function in (hf_posenc.set_strength, hf_posenc.drop_native):
-        with pytest.raises(NotPatchedError, match="is not patched"):
-            function(stock("llama"))

@@ -1,4 +1,4 @@
-"""Functions of tensors with a backward pass of their own, each in one file with its naive form."""
+"""Functions of tensors that several schemes and executors use."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """The skew: numbers per query and distance, or products of keys with vectors per distance, brought to queries and keys.
 
 Where positions are consecutive, the distance changes by one from key to key and from query to query. The number of a
-distance is then shifted by one more place in each row, which strides can do, without an index per query and key.
+distance is then shifted by one more place in each row, which a view can do, without an index per query and key.
 
 Distances are int64 `[B|1, q, K]`. Values `[B, H, q, N]` and vectors `[H, N, D]` are those of N distances, from `last`
 down (or from `first` up); distances beyond have those of the end. `plain` says that positions are consecutive.
@@ -9,12 +9,8 @@ down (or from `first` up); distances beyond have those of the end. `plain` says 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from hf_posenc.ops import transformed
 
 # Keys that meet the vectors of their distances at once.
 _TILE = 64
@@ -36,11 +32,10 @@ def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *
     It is the transpose of `by_distance`.
     """
     rows, keys = distance.shape[1:]
-    if not plain or transformed():
+    if not plain:
         index = (last - distance).clamp(0, count - 1)[:, None].expand(weights.shape)
         return weights.new_zeros(*weights.shape[:3], count).scatter_add(-1, index, weights)
-    lines: Tensor = _ShiftBack.apply(weights, rows + keys - 1)  # type: ignore[no-untyped-call]
-    return _unwindow(lines, last - int(distance[0, -1, 0]), count)
+    return _unwindow(_shifted_back(weights, rows + keys - 1), last - int(distance[0, -1, 0]), count)
 
 
 def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
@@ -110,46 +105,17 @@ def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """Return `count` places of each row of `[..., q, W]`, each row one place later than the row behind it."""
-    if transformed():
-        later = torch.arange(x.shape[-2] - 1, -1, -1, device=x.device)[:, None]
-        return x.gather(-1, (later + torch.arange(count, device=x.device)).expand(*x.shape[:-1], -1))
-    shifted: Tensor = _Shift.apply(x, count)  # type: ignore[no-untyped-call]
-    return shifted
+    rows, width = x.shape[-2:]
+    if rows == 1:
+        return x[..., :count]
+    # Each row of one place less begins one place earlier.
+    return torch.unflatten(x.flatten(-2)[..., rows - 1 : rows * width - 1], -1, (rows, width - 1))[..., :count]
 
 
-class _Shift(torch.autograd.Function):
-    """A view. torch's own backward pass of one fills several tensors with zeros where one will do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        ctx.width = x.shape[-1]
-        return skewed_view(x, count)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ShiftBack.apply(grad, ctx.width), None  # type: ignore[no-untyped-call]
-
-
-class _ShiftBack(torch.autograd.Function):
-    """The transpose of `_Shift`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
-        rows, ctx.count = x.shape[-2:]
-        found = x.new_empty(*x.shape[:-1], width)
-        # Zeros only where some row has nothing.
-        found[..., : rows - 1] = 0
-        found[..., ctx.count :] = 0
-        skewed_view(found, ctx.count).copy_(x)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _shifted(grad, ctx.count), None
-
-
-def skewed_view(x: Tensor, count: int) -> Tensor:
-    """Return the same as a view `[..., q, count]`, without autograd."""
-    *outer, row, place = x.stride()
-    first = x.storage_offset() + (x.shape[-2] - 1) * place
-    return x.as_strided((*x.shape[:-1], count), (*outer, row - place, place), first)
+def _shifted_back(x: Tensor, width: int) -> Tensor:
+    """Return the transpose of `_shifted`: `[..., q, K]` in rows of `width` places, with zeros elsewhere."""
+    rows, count = x.shape[-2:]
+    if rows == 1:
+        return torch.nn.functional.pad(x, (0, width - count))
+    lines = torch.nn.functional.pad(x, (0, width - 1 - count)).flatten(-2)
+    return torch.unflatten(torch.nn.functional.pad(lines, (rows - 1, 1)), -1, (rows, width))
