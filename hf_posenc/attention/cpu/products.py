@@ -16,7 +16,6 @@ from torch import Tensor
 from hf_posenc.attention.blocks import Rows
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.cpu.biases import BlockBias, Piece
-from hf_posenc.ops.skew import skewed_view
 from hf_posenc.structures import Vectors
 
 # Keys that meet the vectors of their distances at once.
@@ -234,7 +233,9 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 def _shifted(products: Tensor, batch: int, rows: int) -> Tensor:
     """Return `[H, B * q, W]` as `[B, H, q, W - q + 1]`, a skewed view."""
     lines = products.view(len(products), batch, rows, -1).transpose(0, 1)
-    return skewed_view(lines, products.shape[-1] - rows + 1)
+    *outer, row, place = lines.stride()
+    count, first = products.shape[-1] - rows + 1, lines.storage_offset() + (rows - 1) * place
+    return lines.as_strided((*lines.shape[:-1], count), (*outer, row - place, place), first)
 
 
 def _unshifted(x: Tensor, width: int) -> Tensor:
