@@ -12,24 +12,30 @@ import contextlib
 import copy
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import _add_variant
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import companions, record
-from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.architecture import of_config, of_model
 from hf_posenc.patches.surgery import is_of_scheme
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
+# Whether a converted model is being built, whose inside begins as stock classes.
+BUILDING: ContextVar[bool] = ContextVar("building", default=False)
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
@@ -46,6 +52,7 @@ class PosencConfig:
 
     posenc: dict[str, Any] | None
     posenc_locked: Any
+    _name_or_path: Any
     posenc_lock: ClassVar[tuple[str, Any]]
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -80,6 +87,26 @@ class PosencConfig:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         # The decorator of stock configs does this for their own class alone.
         self.validate()  # type: ignore[attr-defined]
+
+    @property
+    def name_or_path(self) -> Any:
+        """The name of the model. All models read it when they are built, and stock ones would ignore the scheme."""
+        reader: Any = sys._getframe(1)
+        while reader.f_code.co_name == "__getattribute__":
+            reader = reader.f_back
+        if self.posenc and reader.f_code is PreTrainedModel.__init__.__code__ and not BUILDING.get():
+            kind = type(reader.f_locals["self"])
+            twin = of_config(self).twins.get(kind)
+            if twin is not None:
+                raise CheckpointError(
+                    f"Got the config of a converted model for a {kind.__name__}, which would ignore the positional "
+                    f"scheme. Use an Auto class or {twin.__name__}; then hf_posenc.unpatch gives the stock model."
+                )
+        return self._name_or_path
+
+    @name_or_path.setter
+    def name_or_path(self, name: Any) -> None:
+        self._name_or_path = str(name)
 
     @property
     def auto_map(self) -> dict[str, str]:
@@ -173,10 +200,10 @@ def unreadable(path: object, error: SafetensorError) -> CheckpointError:
     )
 
 
-def check_index(folder: Path) -> None:
+def check_index(folder: Path, variant: str | None) -> None:
     """Raise `CheckpointError` for a damaged index of shards."""
-    file = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not file.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file():
+    weights, file = (folder / _add_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if not file.is_file() or weights.is_file():
         return
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -40,7 +40,11 @@ class PosencModel:
             with_signature_of(vars(cls)["posenc_stock"], cls, "__init__")
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        token = checkpoint.BUILDING.set(True)
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        finally:
+            checkpoint.BUILDING.reset(token)
         attach_recorded(of_model(self), self, is_new=True)  # type: ignore[arg-type]
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
@@ -99,7 +103,8 @@ class PosencModel:
         """
         wants_info = kwargs.pop("output_loading_info", False)
         if pretrained_model_name_or_path is not None:
-            checkpoint.check_index(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+            folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+            checkpoint.check_index(folder, kwargs.get("variant"))
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs

@@ -409,6 +409,13 @@ def cut(end: int, pattern: str = "model.safetensors") -> Callable[[Path], object
     return spoil
 
 
+def test_the_index_of_a_variant_is_checked(tmp_path: Path) -> None:
+    converted("llama", "fire").save_pretrained(tmp_path, variant="half", max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.half.json").write_text("{", encoding="utf-8")
+    with pytest.raises(hf_posenc.CheckpointError, match=r"index\.half\.json is damaged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant="half")
+
+
 def cut_shard(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -490,6 +497,18 @@ def test_stock_weights_are_no_converted_model(tmp_path: Path) -> None:
         hf_posenc.CheckpointError, match=r"not that of a converted model.* Load it with LlamaFor.*patch"
     ):
         PosencLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stock_class_does_not_take_the_config_of_a_converted_model(name: str, tmp_path: Path) -> None:
+    model = converted(name, "kerple")
+    model.save_pretrained(tmp_path)
+    config, kind = AutoConfig.from_pretrained(tmp_path), type(stock(name))
+    for build in (lambda: kind(config), lambda: kind.from_pretrained(tmp_path, config=config)):
+        with pytest.raises(hf_posenc.CheckpointError, match=rf"for a {kind.__name__}, which would ignore .*unpatch"):
+            build()
+    assert same(auto(name).from_pretrained(tmp_path, config=config), model)
+    assert isinstance(kind(hf_posenc.unpatch(model).config), kind)
 
 
 def test_a_newer_config_builds_no_model() -> None:
