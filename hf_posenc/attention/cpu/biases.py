@@ -64,7 +64,6 @@ class BlockBias:
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
-        hides_ahead: Whether the bias itself hides the keys that the causal rule of slots hides.
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass of a bias that learns.
         inputs: Tensors that the bias is made of.
@@ -73,7 +72,6 @@ class BlockBias:
 
     name: ClassVar[str]
     backwards: ClassVar[bool] = False
-    hides_ahead: ClassVar[bool] = False
     rows: ClassVar[int] = 256
     learning_rows: ClassVar[int] = 64
     inputs: Sequence[Tensor]
@@ -155,8 +153,8 @@ class BlockBias:
     # -- parts of a block --------------------------------------------------------------------------------------------
 
     def masked(self, bias: Tensor, block: Rows) -> list[Piece]:
-        """Return the bias of a block with the mask in it."""
-        return [self.piece(bias, block, slice(0, block.keys), ruled=not (self.hides_ahead and self.slots))]
+        """Return the bias of a block, which hides the keys that the causal rule of slots hides, with the mask in it."""
+        return [self.piece(bias, block, slice(0, block.keys), ruled=not self.slots)]
 
     def split(self, bias: Tensor, block: Rows) -> list[Piece]:
         """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.

@@ -19,7 +19,6 @@ from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.operands import Block
-from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Locality
@@ -185,14 +184,8 @@ def _unmixed(
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return the gradients of the nearest keys' weights, and those that reach the targets past the weights."""
     scheme, v = near.part.scheme, near.part.v
-    entering = weights.to(v.dtype)
-    if value is None and not scheme.overrides("mix"):
-        # Two products, where autograd would want the output first.
-        rows, out = (x.reshape(*v.shape[:2], -1, x.shape[-1]) for x in (entering, grad))  # [B, G, H / G * q, K or D]
-        of_v = rows.mT @ out
-        return grouped_matmul(grad, v.mT), [of_v if target is v else None for target in targets]
+    entering = weights.to(v.dtype).detach().requires_grad_()
     with torch.enable_grad():
-        entering = entering.detach().requires_grad_()
         mixed = scheme.mix(entering, v, near.block)
         if value is not None:
             share = (1 - weights.sum(-1, keepdim=True)).clamp_min_(0)

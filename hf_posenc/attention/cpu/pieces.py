@@ -44,7 +44,7 @@ class PiecewiseBias(BlockBias):
     """
 
     name = "straight pieces"
-    backwards = hides_ahead = True
+    backwards = True
     # From so many rows on the kernel takes 64 at a time, before 32.
     rows = 192
 

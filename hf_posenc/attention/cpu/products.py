@@ -50,8 +50,6 @@ class ProductsBias(BlockBias):
 
     name = "products by distance"
     rows = learning_rows = _ROWS
-    # Keys ahead of a query would have the bias of distance 0.
-    hides_ahead = True
 
     def __init__(self, vectors: Vectors, call: Call) -> None:
         super().__init__(call)

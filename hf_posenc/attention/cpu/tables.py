@@ -27,7 +27,7 @@ class TableBias(BlockBias):
     """
 
     name = "distance table"
-    backwards = hides_ahead = True
+    backwards = True
     falling: Tensor
     first: Tensor | None
     # Sum of all blocks, in which a distance lies on a line of its own.
