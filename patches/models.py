@@ -16,7 +16,7 @@ from hf_posenc import registry
 from hf_posenc.errors import CheckpointError, DirectionError, LayerSelectionError, OptionError, UnknownSchemeError
 from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.directories import storing, whole_files
+from hf_posenc.patches.directories import OutputError, storing, whole_files
 from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
@@ -154,6 +154,7 @@ class PosencModel:
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
+            OutputError: The directory is a file.
             StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be
                 uploaded.
         """
@@ -161,10 +162,12 @@ class PosencModel:
         # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
         folder, parameters = Path(save_directory), self.parameters()  # type: ignore[attr-defined]
+        if folder.is_file():
+            raise OutputError(f"{folder} is a file, and a model is saved to a directory. Choose another name.")
         size = sum(parameter.nbytes for parameter in parameters)
         # A folder that is uploaded under its name, or that other processes write too, is written in place.
         is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        in_place = bool(args or is_shared or folder.is_file() or kwargs.get("push_to_hub"))
+        in_place = bool(args or is_shared or kwargs.get("push_to_hub"))
         of = checkpoint.variant
         saving = storing(folder, needed=size) if in_place else whole_files(folder, needed=size, part_of=of)
         quantizer = vars(self).get("hf_quantizer")

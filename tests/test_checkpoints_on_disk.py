@@ -352,6 +352,8 @@ def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     converted("llama").save_pretrained(tmp_path, is_main_process=False)
     assert not (tmp_path / "README.md").exists()
+    with pytest.raises(hf_posenc.PosencError, match=r"config\.json is a file, and a model is saved to a directory"):
+        model.save_pretrained(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("text", [b"---\na: [\n---\n", b"---\n- a\n---\n", b"\xff\xfe"])
