@@ -71,7 +71,7 @@ class BucketAttention(PosencAttention):
 class BucketLayer(PosencLayer):
     """Mixin of patched layers."""
 
-    def feed_forward(self) -> nn.Module:
+    def posenc_feed_forward(self) -> nn.Module:
         module: nn.Module = self.layer[-1].DenseReluDense
         return module
 

@@ -115,7 +115,8 @@ class FamilyAttention(PosencAttention):
             return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
         rotation = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings"))
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
-        then = functools.partial(self.attend_projected, context, hidden_states, rotation, cache)
+        need_weights = bool(call.get("output_attentions"))
+        then = functools.partial(self.attend_projected, context, hidden_states, rotation, cache, need_weights)
         return self.by_stock_forward(hidden_states, call, then)
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
@@ -145,6 +146,7 @@ class FamilyAttention(PosencAttention):
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         cache: Any,
+        need_weights: bool,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -168,7 +170,7 @@ class FamilyAttention(PosencAttention):
             causal=self.is_causal,
             scale=scaling,
             dropout=dropout,
-            need_weights=bool(keywords.get("output_attentions")),
+            need_weights=need_weights,
             cache=cache,
             index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
             upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
@@ -195,7 +197,7 @@ def _without_rotation(forward: Any) -> Any:
 class FamilyLayer(PosencLayer):
     """Mixin of patched layers."""
 
-    def feed_forward(self) -> nn.Module:
+    def posenc_feed_forward(self) -> nn.Module:
         parts: dict[str, nn.Module] = dict(self.named_modules())
         found = [parts[name] for name in _FEED_FORWARDS if name in parts]
         if not found:
@@ -242,7 +244,9 @@ class RotaryBody(FamilyBody):
         if native != 1:
             # Passed separately, since layers without a scheme need the rotation at full strength.
             assert context.positions is not None
-            inputs, found = self.inputs_of(call), {}
+            inputs, found = call.get("inputs_embeds"), {}
+            if inputs is None:  # of these only device and dtype count, and some bodies take ids only
+                inputs = self.get_input_embeddings().weight.new_empty(0, device=context.positions.device)
             for kind, keywords, prefix in _kinds(self.config, type(self.rotary_emb)):
                 cos, sin = self.rotary_emb(inputs, context.positions * native, **keywords)
                 # Some types of rotation (YaRN) also make queries and keys longer.
@@ -298,7 +302,7 @@ class Facts:
 
 # Keywords of attention functions that a patched attention honours, or that change nothing.
 _KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache", "is_causal"}
-_KNOWN |= {"deterministic"}
+_KNOWN |= {"deterministic", "output_attentions"}
 
 
 class _Projected(Exception):
@@ -395,11 +399,12 @@ def _probe(
     facts = Facts(query.shape[1], key.shape[1], size, scale, kind, window=window)
     if rotary is None:
         return facts
+    rotates = _depends(query.grad_fn, angles)
+    if rotates:
+        _check_rotation(attention, query, angles)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
-    facts = replace(facts, inv_freq=torch.zeros_like(inv_freq))
-    if not _depends(query.grad_fn, angles):
-        return facts
-    _check_rotation(attention, query, angles)
+    if not rotates:
+        return replace(facts, inv_freq=torch.zeros_like(inv_freq))
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
     return replace(facts, inv_freq=inv_freq, scaling=scaling, layout=layout, rotates=True)
 
@@ -457,7 +462,10 @@ def _check_rotation(attention: type, query: Tensor, angles: Tensor) -> None:
         _refuse(attention, "rotates by another function than apply_rotary_pos_emb")
     with torch.enable_grad():
         channels = torch.zeros(query.shape, device="meta", requires_grad=True)
-        expected = turned(attention, channels, channels, (angles, angles))[0]
+        try:
+            expected = turned(attention, channels, channels, (angles, angles))[0]
+        except Exception as error:  # of any kind: the code is not ours
+            _refuse(attention, f"does not rotate queries together with keys ({type(error).__name__}: {error})")
     if not _same_steps(query.grad_fn, expected.grad_fn):
         _refuse(attention, "does something between the rotation of queries and the attention function")
 
@@ -552,7 +560,8 @@ class Family(Architecture):
             for layer in self.layers(body)
         ]
         if None in found:
-            raise ArchitectureError(f"Found no {self.attention.__name__} in a layer of {type(body).__name__}.")
+            missing = ", ".join(str(number) for number, module in enumerate(found) if module is None)
+            _refuse(self.attention, f"is missing in some layers ({missing})")
         numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
         if len({*numbers}) < len(numbers):
             _refuse(self.attention, f"has layers of the same number ({', '.join(map(str, numbers))})")
@@ -614,6 +623,14 @@ class RotaryFamily(Family):
         if any(_kinds_vary(kind) for kind in rotary):
             return super().lock(config, rotary)
         return "rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0}
+
+    def embedding_size(self, body: nn.Module) -> int:
+        if "inputs_embeds" not in inspect.signature(self.body.forward).parameters:
+            raise ArchitectureError(
+                f"{self.body.__name__} takes no inputs_embeds, so no scheme can add positions to them. Choose a scheme "
+                "that acts inside of attention."
+            )
+        return super().embedding_size(body)
 
 
 class TableFamily(TableArchitecture, Family):

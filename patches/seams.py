@@ -311,7 +311,7 @@ class PosencLayer:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def feed_forward(self) -> nn.Module:
+    def posenc_feed_forward(self) -> nn.Module:
         """Return the module whose output `Scheme.feed` gets."""
         raise NotImplementedError
 
@@ -335,7 +335,7 @@ class PosencLayer:
             if is_this_thread(thread):
                 fed.append(output[0] if isinstance(output, tuple) else output)
 
-        module = self.feed_forward()
+        module = self.posenc_feed_forward()
         hooks = module._forward_hooks
         handle = None
         if torch.compiler.is_compiling():

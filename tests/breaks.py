@@ -130,7 +130,7 @@ BREAKS = [
         "distance.abs() < self.window",
         "distance.abs() <= self.window"),
     Break("a layer without rotation is given one", "families:starts_exact",
-        "    if not _depends(query.grad_fn, angles):\n",
+        "    if not rotates:\n",
         "    if False:\n"),
     # Surgery.
     Break("a failure leaves the containers of modules as they were changed", "bad_input",

@@ -102,7 +102,7 @@ def auto(architecture: str) -> Any:
 @functools.cache
 def _tiny(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
+    kind = CONFIG_MAPPING[f"{name}_text" if name in ("gemma3", "gemma4") else name]
     sizes = IMAGES if name == "vit" else ENCODERS.get(name) or {**DECODER, **DECODERS.get(name, {})}
     # Before 5.23, transformers offered Gemma 2 the "sdpa" that leaves out the softcap.
     backend = {"attn_implementation": "eager"} if name == "gemma2" else {}

@@ -292,6 +292,9 @@ STRANGERS = {
     "phimoe": {**EXPERTS, "sliding_window": WINDOW},
     "afmoe": {**EXPERTS, **BOTH},  # takes a view of what the attention function returns
     "cohere2_moe": {**EXPERTS, **BOTH},  # its config does not declare the field that is locked
+    "lfm2": {"layer_types": ["full_attention"] * 2},  # its layers have a part with the name feed_forward
+    "persimmon": {},  # its attention does not hand on that weights are wanted
+    "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 24},  # its attention says so of itself
 }
 
 
@@ -305,9 +308,10 @@ def test_a_newcomer_needs_one_line(name: str, tmp_path: Path, monkeypatch: pytes
     (body,) = geometry.stacks(make(name)).values()
     neighbours = ("glm", "cohere2", "cohere2_moe")
     assert geometry.geometry(body, 0).layout == ("interleaved" if name in neighbours else "half")
-    for scheme in ("kerple", "fox_pro"):
+    for scheme in ("kerple", "fox_pro", "tape"):
         test_a_cache_changes_nothing(name, scheme)
     model = hf_posenc.patch(make(name), "kerple")
+    assert [weights.shape[-1] for weights in model(tokens(), output_attentions=True).attentions] == [29, 29]
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens()), logits(model, tokens()))
 
@@ -323,10 +327,13 @@ def test_a_newcomer_needs_one_line(name: str, tmp_path: Path, monkeypatch: pytes
         ("deepseek_v3", "by hand"),
         ("beam", r"no rotation for layers like 1 \(KeyError"),
         ("diffllama", "calls the attention function 2 times"),
+        ("gemma4", "does not rotate queries together with keys"),
+        ("qwen3_next", r"is missing in some layers \(0, 1\)"),
     ],
 )
 def test_what_cannot_be_read_is_refused(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DECODERS, name, {"num_key_value_heads": 2, "head_dim": 8, **LATENT, **EXPERTS})
+    small = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 60, **LATENT, **EXPERTS}
+    monkeypatch.setitem(DECODERS, name, small)
     add_family(name, globals())
     model = make(name)
     before = logits(model, tokens())

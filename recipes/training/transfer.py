@@ -252,7 +252,7 @@ class AttentionTransfer(nn.Module):
                     if surgery.is_patched(layer):
                         continue  # A scheme that is carried through the layers reads them.
                     twin: Any = self._architecture.twins[type(layer)]
-                    module = twin.feed_forward(layer)
+                    module = twin.posenc_feed_forward(layer)
                     stack.enter_context(_replaced(module, torch.zeros_like))
             yield
 
