@@ -72,7 +72,9 @@ class BucketLayer(PosencLayer):
     """Mixin of patched layers."""
 
     def posenc_feed_forward(self) -> nn.Module:
-        module: nn.Module = self.layer[-1].DenseReluDense
+        last = self.layer[-1]
+        # Switch Transformers have experts in some layers, and another name in all.
+        module: nn.Module = last.mlp if hasattr(last, "mlp") else last.DenseReluDense
         return module
 
 
@@ -146,7 +148,13 @@ class BucketArchitecture(Architecture):
         bodies = [module for module in model.modules() if isinstance(module, self.body)]
         return {"decoder" if body.is_decoder else "encoder": body for body in bodies}
 
-    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
+    def attentions(self, body: Any) -> Sequence[nn.Module]:
+        for module in body.modules():
+            if hasattr(module, "relative_attention_bias") and not isinstance(module, self.attention):
+                raise ArchitectureError(
+                    f"Cannot patch {type(body).__name__}: {type(module).__name__} makes biases, too, not "
+                    f"{self.attention.__name__} alone. Write an architecture by hand, see docs/own_architecture.md."
+                )
         return attentions_of(body)
 
     def layers(self, body: Any) -> Sequence[nn.Module]:

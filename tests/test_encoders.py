@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
     RobertaForCausalLM,
 )
@@ -19,6 +20,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.patches.architecture import architectures, of_model
+from hf_posenc.patches.buckets import add_encoder_decoder
 from hf_posenc.patches.family import add_family
 
 EXACT = {"bert": "learned", "roberta": "learned", "modernbert": "rope"}
@@ -162,6 +164,27 @@ def test_encoders_that_cannot_be_read_are_refused(name: str, why: str) -> None:
     with pytest.raises(ArchitectureError, match=why):
         hf_posenc.patch(model, "rope")
     assert not hasattr(model.config, "posenc")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("longt5", "LongT5LocalAttention makes"), ("udop", "RelativePositionBias1D makes")]
+)
+def test_biases_outside_of_the_attention_are_refused(name: str, why: str) -> None:
+    add_encoder_decoder(name, globals())
+    model = AutoModel.from_config(CONFIG_MAPPING[name](**ENCODERS["t5"]))
+    with pytest.raises(ArchitectureError, match=why):
+        hf_posenc.patch(model, "t5")
+    assert not hasattr(model.config, "posenc")
+
+
+def test_experts_of_models_like_t5_feed_what_is_carried() -> None:
+    add_encoder_decoder("switch_transformers", globals())
+    config = CONFIG_MAPPING["switch_transformers"](**ENCODERS["t5"], num_experts=2, num_sparse_encoder_layers=1)
+    stock = AutoModelForSeq2SeqLM.from_config(config).eval()
+    call = inputs("t5")
+    before = logits(stock, **call)
+    torch.testing.assert_close(logits(hf_posenc.patch(stock, "t5"), **call), before, **SAME)
+    assert logits(hf_posenc.patch(stock, "tape"), **call).isfinite().all()
 
 
 @pytest.mark.parametrize(
