@@ -69,7 +69,7 @@ def cost(name: str, precision: str, arguments: argparse.Namespace) -> tuple[int,
             "training.micro_batch_size": arguments.batch,
             "training.precision": precision,
             "evaluation.contexts": [arguments.length],
-            "evaluation.windows": 1,
+            "evaluation.windows": 2,
         }
         if recipe == "swap":
             changes |= {"scheme": arguments.scheme, "conversion.fit": "null"}

@@ -32,6 +32,11 @@ def place(name: str) -> str:
     return str(importlib.resources.files("hf_posenc") / "tiny_llama") if name == TINY_LLAMA else name
 
 
+def located(name: str) -> str:
+    """Return the absolute path of a local model, which means the same in any directory; any other name unchanged."""
+    return str(Path(name).absolute()) if name != TINY_LLAMA and Path(name).is_dir() else name
+
+
 def check_place(name: str) -> None:
     """Raise unless a checkpoint is local, cached or on a reachable hub.
 

@@ -82,8 +82,8 @@ def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> 
     share, room = training.batch_size // processes, int(_USED * free)
     micro = training.micro_batch_size
     if micro is None:
-        divisors = [size for size in range(share, 0, -1) if share % size == 0]
-        micro = next((size for size in divisors if wanted.of(size) <= room), 1)
+        most = max(1, min(share, (room - wanted.fixed) // wanted.window))
+        micro = next(size for size in range(most, 0, -1) if share % size == 0)
     size = wanted.of(micro) / _GIB
     words = f"{'less than 0.1' if size < 0.1 else f'about {size:.1f}'} GiB of {free / _GIB:.1f}, "
     words += f"with {micro} of {share} windows at a time"

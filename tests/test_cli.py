@@ -198,7 +198,7 @@ def test_native_and_stacks_reach_the_plan(checkpoints: dict[str, Path]) -> None:
 )
 def test_convert_verify_load(name: str, auto: Any, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run("convert", checkpoints[name], "kerple", out, "--native", "keep", "-o", "gate=true")
+    result = run("convert", checkpoints[name], "kerple", out, "--native", "keep", "-o", "gate=True")
     assert result.exit_code == 0, result.stderr
     assert f'{auto.__name__}.from_pretrained("{out}")' in result.stdout
     assert "has no tokenizer" in result.stdout

@@ -45,7 +45,7 @@ CONFIG = load_tiny_llama()[0].config
 def entered(
     *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG
 ) -> dict[str, Any]:
-    found = contestants("here", config, Path("runs"), schemes=schemes, budget=7, overrides=overrides)
+    found = contestants("here", config, Path("runs"), schemes=schemes, budget=7, overrides=overrides, samples=2)
     return {each.name: each for each in found}
 
 
@@ -73,6 +73,9 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         "rope": teacher,
         "mine": "training.skip_to=512",
     }
+    # Shorter windows are measured where the last tokens of a text have room.
+    short = entered("training.length=32")[NATIVE].recipe
+    assert (short.training.length, short.evaluation.contexts, short.evaluation.windows) == (32, [64], 2)
     skipping = entered("training.skip_to=4096", schemes=("fire", "alibi"))
     assert {each.recipe.training.skip_to for each in skipping.values()} == {4096}
 
@@ -114,6 +117,7 @@ def test_the_usual_schemes_fit_each_architecture(architecture: str) -> None:
         (("fire",), ("conversion.native=keep",), OptionError, "recipe of your own"),
         (("fire",), ("training.steps=3",), OptionError, "budget"),
         (("fire",), ("training.stepz=3",), RecipeError, "stepz"),
+        (("fire",), ("adapter=scheme",), OptionError, "adapter=lora"),
     ],
 )
 def test_wrong_requests_are_refused(
@@ -207,6 +211,16 @@ def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[
     text = " ".join(given.sentences)
     assert all(part in text for part in said), text
     assert ("it reads longer texts" in text) == (found[given.far or NATIVE].growth(1024, 128).mean <= 1.1)
+
+
+def test_nothing_is_said_of_models_that_are_not_there() -> None:
+    """Of schemes that failed, or could not read a text."""
+    native, a = findings(NATIVE, 2.0, math.nan), findings("a", 2.0, 3.0)
+    (alone,) = judge({NATIVE: native}, 128, 1024).sentences
+    assert "none was trained to its end" in alone
+    text = " ".join(judge({NATIVE: native, "a": a}, 128, 1024).sentences)
+    assert "At 1,024 tokens a has the lowest perplexity. The perplexity of a" in text
+    assert "With 1 comparison to" in text
 
 
 def test_a_short_training_makes_a_provisional_headline() -> None:

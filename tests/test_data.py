@@ -190,8 +190,10 @@ def test_copies_of_held_out_documents_are_not_trained_on(tmp_path: Path, tokeniz
 
 
 def test_the_hub_is_asked_for_configuration_and_splits(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, encoded: list[str]
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, encoded: list[str]
 ) -> None:
+    (tmp_path / "test").mkdir()  # No folder is taken for a split.
+    monkeypatch.chdir(tmp_path)
     asked: list[dict[str, Any]] = []
 
     def pretend(**arguments: Any) -> Any:
@@ -237,9 +239,9 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "a.jsonl", "held_out": "number.jsonl"}, "A row of the text holds the int 5"),
         ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
         ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
-        ({"source": "mixed"}, "files of 2 kinds, json and text"),
+        ({"source": "mixed"}, "files of 2 kinds, json, text"),
         ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),
-        ({"source": "a.jsonl", "split": "test"}, "local text has neither"),
+        ({"source": "a.jsonl", "split": "test"}, r"local text has neither, and data\.source is '.*a\.jsonl'"),
         ({"config": "en"}, "built-in text has neither"),
         ({"source": "a.jsonl", "held_out": "validation"}, "no such file or folder"),
         ({"source": "someone/texts", "held_out": "train"}, "the split that is trained on"),

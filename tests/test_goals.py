@@ -240,6 +240,8 @@ def test_micro_batches_fit_the_memory() -> None:
     found, words = memory.fitting(Training(), need, tight)
     assert found == replace(Training(), micro_batch_size=2)
     assert "2 of 8 windows" in words
+    # What no text is long enough for is refused later, and not counted down to.
+    assert memory.fitting(Training(batch_size=10**20), need, tight)[0].micro_batch_size == 2
     assert memory.fitting(Training(micro_batch_size=4), need, tight)[0].micro_batch_size == 4
     assert "may not fit" in memory.fitting(Training(), need, need.fixed)[1]
 

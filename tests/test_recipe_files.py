@@ -205,6 +205,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "precision": ("training: {precision: fp8}\n", [], ["precision is 'fp8'", "'float32', 'bfloat16'"]),
     "schedule": ("training: {schedule: stairs}\n", [], ["schedule is 'stairs'", "cosine"]),
     "loggers": ("saving: {loggers: [mlflow]}\n", [], ["loggers has 'mlflow'", "'tensorboard', 'trackio'"]),
+    "one window": ("evaluation: {windows: 1}\n", [], ["windows is 1", "at least 2"]),
     "seed": ("training: {seed: -1}\n", [], ["seed is -1", "at least 0"]),
     "number for text": ("data: {source: x, config: 20220301}\n", [], ["config is 20220301", "Put it in quotes."]),
     "empty name": (b"model: ''\nconversion: {scheme: fire}\n", [], ["model is ''", "not empty"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
+from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files as saving
 from hf_posenc.recipes.runs import run
@@ -152,6 +154,45 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(
     # The recipe itself goes on, and is put back.
     assert run.train(recipe, out).model.is_dir()
     assert Recipe.read(path) == recipe
+
+
+def test_a_text_that_was_changed_since_is_noticed(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, text, out = read(), tmp_path / "mine.txt", tmp_path / "out"
+    shutil.copy(given.data.source, text)
+    recipe = dataclasses.replace(given, data=dataclasses.replace(given.data, source=str(text)))
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(recipe, out)
+    before = text.read_text(encoding="utf-8")
+    text.write_text(f"{before}\nAnd more.\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"mine\.txt has other tokens than when the run in .*out began"):
+        run.resume(out)
+    text.write_text(before, encoding="utf-8")
+    assert run.resume(out).model.is_dir()
+
+
+def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads was named in the first one; in the other one there is something else of these names."""
+    given = read("distillation.share=0.5")
+    shutil.copytree(place(given.model), tmp_path / "mine")
+    text = Path(given.data.source).read_text(encoding="utf-8")
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "held.txt").write_text(text[: len(text) // 4], encoding="utf-8")
+    data = dataclasses.replace(given.data, source="mine.txt", held_out="held.txt")
+    distillation = dataclasses.replace(given.distillation, teacher="mine")
+    relative = dataclasses.replace(given, model="mine", data=data, distillation=distillation)
+    monkeypatch.chdir(tmp_path)
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(relative, Path("out"))
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("mine.txt", "held.txt", "mine"):
+        (other / name).touch()
+    monkeypatch.chdir(other)
+    assert run.resume(tmp_path / "out").model.is_dir()
+    monkeypatch.chdir(tmp_path)
+    assert run.train(relative, Path("out")).already
 
 
 def test_a_run_of_an_earlier_version_is_resumed(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,16 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         (tmp_path / name / run.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / run.MEASUREMENTS)
         written.record(NATIVE, measured(len(name), 2.0).at(NATIVE))
-    found = run._control(tmp_path / "fire", recipe)
+    found = run._control(tmp_path / "fire", recipe, "it")
     assert torch.equal(found.at(NATIVE).samples, measured(len("z-control"), 2.0).at(NATIVE).samples)
-    assert run._control(tmp_path / "b-yarn", yarn) is not None
-    assert run._control(tmp_path / "z-control", control) is None
+    assert run._control(tmp_path / "b-yarn", yarn, "it") is not None
+    assert run._control(tmp_path / "z-control", control, "it") is None
+    record = tmp_path / "z-control" / run.RUN
+    record.write_text('{"text": "another"}', encoding="utf-8")
+    assert run._control(tmp_path / "fire", recipe, "it") is None
+    record.unlink()
     (tmp_path / "z-control" / run.MODEL).rmdir()
-    assert run._control(tmp_path / "fire", recipe) is None
+    assert run._control(tmp_path / "fire", recipe, "it") is None
 
 
 def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,4 +137,4 @@ def test_the_offered_control_is_a_recipe_that_is_found(
     control = Recipe.read(source, changes)
     (Path(out) / run.MODEL).mkdir(parents=True)
     (Path(out) / run.RECIPE).write_text(control.text(), encoding="utf-8")
-    assert run._control(folder, recipe) is not None
+    assert run._control(folder, recipe, "it") is not None

@@ -146,12 +146,14 @@ def layers(
     headers = ("stack", "layer", "distance", "cost (nats per token)")
     print_table(headers, rows, whole=headers, short=headers)
     spared = len(found.layers) // 4 if spare is None else spare
+    if not spared:
+        return
     cheapest = found.cheapest(spared)
+    typer.echo(f"\nWithout the {spared} most expensive:\n")
     for stack, picked in cheapest.items():
         which = f"--stacks {stack} " * (len(cheapest) > 1)
         if picked:
-            choice = f"{which}--layers {','.join(map(str, picked))}"
-            typer.echo(f"\nWithout the {spared} most expensive ({stack}): {choice}")
+            typer.echo(f"    {which}--layers {','.join(map(str, picked))}")
 
 
 @app.command()
@@ -292,7 +294,7 @@ def _stacks(text: str | None) -> list[str] | None:
 
 
 def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
-    """Return the options in `NAME=VALUE` pairs; values are JSON, or else strings.
+    """Return the options in `NAME=VALUE` pairs; values are JSON or words of Python, or else strings.
 
     The names are checked here, because an option named like an argument of `patch` would be mistaken for it.
     """
@@ -313,6 +315,8 @@ def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    # Plans and errors name values as in Python.
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -254,7 +254,7 @@ def _plan(recipe: Recipe) -> str:
         lines.append(in_syntax_of("train", str(planned)))
     model = planning.skeleton(config)
     for stage in stages(recipe, model):
-        settings, (name, *_) = stage.recipe.training, stage.words.split(":")
+        settings, name = stage.recipe.training, stage.title
         windows, tokens = settings.batch_size, settings.length or length
         count = f"{windows:,} windows of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
         lines.append(f"{f'{name}:':<20} {settings.steps:,} steps of {count}")

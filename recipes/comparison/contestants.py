@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import library
+from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
@@ -45,7 +46,14 @@ class Contestant:
 
 
 def contestants(
-    model: str, config: Any, folder: Path, *, schemes: Sequence[str] | None, budget: int, overrides: Sequence[str]
+    model: str,
+    config: Any,
+    folder: Path,
+    *,
+    schemes: Sequence[str] | None,
+    budget: int,
+    overrides: Sequence[str],
+    samples: int = 32,
 ) -> tuple[Contestant, ...]:
     """Return the native model and each scheme, with the conversion of its built-in recipe for the architecture.
 
@@ -58,9 +66,10 @@ def contestants(
         schemes: Names of schemes or recipes, or YAML files; `None` means the usual ones.
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes.
+        samples: Windows that all are measured on after their training.
 
     Raises:
-        OptionError: An override changes a fixed key, or a scheme is named twice.
+        OptionError: An override changes a fixed key or is no use to the native model, or a scheme is named twice.
         RecipeError: A recipe is missing or invalid.
         UnknownSchemeError: A scheme is unknown.
     """
@@ -78,6 +87,11 @@ def contestants(
     named = [f"model={model}", *overrides]
     # Not the first one named: all must stay the same when a comparison is extended.
     common = Recipe.read("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
+    if common.adapter.kind == "scheme":
+        raise OptionError(
+            "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
+            "adapter=lora, or leave it out."
+        )
     length = common.training.length or trained_length(config)
     if length is None:
         raise RecipeError(
@@ -87,7 +101,7 @@ def contestants(
     def entered(name: str, recipe: Recipe) -> Contestant:
         training = replace(recipe.training, steps=budget, length=length)
         # The examiner measures more after training, by the same measures for all.
-        evaluation = Evaluation(contexts=[length])
+        evaluation = Evaluation(contexts=[max(length, TARGETS)], windows=min(Evaluation.windows, samples))
         recipe = replace(recipe, model=model, training=training, evaluation=evaluation)
         return Contestant(name, recipe, folder / name)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_posenc.errors import OptionError, PosencError
+from hf_posenc.errors import OptionError, PosencError, RecipeError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
@@ -72,8 +72,11 @@ class Examiner:
         length = control.recipe.training.length
         assert length is not None
         self.trained = trained_length(config) or length
-        contexts, self.notes = contexts_for(self.trained, len(data.held_out), windows=samples)
-        if self.trained < TARGETS or self.trained not in contexts:
+        try:
+            contexts, self.notes = contexts_for(self.trained, len(data.held_out), windows=samples)
+        except RecipeError:  # It names keys that all contestants share.
+            contexts, self.notes = (), ()
+        if self.trained not in contexts:
             raise OptionError(
                 f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "
                 f"expected at least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
@@ -117,7 +120,7 @@ class Examiner:
                 self._cost(contestant, model),
                 start=facts["start"],
                 keeps_native=conversion.scheme is not None and conversion.native == "keep",
-                start_ratio=_start_ratio(contestant.folder, contestant.recipe.training.length),
+                start_ratio=_start_ratio(contestant.folder),
             )
             _draw(model, self._inputs.tokenizer, contestant)
             found.save(path)
@@ -165,13 +168,13 @@ def _own_cache_bytes(model: Any) -> int:
     return found
 
 
-def _start_ratio(folder: Path, length: int | None) -> float | None:
+def _start_ratio(folder: Path) -> float | None:
     """Return the perplexity after the conversion as a multiple of the original model's."""
     found = Measurements.load(folder / MEASUREMENTS, writes=False)
     before, native = found.curve("before"), found.curve("native")
-    if before is None or native is None or length is None or length not in before.points:
+    if before is None or native is None:
         return None
-    ratio = before.relative_to(native).at(length).mean
+    ratio = before.relative_to(native).at(before.points[0]).mean
     return None if math.isnan(ratio) else ratio
 
 

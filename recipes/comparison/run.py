@@ -101,7 +101,9 @@ def compare(
     native, tokenizer = load(model)
     if measures is None:
         measures = ("induction",) if auto_class(native.config) is AutoModelForCausalLM else ()
-    entered = contestants(model, native.config, folder / RUNS, schemes=schemes, budget=budget, overrides=overrides)
+    entered = contestants(
+        model, native.config, folder / RUNS, schemes=schemes, budget=budget, overrides=overrides, samples=samples
+    )
     control = entered[0].recipe
     length = control.training.length
     assert length is not None

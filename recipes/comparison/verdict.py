@@ -65,6 +65,10 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
         farthest: The longest measured text, in tokens.
         is_short: Whether the training was too short for more than a provisional headline.
     """
+    if len(found) == 1:
+        return Verdict(
+            NATIVE, None, NATIVE, "No scheme is left to recommend or not: none was trained to its end.", (), ()
+        )
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
     reasons = [_leading(found, near_leaders, near, trained)]
@@ -145,9 +149,9 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
     text = f"At {context:,} tokens {_called(best)} has the lowest {native.perplexity.quantity.noun}"
     if best != NATIVE and native.perplexity.reads(context):
         text += f": {RATIO.say(found[best].ratio(context, native))} of the equally trained native model's"
-    text += (
-        f". {_list(others)} {_is(others)} equal within noise." if others else ". All others are significantly worse."
-    )
+    rest = [name for name, each in found.items() if name not in names and each.perplexity.reads(context)]
+    worse = " All others are significantly worse." * bool(rest)
+    text += f". {_list(others)} {_is(others)} equal within noise." if others else f".{worse}"
     if taken == best:
         return text
     if taken == NATIVE:
@@ -210,7 +214,7 @@ def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
     return (
         f"Intervals cover the choice of {windows} windows of text. Each scheme was trained once; another seed would "
         "change its figures, too.",
-        f"With {pairs} comparisons to one model, about one in twenty differs by chance alone.",
+        f"With {pairs} comparison{'s' * (pairs > 1)} to one model, about one in twenty differs by chance alone.",
         "The best scheme after this budget need not be the best after a longer one.",
     )
 

@@ -49,14 +49,28 @@ def read(data: Data) -> tuple[Documents, Documents]:
     return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
 
 
+def located(data: Data) -> Data:
+    """Return the section with absolute paths of local text, which mean the same in any directory."""
+    return replace(
+        data,
+        source=data.source if data.source == BUILTIN or not _is_local(data.source) else _absolute(data.source),
+        held_out=_absolute(data.held_out) if data.held_out is not None and _holds_out_files(data) else data.held_out,
+    )
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).expanduser().absolute())
+
+
 def _source(data: Data) -> Documents:
     if data.source != BUILTIN and not _is_local(data.source):
         return _from_hub(data)
     where = "built-in" if data.source == BUILTIN else "local"
     if data.config is not None or data.split != "train":
         raise RecipeError(
-            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither; leave them "
-            "out. data.held_out names the file to measure on."
+            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither, and "
+            f"data.source is {data.source!r}. Leave them out, or start where no file or folder has the name of the "
+            "dataset. data.held_out names the file to measure on."
         )
     if data.source != BUILTIN:
         return _from_files(Path(data.source), data.column, streaming=data.streaming)
@@ -67,7 +81,7 @@ def _held_out(data: Data) -> Documents | None:
     """Return the documents that `held_out` names, or the built-in held-out ones; `None` if there are none."""
     if data.held_out is None:
         return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.source == BUILTIN else None
-    if _is_local(data.held_out):
+    if _holds_out_files(data):
         return _from_files(Path(data.held_out), data.column, streaming=False)
     if data.source == BUILTIN or _is_local(data.source):
         raise RecipeError(f"data.held_out is {data.held_out!r}, and there is no such file or folder.")
@@ -76,10 +90,21 @@ def _held_out(data: Data) -> Documents | None:
     return _from_hub(replace(data, split=data.held_out))
 
 
+def _holds_out_files(data: Data) -> bool:
+    """Whether `held_out` means local files. A split may have the name of a folder, such as "test"."""
+    assert data.held_out is not None
+    is_split = data.source != BUILTIN and not _is_local(data.source)
+    return _is_path(data.held_out) if is_split else _is_local(data.held_out)
+
+
 def _is_local(name: str) -> bool:
     """Whether a name means local files: the path exists, or the name looks like a path."""
+    return Path(name).expanduser().exists() or _is_path(name)
+
+
+def _is_path(name: str) -> bool:
     path = Path(name).expanduser()
-    return path.exists() or path.is_absolute() or name.startswith(".") or _kind(path) is not None
+    return path.is_absolute() or name.startswith(".") or _kind(path) is not None
 
 
 def _kind(path: Path) -> str | None:
@@ -100,7 +125,7 @@ def _files(path: Path) -> tuple[str, list[str]]:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
-        got = f"files of {len(kinds)} kinds, {' and '.join(sorted(kinds))}" if kinds else "no file of a known kind"
+        got = f"files of {len(kinds)} kinds, {', '.join(sorted(kinds))}" if kinds else "no file of a known kind"
         raise RecipeError(f"{path}: got {got}; expected one of {', '.join(_BUILDERS)} (or these with .gz).")
     kind = kinds.pop()
     return kind, [str(file.resolve()) for file in files if _kind(file) == kind]

@@ -188,13 +188,13 @@ class Facts:
             device=_device(PartialState().device),
             precision=training.precision,
             teacher=_teacher(distillation),
-            trained=_trained(recipe.adapter),
+            trained=_trained(recipe.adapter, has_new=bool(plan and plan.parameters)),
             command=command,
             memory=memory,
             reach=_reach(recipe, training.length or trained_length),
             states_length=architecture.trained_length(inner.config) is not None,
             versions=versions(),
-            stages=tuple(stage.words for stage in stages),
+            stages=tuple(stage.words(has_new=bool(plan and plan.parameters)) for stage in stages),
             other_tokens=sum(
                 settings.steps * settings.batch_size * (settings.length or trained_length)
                 for settings in (stage.recipe.training for stage in stages if stage.name != "training")
@@ -253,10 +253,11 @@ def _teacher(wanted: Distillation) -> str | None:
     return f"{wanted.teacher or 'the original'} ({', '.join(parts)})"
 
 
-def _trained(adapter: Adapter) -> str:
+def _trained(adapter: Adapter, *, has_new: bool) -> str:
     bits = ", on a model in 4 bits" if adapter.four_bit else ""
     if adapter.kind == "lora":
-        return f"LoRA of rank {adapter.rank} and the scheme's weights{bits}"
+        new = " and the scheme's weights" * has_new
+        return f"LoRA of rank {adapter.rank}{new}{bits}"
     return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import itertools
 import json
 import math
@@ -42,11 +43,12 @@ from hf_posenc.patches.preparation import native_scheme
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes import memory
+from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
-from hf_posenc.recipes.loading import is_masked, load
+from hf_posenc.recipes.loading import is_masked, load, located
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
@@ -68,8 +70,8 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 
-# Keys of the recipe, of the verdicts of the fit and the transfer, and of the micro batches in run.json.
-_KEPT, _FIT, _TRANSFER, _MICRO = "recipe", "fit", "transfer", "micro_batch_sizes"
+# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches and of the text in run.json.
+_KEPT, _FIT, _TRANSFER, _MICRO, _TEXT = "recipe", "fit", "transfer", "micro_batch_sizes", "text"
 # Settings of a training that a control does without, or that change no result.
 _OF_A_SWAP = dict.fromkeys(
     ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
@@ -119,6 +121,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         PosencError: The conversion failed, as in `patch`.
     """
     recipe.check()
+    recipe = _located(recipe)
     together = processes()
     if not together.is_main_process:
         console = None
@@ -187,7 +190,7 @@ class _Run:
         lock: BaseFileLock,
     ) -> None:
         self.lock = lock
-        self.recipe, self.folder, self.console = recipe, folder, console
+        self.recipe, self.folder, self.console, self.text = recipe, folder, console, ""
         record = _record(folder)
         self.command = command or record.get("command", "")
         self.fitted: dict[str, Any] | None = record.get(_FIT)
@@ -222,6 +225,12 @@ class _Run:
             seed=recipe.training.seed,
             config=model.config,
         )
+        self.text = _digest(data)
+        if _has_begun(self.folder) and _record(self.folder).get(_TEXT, self.text) != self.text:
+            raise RecipeError(
+                f"The text of {recipe.data.source} has other tokens than when the run in {self.folder} began, so "
+                "measurements before and after could not be compared. Put it back, or train in another folder."
+            )
         contexts, notes = contexts_for(
             own_length,
             len(data.held_out),
@@ -335,7 +344,7 @@ class _Run:
             log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
             pace = progress.pace
         assert trainer is not None
-        verdict = judge(self.measurements, facts, _control(self.folder, recipe))
+        verdict = judge(self.measurements, facts, _control(self.folder, recipe, self.text))
         if recipe.evaluation.prompts:
             facts = replace(facts, writes=self._compare(model, tokenizer, data))
         if self.processes.is_main_process:
@@ -480,7 +489,14 @@ class _Run:
         starts = [*_record(self.folder).get("starts", []), start]
         micro = {**_record(self.folder).get(_MICRO, {}), str(self.processes.num_processes): self.micro}
         verdicts = {_FIT: self.fitted, _TRANSFER: self.transferred}
-        return {**asdict(facts), **verdicts, _MICRO: micro, "starts": starts, _KEPT: asdict(self.recipe)}
+        return {
+            **asdict(facts),
+            **verdicts,
+            _MICRO: micro,
+            _TEXT: self.text,
+            "starts": starts,
+            _KEPT: asdict(self.recipe),
+        }
 
     def _save(
         self,
@@ -580,6 +596,17 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
 
 
+def _located(recipe: Recipe) -> Recipe:
+    """Return a recipe with absolute paths: its run may be resumed and measured in another directory."""
+    teacher = recipe.distillation.teacher
+    return replace(
+        recipe,
+        model=located(recipe.model),
+        data=sources.located(recipe.data),
+        distillation=replace(recipe.distillation, teacher=teacher and located(teacher)),
+    )
+
+
 def _has_begun(folder: Path) -> bool:
     """Whether a folder holds a recipe and results of its run."""
     made = (
@@ -595,11 +622,11 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     kept = _record(folder).get(_KEPT)
     # Earlier versions kept the recipe only in recipe.yaml.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
-    before, now = _by_key(there), _by_key(recipe)
+    before, now = _by_key(_located(there)), _by_key(recipe)
     return [(key, before[key], value) for key, value in now.items() if value != before[key]]
 
 
-def _control(folder: Path, recipe: Recipe) -> Measurements | None:
+def _control(folder: Path, recipe: Recipe, text: str) -> Measurements | None:
     """Return the measurements of a finished run next to this one, which trained the same and changed no encoding."""
 
     def training(each: Recipe) -> list[Any]:
@@ -612,7 +639,7 @@ def _control(folder: Path, recipe: Recipe) -> Measurements | None:
         if path.parent != folder and (path.parent / MODEL).is_dir():
             with contextlib.suppress(PosencError):
                 other = Recipe.read(path)
-                alike = training(other) == training(recipe)
+                alike = training(other) == training(recipe) and _record(path.parent).get(_TEXT, text) == text
                 if other.conversion.scheme is None and not other.conversion.rope and alike:
                     return Measurements.load(path.parent / MEASUREMENTS, writes=False)
     return None
@@ -685,6 +712,12 @@ def _tell_length(model: Any, tokenizer: Any, length: int) -> None:
     )
     if parameters and not computes and config.max_position_embeddings < length:
         config.max_position_embeddings = length
+
+
+def _digest(data: Prepared) -> str:
+    """Return what tells a text from another: a digest of what is held out, and the number of tokens to train on."""
+    held_out = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
+    return f"{held_out}, {data.tokens} tokens"
 
 
 def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:

@@ -79,8 +79,8 @@ class Data(Section):
     """Text for training and evaluation.
 
     Attributes:
-        source: "builtin" (Python's documentation, offline), a local file or folder of text, jsonl or parquet, or the
-            name of a dataset on the hub.
+        source: "builtin" (Python's documentation, offline), a local file or folder of text, jsonl or parquet, or, where
+            none has its name, a dataset on the hub.
         config: Configuration of a dataset on the hub.
         split: Split to train on.
         column: Column that holds the text.
@@ -235,14 +235,14 @@ class Evaluation(Section):
 
     Attributes:
         contexts: Context lengths; null is a quarter of the trained length up to eight times it.
-        windows: Number of held-out windows.
+        windows: Number of held-out windows, 2 or more: one has no confidence interval.
         every: Steps between measurements; 0 measures before and after only.
         prompts: Number of prompts that the trained model and the original continue, to compare what they write; 0 is
             off.
     """
 
     contexts: Counts | None = None
-    windows: Count = 16
+    windows: Annotated[Whole, Ge(2)] = 16
     every: CountOrNone = 0
     prompts: CountOrNone = 0
 

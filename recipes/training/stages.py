@@ -32,12 +32,18 @@ class Stage:
     begins: int
 
     @property
-    def words(self) -> str:
-        """Settings in words."""
+    def title(self) -> str:
+        """Name in words."""
+        return _WORDS[self.name]
+
+    def words(self, *, has_new: bool) -> str:
+        """Return the settings in words; without new weights, their rate is left out."""
         training = self.recipe.training
         size = f"{training.steps:,} steps x {training.batch_size:,} windows"
-        rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
-        return f"{_WORDS[self.name]}: {size}, {rates}"
+        rates = f"rate {training.learning_rate:.2g}"
+        if has_new:
+            rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
+        return f"{self.title}: {size}, {rates}"
 
 
 def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
