@@ -643,6 +643,7 @@ class TableFamily(TableArchitecture, Family):
         # Some configs count rows for padding, too. A body of one layer has the whole table.
         small = copy.deepcopy(config)
         small.num_hidden_layers = 1
+        small.posenc = None  # The table of a converted model is that of the stock one.
         with torch.device("meta"):
             table = table_of(self.body(small))
         return table.num_embeddings - first_row(table)
