@@ -39,18 +39,7 @@ def is_demo(folder: Path) -> bool:
 
 
 def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int = 32) -> runs.Outcome:
-    """Run the demo: train the control and the converted model, and let them continue a text.
-
-    Args:
-        folder: Output folder, which must exist.
-        console: Console to print to.
-        scheme: Scheme to convert to.
-        steps: Training steps.
-        windows: Number of held-out windows.
-
-    Returns:
-        The outcome of the converted model's run.
-    """
+    """Train the control and the converted model, whose outcome is returned, and let them continue a text."""
     recipe = _recipe(scheme, steps, windows)
     # The run finds its control in the next folder.
     control = replace(recipe, conversion=Conversion(scheme=None), distillation=Distillation())

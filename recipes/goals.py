@@ -47,18 +47,11 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recipe for a model, and what was measured of it.
+    """A recipe for a model, and what was measured of it; "-" is not measured."""
 
-    Attributes:
-        words: Recipe and its keys, as given to `hf-posenc train`.
-        quality: Perplexity over that of the native model with the same training; "-" is not measured.
-        far: Perplexity at four times the trained length, over that at the trained length.
-        model: Model that was measured.
-    """
-
-    words: str
-    quality: str = "-"
-    far: str = "-"
+    words: str  # recipe and its keys, as given to `hf-posenc train`
+    quality: str = "-"  # perplexity over that of the native model with the same training
+    far: str = "-"  # perplexity at four times the trained length, over that at the trained length
     model: str = "-"
 
 
@@ -91,11 +84,7 @@ def resolve(
 ) -> tuple[Content, tuple[str, ...]]:
     """Return the content of a built-in recipe for a model, and the overrides that are keys of it.
 
-    Args:
-        kind: Class of recipes.
-        source: Name of a goal, or of a recipe of earlier versions.
-        overrides: Overrides of the user; `factor` and `by` are those of `extend`.
-        config: Config of the model; `None` reads it.
+    The source is the name of a goal, or of a recipe of earlier versions. Without a config, that of the model is read.
 
     Raises:
         RecipeError: There is no such recipe, or it does not suit the model.
@@ -160,15 +149,7 @@ def _words(source: str, overrides: Sequence[str]) -> list[str]:
 
 
 class _Case:
-    """A model and a goal, whose content is filled in.
-
-    Args:
-        config: Config of the model.
-        content: Content of the recipe so far, which changes.
-        conversion: Section as the user gave it.
-        training: Section as the user gave it.
-        documents: Whether windows hold whole documents.
-    """
+    """A model and a goal, whose content is filled in; two sections are there as the user gave them."""
 
     def __init__(
         self, config: Any, content: Content, conversion: Content, training: Content, *, documents: bool
@@ -254,12 +235,7 @@ class _Case:
             return False  # Patching says why.
 
     def extend(self, factor: Any = _FACTOR, by: Any = None) -> None:
-        """Reach texts of several times the trained length.
-
-        Args:
-            factor: Wanted length, in trained lengths.
-            by: A rope type, another way of `ROPES`, long windows alone, or a scheme; `None` chooses by the model.
-        """
+        """Reach texts of a multiple of the trained length, by one of `ways` or a scheme, which the model may choose."""
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 1:
             raise RecipeError(f"factor is {factor!r}; expected a number above 1, such as factor=4.")
         far = int(self.own * factor)

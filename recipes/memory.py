@@ -21,15 +21,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one training step.
+    """Bytes of one training step."""
 
-    Attributes:
-        fixed: Weights, gradients and Adam's moments, and the copy of the model that a teacher is.
-        window: Activations and logits of one window.
-    """
-
-    fixed: int
-    window: int
+    fixed: int  # weights, gradients and Adam's moments, and the copy of the model that a teacher is
+    window: int  # activations and logits of one window
 
     def of(self, windows: int) -> int:
         """Return the bytes of a forward and backward of so many windows."""
@@ -41,12 +36,7 @@ def need(model: nn.Module, recipe: Recipe, length: int, *, trained: int | None =
 
     A matrix stands for one linear layer, whose input and output are kept for the backward pass; with checkpointing
     those of one layer and the inputs of all. Logits are there three times in float32, with a teacher five times.
-
-    Args:
-        model: Model.
-        recipe: Recipe of the run.
-        length: Tokens per window.
-        trained: Number of trained weights; `None` counts those that require gradients.
+    Unless the number of trained weights is given, those count that require gradients.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     weights = {id(weight): weight for weight in model.parameters()}.values()

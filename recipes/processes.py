@@ -20,10 +20,8 @@ _WORTH_A_THREAD = 2**31
 def processes(*, use_cpu: bool = False) -> PartialState:
     """Return the state of this process among all processes, which synchronise at the first call.
 
-    Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator.
-
-    Args:
-        use_cpu: Whether to use the CPU even if there is an accelerator; the variable ACCELERATE_USE_CPU does so too.
+    Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator. The
+    variable ACCELERATE_USE_CPU is like `use_cpu`.
     """
     on_cpu = use_cpu or _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)

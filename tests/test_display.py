@@ -72,7 +72,6 @@ def shown(facts: Facts) -> str:
 
 def test_header() -> None:
     assert shown(FACTS) == HEADER
-    print_header(None, FACTS)
 
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:
@@ -120,7 +119,7 @@ def test_facts_of_a_conversion() -> None:
     added = found.new_parameters
     assert added > 0
     assert (found.parameters, found.trained_parameters) == (own + added, own + added)
-    assert (found.tokens_per_step, found.tokens, found.source) == (35, 105, "text.txt")
+    assert (found.tokens, found.source) == (105, "text.txt")
     assert (found.scheme, found.layers, found.fate, found.start) == ("fire", {"decoder": 4}, "removed", "break")
     assert found.options["decoder"]["width"] == 32
     assert found.cautions
@@ -211,14 +210,13 @@ def played(progress: Progress, steps: int = 6, *, until: int | None = None, **lo
         progress.on_train_end(None, state, control)
 
 
-def small(**changes: Any) -> Facts:
-    return dataclasses.replace(FACTS, steps=6, batch_size=2, length=16, **{"teacher": None, **changes})
+TOKENS = 2 * 16
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     with Progress(
-        Console(file=out, width=60), small(), strength=lambda step, steps: step / steps, interval=0
+        Console(file=out, width=60), TOKENS, strength=lambda step, steps: step / steps, interval=0
     ) as progress:
         trainer(tmp_path, progress).train()
     lines = out.getvalue().splitlines()
@@ -236,22 +234,22 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 def test_few_lines_and_none_without_a_console(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    played(Progress(Console(file=out), small(), interval=3600))
+    played(Progress(Console(file=out), TOKENS, interval=3600))
     estimate, last = out.getvalue().splitlines()
     assert re.fullmatch("step 3/6, .* left", estimate)  # which does not wait an hour
     assert last.startswith("step 6/6")
     capsys.readouterr()
-    silent = Progress(None, small(), interval=0)
+    silent = Progress(None, TOKENS, interval=0)
     played(silent)
     assert capsys.readouterr().out == ""
     assert silent.pace is not None
     assert silent.pace.steps == 5  # the first is not timed
-    assert silent.pace.tokens == pytest.approx(2 * 16 / silent.pace.seconds)
+    assert silent.pace.tokens == pytest.approx(TOKENS / silent.pace.seconds)
 
 
 def test_the_perplexity_is_that_of_text() -> None:
     out = io.StringIO()
-    progress = Progress(Console(file=out, width=200), small(teacher="x"), interval=0)
+    progress = Progress(Console(file=out, width=200), TOKENS, text="text_loss", interval=0)
     state, control = TrainerState(max_steps=10**22), TrainerControl()  # no calendar has an end so late
     progress.on_train_begin(None, state, control)
     for logs in ({"loss": 4.0}, {"loss": 1.0, "text_loss": 2.0}, {"train_runtime": 1.0}):
@@ -267,7 +265,7 @@ def test_the_perplexity_is_that_of_text() -> None:
 def test_a_bar_in_a_terminal_that_is_in_order_afterwards(fails: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, width=90, force_terminal=True, legacy_windows=False, color_system=None)
-    with contextlib.suppress(RuntimeError), Progress(console, small()) as progress:
+    with contextlib.suppress(RuntimeError), Progress(console, TOKENS) as progress:
         played(progress, until=3 if fails else None)
         if fails:
             raise RuntimeError("stop")
@@ -280,7 +278,7 @@ def test_a_bar_in_a_terminal_that_is_in_order_afterwards(fails: bool) -> None:
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def run(checkpoint: str | None = None) -> tuple[list[str], Progress]:
         out = io.StringIO()
-        progress = Progress(Console(file=out, width=200), small(), interval=0)
+        progress = Progress(Console(file=out, width=200), TOKENS, interval=0)
         made = trainer(tmp_path, progress, save_strategy="steps", save_steps=3)
         made.train(resume_from_checkpoint=checkpoint)
         return out.getvalue().splitlines(), progress

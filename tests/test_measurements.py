@@ -63,22 +63,6 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_measurements_of_the_first_format_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.json"
-    path.write_text(
-        '{"format_version": 1, "curves": [{"name": "native", "step": 0, "contexts": [8], "losses": [[1.0, 2.0]]}, '
-        '{"name": "converted", "step": 5, "contexts": [8, 16], "losses": [[3.0, NaN], [4.0, Infinity]]}]}'
-    )
-    read = Measurements.load(path)
-    native, after = read.curve("native"), read.curve("after")
-    assert native is not None
-    assert after is not None
-    assert [step for step, _ in read.course()] == [5]
-    assert native.values(8).tolist() == [1, 2]
-    assert not native.at(16).is_known
-    assert after.samples.tolist() == [[3, math.inf], [4, math.inf]]
-
-
 def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "measurements.json"
     measurements = Measurements.load(path)
@@ -95,13 +79,8 @@ def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("{", "JSONDecodeError"),
-        ("[]", "AttributeError"),
-        ('{"format_version": 1}', "KeyError: 'curves'"),
-        (
-            '{"format_version": 1, "curves": [{"name": "native", "step": 0, "contexts": [8, 9], "losses": [[1.0]]}]}',
-            "1 rows of losses at 2 contexts",
-        ),
+        ("{", "Invalid JSON"),
+        ("[]", "Input should be an object"),
         ('{"format_version": 7, "sections": []}', "format_version: Input should be 2"),
         (
             '{"format_version": 2, "sections": [{"name": "x", "title": "", "note": "", "models": {"native": [3]}}]}',

@@ -225,7 +225,7 @@ def _plan(recipe: Recipe) -> str:
     """Return a description of a recipe's run; of the model only the config is read, of the text about a window."""
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes import loading, memory
-    from hf_posenc.recipes.data.windows import check_data
+    from hf_posenc.recipes.data.windows import load_data
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.schema import suitability
     from hf_posenc.recipes.training.stages import stages
@@ -234,7 +234,8 @@ def _plan(recipe: Recipe) -> str:
     suitability.check_unconverted(recipe, config)
     length, _ = suitability.lengths(recipe, config)
     longest = max(length, (recipe.lengthen.length or length) if recipe.lengthen.steps else 0)
-    check_data(recipe.data, loading.load_tokenizer(loading.place(recipe.model)), length=longest, config=config)
+    tokenizer = loading.load_tokenizer(loading.place(recipe.model))
+    load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
     conversion, training = recipe.conversion, recipe.training
     lines, new = [f"{'model:':<20} {recipe.model}"], 0
     if conversion.rope:

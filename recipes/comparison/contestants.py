@@ -32,13 +32,7 @@ _SETTLED = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to train.
-
-    Attributes:
-        name: Name of the scheme or recipe, for the report.
-        recipe: Recipe of the run.
-        folder: Folder of the run.
-    """
+    """A model to train."""
 
     name: str
     recipe: Recipe
@@ -58,15 +52,6 @@ def contestants(
     """Return the native model and each scheme, with the conversion of its built-in recipe for the architecture.
 
     Training, teacher and adapter are the same for all, except for recipes that are named themselves.
-
-    Args:
-        model: Model, as in a recipe.
-        config: Config of the model.
-        folder: Folder of the runs; each gets a subfolder.
-        schemes: Names of schemes or recipes, or YAML files; `None` means the usual ones.
-        budget: Optimizer steps per model.
-        overrides: `section.key=value` for all recipes.
-        samples: Windows that all are measured on after their training.
 
     Raises:
         OptionError: An override changes a fixed key or is no use to the native model, or a scheme is named twice.

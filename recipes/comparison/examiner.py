@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs.measurements import Measurements
-from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
-from hf_posenc.recipes.schema.recipe import Conversion
+from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN, selection
 from hf_posenc.recipes.training.adapter import trained_dtype
 
 FINDINGS, PICTURE = "results.json", "overview.png"
@@ -44,14 +44,7 @@ _UNTIMED = 2
 class Examiner:
     """Measurement of models by the same measures on the same text.
 
-    Args:
-        control: The native contestant; its text, lengths and batches are those of all.
-        config: Config of the native model.
-        tokenizer: Tokenizer of the models.
-        data: The text.
-        measures: Names of measures of `hf-posenc eval`; perplexity is always added.
-        samples: Windows or examples of each kind.
-        console: Console for the progress; `None` is silent.
+    The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
 
     Raises:
         OptionError: A measure is unknown, or the text is too short.
@@ -127,8 +120,7 @@ class Examiner:
         return Findings.load(path)
 
     def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
-        report = evaluate({name: model}, self._measures, console=self._console)
-        return Findings(name, report, price, **known)
+        return Findings(name, evaluate({name: model}, self._measures, console=self._console), price, **known)
 
     def _cost(self, contestant: Contestant, model: Any) -> Cost:
         conversion = contestant.recipe.conversion
@@ -138,7 +130,9 @@ class Examiner:
         if conversion.scheme is None:
             # The native model has no additional cost.
             return Cost((1.0,), 1.0, 0, 0, cache)
-        planned = plan(native, conversion.scheme, **_selection(conversion))
+        # At the end of training, a handover is over.
+        ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
+        planned = plan(native, conversion.scheme, **selection(ended))
         batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
         for each in (model, native):
             each.train().requires_grad_(True)
@@ -148,12 +142,6 @@ class Examiner:
         for each in (model, native):
             each.eval()
         return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token, cache)
-
-
-def _selection(conversion: Conversion) -> dict[str, Any]:
-    """Return the keywords of `plan` for the model at the end of training."""
-    native = "keep" if conversion.native == "keep" else "remove"
-    return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
 
 
 def _own_cache_bytes(model: Any) -> int:
@@ -192,19 +180,10 @@ def _draw(model: Any, tokenizer: Any, contestant: Contestant) -> None:
 
 
 def step_ratios(model: nn.Module, native: nn.Module, batch: Mapping[str, Tensor], rounds: int = _ROUNDS) -> list[float]:
-    """Return ratios of training-step times to the native model's.
+    """Return ratios of training-step times to the native model's, one for each pair of steps.
 
     A step is forward, backward and optimizer, without a teacher. Steps of the two models alternate, so that other load
-    on the machine affects both. The weights do not change.
-
-    Args:
-        model: The converted model, in training mode.
-        native: The native model, in training mode.
-        batch: Arguments of a forward that returns a loss.
-        rounds: Number of pairs of steps.
-
-    Returns:
-        One ratio per pair.
+    on the machine affects both. The weights do not change. Both models are in training mode.
     """
     runs = [(each, torch.optim.AdamW(each.parameters(), lr=0.0, weight_decay=0.0)) for each in (model, native)]
     ratios = []
@@ -231,12 +210,7 @@ def _wait() -> None:
 
 
 def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
-    """Return the bytes that a forward saves for its backward pass, without weights; the same on every machine.
-
-    Args:
-        model: A model in training mode.
-        batch: Arguments of a forward that returns a loss.
-    """
+    """Return the bytes that a forward saves for its backward pass, without weights; the same on every machine."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -40,15 +40,8 @@ def write(
 ) -> None:
     """Write report.html, report.md and pictures/, each file whole or not at all.
 
-    Args:
-        folder: Output folder.
-        found: Findings by name: the equally trained native model under `NATIVE`, the original one under `UNTRAINED`,
-            and the schemes.
-        verdict: The conclusions; `None` if no scheme is left.
-        failed: Error messages by scheme.
-        trained: The trained length, in tokens.
-        settings: Settings of the comparison.
-        overviews: Pictures of what schemes have learned, by name.
+    Findings are by name: the equally trained native model under `NATIVE`, the original one under `UNTRAINED`, and the
+    schemes; error messages and pictures are by scheme. There is no verdict if no scheme is left.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
     # The reference comes first, in black; the original model, which only one picture shows, comes last.

@@ -36,18 +36,11 @@ REQUEST, RUNS = "comparison.json", "runs"
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of a comparison.
-
-    Attributes:
-        folder: Folder of the report and the runs.
-        found: Findings by name; the equally trained native model under `"native"`.
-        failed: Error messages by scheme.
-        verdict: The recommendation and its reasons.
-    """
+    """The result of a comparison."""
 
     folder: Path
-    found: Mapping[str, Findings]
-    failed: Mapping[str, str]
+    found: Mapping[str, Findings]  # by name; the equally trained native model under "native"
+    failed: Mapping[str, str]  # error messages by scheme
     verdict: Verdict
 
 
@@ -127,9 +120,9 @@ def compare(
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     judged = {name: each for name, each in found.items() if name != UNTRAINED}
-    tokens = budget * control.training.batch_size * length
-    is_short = tokens < SHORT * parameters
+    is_short = budget * control.training.batch_size * length < SHORT * parameters
     verdict = judge(judged, examiner.trained, max(examiner.contexts), is_short=is_short)
+    drawn = {each.name: each.folder / PICTURE for each in entered if each.name in found}
     report.write(
         folder,
         found,
@@ -137,11 +130,7 @@ def compare(
         failed,
         trained=examiner.trained,
         settings=settings,
-        overviews={
-            each.name: each.folder / PICTURE
-            for each in entered
-            if each.name in found and (each.folder / PICTURE).is_file()
-        },
+        overviews={name: picture for name, picture in drawn.items() if picture.is_file()},
     )
     return Comparison(folder, found, failed, verdict)
 
@@ -152,18 +141,13 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     if path.is_file():
         try:
             there = dict(json.loads(path.read_text(encoding="utf-8")))
-            # Earlier versions did not sort them.
-            there["overrides"] = sorted(there["overrides"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). "
                 "Restore it, or choose another folder."
             ) from error
-        differences = [
-            f"{key} is {there.get(key)!r} there and {value!r} here"
-            for key, value in asked.items()
-            if there.get(key) != value
-        ]
+        changed = (key for key, value in asked.items() if there.get(key) != value)
+        differences = [f"{key} is {there.get(key)!r} there and {asked[key]!r} here" for key in changed]
         if differences:
             raise OptionError(f"{folder} holds another comparison: {'; '.join(differences)}. Choose another folder.")
         return

@@ -27,23 +27,14 @@ SHORT = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """A recommendation with its reasons.
+    """A recommendation with its reasons, in sentences."""
 
-    Attributes:
-        near: Model for texts up to the trained length.
-        far: Model for longer texts; `None` if no longer text was measured.
-        overall: Model for both, if one suits both.
-        headline: The recommendation, in one or two sentences.
-        reasons: The reasons, in sentences.
-        cautions: Limits of the figures, in sentences.
-    """
-
-    near: str
-    far: str | None
-    overall: str | None
+    near: str  # the model for texts up to the trained length
+    far: str | None  # for longer texts; `None` if none was measured
+    overall: str | None  # for both, if one suits both
     headline: str
     reasons: tuple[str, ...]
-    cautions: tuple[str, ...]
+    cautions: tuple[str, ...]  # limits of the figures
 
     @property
     def recommended(self) -> tuple[str, ...]:
@@ -57,14 +48,7 @@ class Verdict:
 
 
 def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_short: bool = False) -> Verdict:
-    """Apply the rules.
-
-    Args:
-        found: Findings by name; the equally trained native model under `NATIVE`.
-        trained: The trained length, in tokens.
-        farthest: The longest measured text, in tokens.
-        is_short: Whether the training was too short for more than a provisional headline.
-    """
+    """Apply the rules to findings by name, with the equally trained native model under `NATIVE`."""
     if len(found) == 1:
         return Verdict(
             NATIVE, None, NATIVE, "No scheme is left to recommend or not: none was trained to its end.", (), ()

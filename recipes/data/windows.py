@@ -55,18 +55,14 @@ Pack = Callable[[Iterable[list[int]]], Iterator[Example]]
 class Prepared:
     """Data for training and evaluation.
 
-    Attributes:
-        train: Windows with `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed.
-            A stream is shuffled here, a dataset by the trainer.
-        held_out: Concatenated held-out documents, int64 `[tokens]`.
-        tokens: Number of training tokens; `None` for a stream.
-        collate: Collator for an encoder-decoder or an encoder; `None` is the trainer's default.
+    Windows have `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed. A stream is
+    shuffled here, a dataset by the trainer.
     """
 
     train: Dataset | IterableDataset
-    held_out: Tensor
-    tokens: int | None
-    collate: Corruptor | None
+    held_out: Tensor  # concatenated documents, int64 [tokens]
+    tokens: int | None  # of the training; `None` for a stream
+    collate: Corruptor | None  # by default that of the trainer
 
     @property
     def corrupt(self) -> Callable[[Tensor], Tensor] | None:
@@ -74,7 +70,9 @@ class Prepared:
         return None if self.collate is None else self.collate.corrupt
 
 
-def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config: Any = None) -> Prepared:
+def load_data(
+    data: Data, tokenizer: Any, *, length: int, seed: int = 0, config: Any = None, checks: bool = False
+) -> Prepared:
     """Read, tokenise and cut the text of a recipe.
 
     Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
@@ -88,33 +86,15 @@ def load_data(data: Data, tokenizer: Any, *, length: int, seed: int = 0, config:
         seed: Random seed of a stream's order and of the corruption.
         config: The model's config: an encoder-decoder or an encoder restores corrupted windows. `None` means a causal
             model.
+        checks: Whether to read only about a window of the text, and of what is held out, to find errors.
 
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.
     """
-    return _prepared(*sources.read(data), data, tokenizer, length, seed, config, HELD_OUT_TOKENS)
-
-
-def check_data(data: Data, tokenizer: Any, *, length: int, config: Any = None) -> None:
-    """Raise the errors of `load_data`, after reading about a window of the text, and of what is held out."""
     documents, set_aside = (
-        part.to_iterable_dataset() if isinstance(part, Dataset) else part for part in sources.read(data)
+        part.to_iterable_dataset() if checks and isinstance(part, Dataset) else part for part in sources.read(data)
     )
-    _prepared(documents, set_aside, data, tokenizer, length, 0, config, length + 1)
-
-
-def _prepared(
-    documents: sources.Documents,
-    set_aside: sources.Documents,
-    data: Data,
-    tokenizer: Any,
-    length: int,
-    seed: int,
-    config: Any,
-    most: int,
-) -> Prepared:
-    """Tokenise and cut documents, of those that are held out `most` tokens or a little more."""
-    end = end_token(tokenizer)
+    most, end = length + 1 if checks else HELD_OUT_TOKENS, end_token(tokenizer)
     collate = None if config is None else corruptor(config, tokenizer, seed=seed)
     if collate is not None and data.packing == "documents":
         raise RecipeError(
@@ -228,11 +208,6 @@ def whole_documents(documents: Iterable[Ids], length: int, *, padding: int) -> I
     Positions restart at each document; this tells the documents of a window apart. The first token of a document is no
     label, since the token before it belongs to another one. Longer documents are cut. The rest of a window is padding,
     as a document of its own without labels.
-
-    Args:
-        documents: Token ids of each document.
-        length: Tokens per window.
-        padding: Id of the padding token.
     """
     waiting: list[list[Ids]] = []
     for piece in _pieces(documents, length):

@@ -52,12 +52,7 @@ class Measure(ABC):
     takes_masked: ClassVar[bool] = False
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
-        """Return the results for a model, one grid per quantity.
-
-        Args:
-            model: A language model of transformers, on any device; its mode is left as it was.
-            workers: Processes that share the work; `None` means this process, or those started by accelerate.
-        """
+        """Return the results for a model, one grid per quantity; processes started by accelerate share the work."""
         self.check(model)
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
@@ -97,11 +92,7 @@ class ByLength(Measure):
 
 
 def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
-    """Return the points of an axis unchanged, after a check.
-
-    Raises:
-        OptionError: The points are empty or repeated.
-    """
+    """Return the points of an axis unchanged; raise `OptionError` if they are empty or repeated."""
     if not places or len(set(places)) < len(places):
         raise OptionError(f"{name}={tuple(places)}: expected one or more, each once.")
     return tuple(places)
@@ -138,16 +129,10 @@ class Workers:
         return 1 if self._alone else int(self._accelerator.num_processes)
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
-        """Apply a function to all rows, each in one of the processes.
+        """Apply a function to all rows, each in one of the processes; return float64 `[rows, width]` on the CPU.
 
-        Args:
-            function: Function from the stacked tensors of rows of equal shapes, on the CPU, to results `[batch,
-                width]`.
-            rows: Rows to process.
-            width: Number of results per row.
-
-        Returns:
-            Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
+        The function gets the stacked tensors of rows of equal shapes and returns `[batch, width]`. Results are NaN
+        where it raises `PositionError`.
         """
         own = 0 if self._alone else self._accelerator.process_index
         found: list[tuple[int, list[float]]] = []

@@ -38,21 +38,12 @@ class Passkey:
 
     @classmethod
     def from_vocabulary(cls, symbols: Tensor) -> Passkey:
-        """Return a meaningless passkey, for any model and tokenizer.
-
-        Args:
-            symbols: Ordinary tokens of a text, the most frequent first, int64 `[n]`; the first 64 are used.
-        """
+        """Return a meaningless passkey for any model, from the tokens of a text `[n]`, the most frequent first."""
         return cls(symbols[:_SYMBOLS])
 
     @classmethod
     def from_text(cls, tokenizer: Any, cue: str = "The pass key is", symbols: str = "0123456789") -> Passkey:
         """Return the passkey of the literature, a sentence and digits, for models that know English.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            cue: Text before the key.
-            symbols: Characters of the keys; those of several tokens are left out.
 
         Raises:
             OptionError: Fewer than two symbols are single tokens.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, PositionError, RecipeError, ShapeError
-from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Quantity
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
 from hf_posenc.recipes.loading import auto_class, is_masked
@@ -80,43 +80,8 @@ def context_curve(
     return found
 
 
-def _by_context(model: Any, rows: Tensor, contexts: Sequence[int], targets: int, corrupt: Corruption | None) -> Tensor:
-    """Return the losses of windows `[B, max(contexts) + 1]`, float64 `[B, contexts]`; NaN where it cannot read them."""
-    read = rows[:, :-1] if corrupt is None else corrupt(rows[:, 1:])
-    scored = torch.ones(len(rows), targets, dtype=torch.bool)
-    if is_masked(model):
-        scored = (read != rows[:, 1:])[:, -targets:].cpu()
-        if not bool(scored.any(dim=1).all()):
-            raise ShapeError(
-                f"None of the last {targets} tokens of a window is masked, so there is nothing to score. Give more "
-                "targets, or another seed."
-            )
-    found = torch.full((len(rows), len(contexts)), torch.nan, dtype=torch.float64)
-    for column, context in enumerate(contexts):
-        try:
-            logits = predictions(model, read[:, -context:], rows[:, -context:], targets)
-        except PositionError:
-            # Longer contexts cannot be read either.
-            break
-        # A loss may be infinite, so the others are not multiplied by 0.
-        lost = losses(logits, rows[:, -targets:]).masked_fill(~scored, 0)
-        found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
-    return found
-
-
-def _ascending(contexts: Sequence[int], targets: int) -> tuple[int, ...]:
-    found = tuple(sorted(different("contexts", contexts)))
-    if found[0] < targets:
-        raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
-    return found
-
-
 def check_corruption(measure: str, model: Any, corrupt: object) -> None:
-    """Check that a model with an encoder comes with a corruption: the encoder must not read the tokens to predict.
-
-    Raises:
-        OptionError: The model has an encoder, and `corrupt` is `None`.
-    """
+    """Raise `OptionError` for a model with an encoder and no corruption: it must not read the tokens to predict."""
     if corrupt is None and not _is_causal(model):
         raise OptionError(
             f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read the tokens to predict; pass "
@@ -126,10 +91,6 @@ def check_corruption(measure: str, model: Any, corrupt: object) -> None:
 
 def _is_causal(model: Any) -> bool:
     return auto_class(model.config) is AutoModelForCausalLM
-
-
-def _quantity(model: Any) -> Quantity:
-    return MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
@@ -153,14 +114,10 @@ def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> T
 def contexts_for(
     trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the context lengths to measure, and the reasons for leaving out others.
+    """Return the context lengths to measure on some held-out tokens, and the reasons for leaving out others.
 
-    Args:
-        trained_length: Tokens per window in the model's own training.
-        tokens: Number of held-out tokens.
-        windows: Number of windows.
-        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
-            Those shorter than the scored tokens are left out unless all are.
+    By default they are a quarter to eight times the trained length, in powers of two. Those shorter than the scored
+    tokens are left out unless all are.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.
@@ -217,7 +174,9 @@ class ContextPerplexity(Measure):
         corrupt: Corruption | None = None,
         trained_length: int | None = None,
     ) -> None:
-        self._contexts = _ascending(contexts, targets)
+        self._contexts = tuple(sorted(different("contexts", contexts)))
+        if self._contexts[0] < targets:
+            raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
         self._targets, self._corrupt = targets, corrupt
         self._rows = spread_windows(ids, self._contexts[-1] + 1, windows, targets=targets)
         self.tokens = self._rows.numel()
@@ -231,10 +190,30 @@ class ContextPerplexity(Measure):
         check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        corrupt = None if _is_causal(model) else self._corrupt
+        quantity = MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
+        rows = [(row,) for row in self._rows]
+        found = workers.map(lambda rows: self._by_context(model, rows), rows, len(self._contexts))
+        return (Grid(quantity, {CONTEXT: self._contexts}, found.T),)
 
-        def by_context(rows: Tensor) -> Tensor:
-            return _by_context(model, rows, self._contexts, self._targets, corrupt)
-
-        found = workers.map(by_context, [(row,) for row in self._rows], len(self._contexts))
-        return (Grid(_quantity(model), {CONTEXT: self._contexts}, found.T),)
+    def _by_context(self, model: Any, rows: Tensor) -> Tensor:
+        """Return the losses of windows, float64 `[B, contexts]`; NaN where the model cannot read them."""
+        read = rows[:, :-1] if self._corrupt is None or _is_causal(model) else self._corrupt(rows[:, 1:])
+        scored = torch.ones(len(rows), self._targets, dtype=torch.bool)
+        if is_masked(model):
+            scored = (read != rows[:, 1:])[:, -self._targets :].cpu()
+            if not bool(scored.any(dim=1).all()):
+                raise ShapeError(
+                    f"None of the last {self._targets} tokens of a window is masked, so there is nothing to score. "
+                    "Give more targets, or another seed."
+                )
+        found = torch.full((len(rows), len(self._contexts)), torch.nan, dtype=torch.float64)
+        for column, context in enumerate(self._contexts):
+            try:
+                logits = predictions(model, read[:, -context:], rows[:, -context:], self._targets)
+            except PositionError:
+                # Longer contexts cannot be read either.
+                break
+            # A loss may be infinite, so the others are not multiplied by 0.
+            lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
+            found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
+        return found

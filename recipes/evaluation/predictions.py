@@ -19,7 +19,7 @@ _PART = 256
 
 
 def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = None) -> Tensor:
-    """Return the logits that predict the last labels, each given all tokens before it (or around it, if masked).
+    """Return the logits `[B, targets, vocabulary]` that predict the last labels, each given all tokens before it.
 
     Args:
         model: A language model of transformers.
@@ -27,9 +27,6 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
             encoder-decoder, the encoder's input; for a masked language model, the labels with masked tokens.
         labels: Token ids that end the text or that the decoder writes, int64 `[B, m]`.
         targets: Number of labels to predict; `None` means all.
-
-    Returns:
-        Logits `[B, targets, vocabulary]`, on the model's device.
 
     Raises:
         PositionError: The model has no encoding for positions that far.

@@ -6,7 +6,7 @@ Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`findin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,13 +117,7 @@ class Section:
 
 
 def panel(grids: dict[str, Grid], mark: Mark | None, *before: Point) -> Panel:
-    """Return the panel of one quantity over its last axis.
-
-    Args:
-        grids: Grids by the name of the model.
-        mark: Labelled place.
-        *before: Points of the other axes; they are the title.
-    """
+    """Return the panel of one quantity over its last axis, at points of the axes before it, which are its title."""
     first = next(iter(grids.values()))
     quantity = first.quantity
     return Panel(
@@ -178,24 +172,18 @@ def save(found: Any, path: Path) -> None:
     write_text(path, TypeAdapter(type(found)).dump_json(found, indent=1).decode("utf-8") + "\n")
 
 
-def load(kind: type[Any], path: Path, remedy: str, upgrade: Callable[[Any], Any] = lambda content: content) -> Any:
-    """Return results that `save` wrote.
-
-    Args:
-        kind: Class of the results.
-        path: Path of the file.
-        remedy: Advice for a damaged file.
-        upgrade: Function that turns the content of an older version into the current one.
+def load(kind: type[Any], path: Path, remedy: str) -> Any:
+    """Return results of a class that `save` wrote.
 
     Raises:
-        CheckpointError: The file cannot be read, or has another format.
+        CheckpointError: The file cannot be read, or has another format; the error ends with the remedy.
     """
     try:
-        return TypeAdapter(kind).validate_python(upgrade(json.loads(path.read_text(encoding="utf-8"))))
+        return TypeAdapter(kind).validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise CheckpointError(f"{path} cannot be read ({reason}). {remedy}")
 
@@ -204,8 +192,7 @@ def is_report(folder: Path) -> bool:
     """Whether a folder holds the report of an evaluation and no other files."""
     try:
         sections = json.loads((folder / DATA).read_text(encoding="utf-8"))["sections"]
-        # Version 1 of the format called the name of a section its measure.
-        own = {DATA, TEXT, *(f"{section.get('name') or section['measure']}.png" for section in sections)}
+        own = {DATA, TEXT, *(f"{section['name']}.png" for section in sections)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return own >= {path.name for path in folder.iterdir()}

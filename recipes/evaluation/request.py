@@ -21,11 +21,7 @@ from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
-from hf_posenc.recipes.evaluation.perplexity import (
-    ContextPerplexity,
-    Corruption,
-    contexts_for,
-)
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
@@ -48,34 +44,16 @@ _SAMPLE, _DOCUMENTS = 10_000, 100
 
 @dataclass(frozen=True)
 class Request:
-    """An evaluation of models by their names.
+    """An evaluation of models by their names, with the options of `hf-posenc eval`."""
 
-    Attributes:
-        models: Models as `hf_posenc.recipes.evaluation.subjects.subjects` reads them; the first is the reference.
-        measures: Names in `MEASURES`; `None` means those that need no special training.
-        text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
-            have the same, else "builtin".
-        column: Column of the text, in files with columns.
-        contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
-        trained_length: Tokens per window in training; `None` means the length in the first model's config.
-        samples: Windows, keys, sequences or examples of each kind.
-        cue: Text before a passkey; `None` means random tokens.
-        tasks: Names of tasks.
-        lengths: Lengths of task examples.
-        trained: Longest length of task examples in training.
-        shots: Solved examples before each question.
-        batch_size: Windows or examples per forward.
-        seed: Random seed of all samples.
-    """
-
-    models: tuple[str, ...]
-    measures: tuple[str, ...] | None = None
-    text: str | None = None
+    models: tuple[str, ...]  # as `subjects` reads them; the first is the reference
+    measures: tuple[str, ...] | None = None  # by default those that need no special training
+    text: str | None = None  # by default the text that all runs among the models hold out, or else the built-in one
     column: str = "text"
     contexts: tuple[int, ...] | None = None
-    trained_length: int | None = None
+    trained_length: int | None = None  # by default that of the first model
     samples: int = 16
-    cue: str | None = None
+    cue: str | None = None  # by default random tokens
     tasks: tuple[str, ...] = tuple(TASKS)
     lengths: tuple[int, ...] = (5, 10, 15, 20, 25, 30, 35, 40)
     trained: int = 20
@@ -85,10 +63,6 @@ class Request:
 
     def run(self, console: Console | None = None, *, command: str = "") -> Report:
         """Load the models one after the other and measure them.
-
-        Args:
-            console: Console for the progress; `None` is silent.
-            command: The command line, for the report.
 
         Raises:
             OptionError: A measure is unknown, or undefined for a model.
@@ -169,25 +143,15 @@ class Request:
 
 @dataclass(eq=False)
 class Inputs:
-    """The inputs of all measures.
+    """The inputs of all measures."""
 
-    Attributes:
-        request: The request, with defaults filled in.
-        first: The reference model.
-        tokenizer: The tokenizer of all models.
-        ids: Token ids of the text, int64 `[tokens]`.
-        corrupt: Function that corrupts the input of an encoder; `None` for causal models.
-        device: The device of this process.
-        dtype: The dtype of all models; `None` is that of their checkpoints.
-    """
-
-    request: Request
-    first: Subject
+    request: Request  # with defaults filled in
+    first: Subject  # the reference
     tokenizer: Any
-    ids: Tensor
+    ids: Tensor  # of the text, int64 [tokens]
     corrupt: Corruption | None
     device: torch.device
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of all models; by default that of their checkpoints
     _reference: Any = field(default=None, init=False, repr=False)
 
     @property
@@ -200,10 +164,9 @@ class Inputs:
         """Ordinary tokens of the text, the most frequent first, int64 `[n]`."""
         return ordinary_tokens(self.ids, self.tokenizer.all_special_ids)
 
-    def windows(self) -> dict[str, Any]:
-        """Return the keywords of measures on windows of the text."""
-        asked = self.request
-        return {"windows": asked.samples, "corrupt": self.corrupt, "trained_length": asked.trained_length}
+    def options(self, *names: str) -> dict[str, Any]:
+        """Return options of a measure, which the request has by the same names."""
+        return {name: getattr(self.request, name) for name in names}
 
     def load(self, subject: Subject) -> Any:
         """Return a model on the device; the first one is reused if it is kept as the reference."""
@@ -217,47 +180,50 @@ class Inputs:
         return self._reference
 
 
+def _perplexity(inputs: Inputs) -> Measure:
+    windows, options = inputs.request.samples, inputs.options("trained_length")
+    return ContextPerplexity(inputs.ids, inputs.contexts, windows=windows, corrupt=inputs.corrupt, **options)
+
+
 def _needle(inputs: Inputs) -> Measure:
-    asked, cue = inputs.request, inputs.request.cue
+    cue = inputs.request.cue
     passkey = Passkey.from_vocabulary(inputs.symbols) if cue is None else Passkey.from_text(inputs.tokenizer, cue)
-    return NeedleRetrieval(inputs.ids, inputs.contexts, samples=asked.samples, passkey=passkey, seed=asked.seed)
+    return NeedleRetrieval(inputs.ids, inputs.contexts, passkey=passkey, **inputs.options("samples", "seed"))
 
 
 def _induction(inputs: Inputs) -> Measure:
     # Two copies make an even number of tokens.
-    return _copying(InductionCopy, inputs, [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)])
+    return _copying(inputs, InductionCopy, [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)])
 
 
-def _copying(kind: type[InductionCopy], inputs: Inputs, lengths: Sequence[int]) -> Measure:
-    asked = inputs.request
-    return kind(inputs.symbols, lengths, samples=asked.samples, seed=asked.seed, trained_length=asked.trained_length)
-
-
-def _generation(inputs: Inputs) -> Measure:
-    asked = inputs.request
-    return Generation(inputs.ids, inputs.tokenizer, samples=asked.samples, corrupt=inputs.corrupt, seed=asked.seed)
-
-
-def _tasks(inputs: Inputs) -> Measure:
-    asked = inputs.request
-    options = {name: getattr(asked, name) for name in ("lengths", "trained", "samples", "shots", "seed")}
-    return LengthGeneralisation(inputs.tokenizer, asked.tasks, **options)
+def _copying(inputs: Inputs, kind: type[InductionCopy], lengths: Sequence[int]) -> Measure:
+    return kind(inputs.symbols, lengths, **inputs.options("samples", "seed", "trained_length"))
 
 
 def _attention(inputs: Inputs) -> Measure:
     # Attention matrices grow with the square of the length; within the trained length both models are reliable.
     length = min(max(inputs.contexts), inputs.request.trained_length or _USUAL_LENGTH)
-    windows = {name: value for name, value in inputs.windows().items() if name != "trained_length"}
-    return AttentionSimilarity(inputs.reference(), inputs.ids, length, reference_name=inputs.first.name, **windows)
+    return AttentionSimilarity(
+        inputs.reference(),
+        inputs.ids,
+        length,
+        windows=inputs.request.samples,
+        corrupt=inputs.corrupt,
+        reference_name=inputs.first.name,
+    )
 
 
 MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
-    "perplexity": lambda inputs: ContextPerplexity(inputs.ids, inputs.contexts, **inputs.windows()),
+    "perplexity": _perplexity,
     "needle": _needle,
     "induction": _induction,
-    "mqar": lambda inputs: _copying(AssociativeRecall, inputs, inputs.contexts),
-    "generation": _generation,
-    "tasks": _tasks,
+    "mqar": lambda inputs: _copying(inputs, AssociativeRecall, inputs.contexts),
+    "generation": lambda inputs: Generation(
+        inputs.ids, inputs.tokenizer, corrupt=inputs.corrupt, **inputs.options("samples", "seed")
+    ),
+    "tasks": lambda inputs: LengthGeneralisation(
+        inputs.tokenizer, inputs.request.tasks, **inputs.options("lengths", "trained", "samples", "shots", "seed")
+    ),
     "attention": _attention,
 }
 

@@ -64,13 +64,7 @@ class Subject:
         return loading.load_tokenizer(self.source if own else self.base)
 
     def load(self, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
-        """Return the model on a device, converted if requested, with the same weights in every process.
-
-        Args:
-            device: Device.
-            seed: Random seed of the weights of an untrained scheme.
-            dtype: Dtype of the weights; `None` is that of the checkpoint.
-        """
+        """Return the model on a device, converted if requested, with the same weights in every process."""
         # New parameters are drawn on the CPU. The caller's random state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -83,9 +77,7 @@ class Subject:
 
 
 def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
-    """Return the models for paths or names on the hub, each alone or as `PATH:SCHEME`.
-
-    The folder of a run of `hf-posenc train` stands for its model.
+    """Return the models for paths (also of runs) or names on the hub, each alone or as `PATH:SCHEME`.
 
     Raises:
         OptionError: A model is given twice.

@@ -20,11 +20,7 @@ def names() -> list[str]:
 
 
 def content(source: str | Path) -> str:
-    """Return the text of a recipe: a YAML file, or a built-in one by its name.
-
-    Raises:
-        RecipeError: There is no such file, or it cannot be read.
-    """
+    """Return the text of a recipe: a YAML file, or a built-in one by its name; raise `RecipeError` if there is none."""
     path = Path(source) if is_file(source) else FOLDER / f"{source}.yaml"
     try:
         return path.read_text(encoding="utf-8")
@@ -40,10 +36,7 @@ def is_file(source: str | Path) -> bool:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the file of a config for `accelerate launch`.
-
-    Args:
-        source: YAML file, or name of a built-in config.
+    """Return the file of a config for `accelerate launch`: a YAML file, or a built-in one by its name.
 
     Raises:
         RecipeError: There is no such file or config.

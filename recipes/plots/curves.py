@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 from torch import Tensor
 
@@ -185,7 +185,7 @@ def _draw_strength(axes: Axes, strength: Sequence[tuple[int, float]]) -> None:
     behind.fill_between(*zip(*strength, strict=True), color="#E69F00", alpha=0.18, linewidth=0)
     behind.set_ylim(0, 1)
     behind.yaxis.set_major_locator(FixedLocator([0, 1]))
-    behind.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    behind.yaxis.set_major_formatter("{x:.0%}")
     behind.set_ylabel("scheme's strength (shaded)", fontsize=9, color=style.GREY)
     behind.spines[["top"]].set_visible(False)
     # Axes are drawn in this order: the curve lies above the shade.
@@ -212,7 +212,7 @@ def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
         axes.set_xlim(low - room, high + room)
         # Round numbers: points may lie close together.
         axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _logarithmic(axes: Axes, shown: Sequence[Interval], scale: float, top: float | None) -> None:
@@ -227,7 +227,7 @@ def _logarithmic(axes: Axes, shown: Sequence[Interval], scale: float, top: float
     is_narrow, is_wide = high < 10 * low, high > 1000 * low
     ticks = MaxNLocator(_TICKS, steps=[1, 2, 5, 10]) if is_narrow else LogLocator(subs=(1,) if is_wide else (1, 2, 5))
     axes.yaxis.set_major_locator(ticks)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_locator(NullLocator())
 
 

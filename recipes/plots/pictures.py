@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from matplotlib.figure import FigureBase
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from hf_posenc import registry
@@ -22,20 +22,14 @@ from hf_posenc.structures import Numbers, Picture
 
 @dataclass(frozen=True, eq=False)
 class Kind(ABC):
-    """A kind of picture.
-
-    Attributes:
-        name: Value of `--what`, and the beginning of file names.
-        summary: Content of the picture, in a few words.
-        layers: Number of layers that are drawn unless some are chosen.
-        heads: Number of heads, likewise.
-        per_layer: Whether every layer has a figure of its own.
-    """
+    """A kind of picture; its name is a value of `--what` and the beginning of file names."""
 
     name: str
     summary: str
+    # What is drawn at most unless some are chosen.
     layers: ClassVar[int] = 12
     heads: ClassVar[int] = 64
+    # Whether every layer has a figure of its own.
     per_layer: ClassVar[bool] = False
 
     @abstractmethod
@@ -75,16 +69,11 @@ class ByDistance(Kind):
     """What positions add to the logit of a mean query and a mean key: lines, or maps over the patches of an image.
 
     Products are linear in both, so what these two get at a distance is the mean over all pairs of a query and a key.
-
-    Attributes:
-        families: Families of schemes that have such a picture.
-        what: Title of the picture.
-        panels: Returns the layers that are drawn, each with its name.
     """
 
-    families: tuple[str, ...]
-    what: str
-    panels: Callable[[Part], list[tuple[str, Layer]]]
+    families: tuple[str, ...]  # of the schemes that have such a picture
+    what: str  # its title
+    panels: Callable[[Part], list[tuple[str, Layer]]]  # the layers that are drawn, with their names
 
     def fits(self, part: Part) -> bool:
         return part.family in self.families
@@ -257,7 +246,7 @@ class Frequencies(Kind):
                     label=label,
                 )
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.thousands(value)))
+            axes.yaxis.set_major_formatter(style.thousands)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             if not part.on_grid:
                 axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
@@ -287,9 +276,7 @@ def _rates(layer: Layer) -> object:
 def _frequencies(layer: Layer, axis: int | None = None) -> Tensor:
     """Return the angles by which the planes of each kv head turn from one position to the next, float64 `[G, D / 2]`.
 
-    Args:
-        layer: The layer.
-        axis: Axis of an image along which a step is made; `None` in a text.
+    In an image the step goes along an axis.
     """
     scheme, geometry = layer.scheme, layer.scheme.geometry
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))
@@ -345,10 +332,8 @@ class Table(Kind):
         image = style.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
         style.bar(canvas, image, right, "cosine", 10)
         place = "patch (0 is the class token)" if part.geometry.axes > 1 else "position (tokens)"
-        for axes, title, y in (
-            (left, "added to the token embeddings", "channel"),
-            (right, "likeness of positions", place),
-        ):
+        titles = ((left, "added to the token embeddings", "channel"), (right, "likeness of positions", place))
+        for axes, title, y in titles:
             style.caption(axes, title)
             axes.set_xlabel(place, fontsize=9)
             axes.set_ylabel(y, fontsize=9)
@@ -565,7 +550,7 @@ class Reach(Kind):
                 share = 1 - rows.cumsum(-1).mean((0, 1)).cpu()
                 axes.plot(range(1, len(share) + 1), share, color=colour, linestyle=dash, label=f"{length:,} tokens")
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.thousands(value)))
+            axes.xaxis.set_major_formatter(style.thousands)
             axes.axvline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
             axes.set_ylim(-0.02, 1.02)
             style.caption(axes, name)

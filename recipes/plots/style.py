@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FixedLocator, FuncFormatter
+from matplotlib.ticker import FixedLocator
 from torch import Tensor
 
 from hf_posenc.structures import Numbers
@@ -103,14 +103,8 @@ def open_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def log_distance(axes: Axes) -> None:
-    """Put distances, of either sign, on a logarithmic axis with room for 0."""
-    axes.set_xscale("symlog", linthresh=1, base=10)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
-
-
-def thousands(value: float) -> str:
-    """Return a number of tokens, `"4k"` for 4,000."""
+def thousands(value: float, _: object = None) -> str:
+    """Return a number of tokens along an axis, `"4k"` for 4,000."""
     return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
 
 
@@ -154,18 +148,7 @@ def grid(
     share_y: bool = True,
     size: float = 9,
 ) -> list[Axes]:
-    """Return panels in rows; labels are written at the outer ones.
-
-    Args:
-        canvas: Figure, or part of one.
-        count: Number of panels.
-        most: Largest number of columns.
-        x: Label of the horizontal axes.
-        y: Label of the vertical axes.
-        share_x: Whether panels share their horizontal axes.
-        share_y: Whether they share their vertical axes.
-        size: Font size of the labels.
-    """
+    """Return panels in rows of at most so many; labels are written at the outer ones."""
     rows, columns = shape(count, most)
     panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
     for place, axes in enumerate(panels):
@@ -190,7 +173,9 @@ def frame(axes: Axes, distances: Tensor, *, log: bool) -> None:
     """Finish a panel by distance: a line at zero, and the range of distances."""
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     if log:
-        log_distance(axes)
+        # Distances may have either sign, and be 0.
+        axes.set_xscale("symlog", linthresh=1, base=10)
+        axes.xaxis.set_major_formatter(thousands)
     axes.set_xlim(int(distances.min()), max(1, int(distances.max())))
     open_frame(axes)
 

@@ -32,57 +32,34 @@ LAST, _LONGEST_TEXT = 16, 2048
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What one layer computes; batch 1, float64.
+    """What one layer computes; batch 1, float64."""
 
-    Attributes:
-        tokens: Tokens as the scheme gets them.
-        q: Queries as projected, without any position, `[1, H, S, D]`.
-        k: Keys likewise, `[1, G, S, D]`.
-        v: Values, `[1, G, S, D]`.
-        weights: Attention weights as the model used them, `[H, S, S]`.
-    """
-
-    tokens: Tokens
-    q: Tensor
-    k: Tensor
+    tokens: Tokens  # as the scheme gets them
+    q: Tensor  # as projected, without any position, [1, H, S, D]
+    k: Tensor  # likewise, [1, G, S, D]
     v: Tensor
-    weights: Tensor
+    weights: Tensor  # as the model used them, [H, S, S]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with a scheme.
-
-    Attributes:
-        index: Index of the layer in its stack.
-        scheme: Its scheme, which other layers may share.
-        common: The part of the scheme that all layers share, if it has one.
-    """
+    """One layer with a scheme."""
 
     index: int
-    scheme: Scheme
-    common: Scheme | None
+    scheme: Scheme  # which other layers may share
+    common: Scheme | None  # the part of the scheme that all layers share
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The layers of one stack that have one scheme: what a picture is of.
-
-    Attributes:
-        subject: The model.
-        stack: `"decoder"` or `"encoder"`.
-        group: Group of the config.
-        layers: Layers that are drawn.
-        heads: The query heads that are drawn.
-        queries: Positions of queries, where a picture is of one; empty lets the picture choose.
-    """
+    """The layers of one stack that have one scheme: what a picture is of."""
 
     subject: Subject
     stack: str
     group: record.Group
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # those that are drawn, as are heads
     heads: tuple[int, ...]
-    queries: tuple[int, ...] = ()
+    queries: tuple[int, ...] = ()  # positions, where a picture is of one; without any it chooses
 
     @property
     def name(self) -> str:
@@ -153,25 +130,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A patched model, and what it reads.
-
-    Attributes:
-        model: The model.
-        tokenizer: Tokenizer of the model; without one, tokens are written as numbers.
-        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
-            too.
-        native: Whether it was a stock model, drawn as what it computes itself.
-        text: Token ids of a text for pictures of long ones, int64 `[tokens]`.
-        name: Name of the model or its run, for titles.
-        strength: Strength of its schemes, see `hf_posenc.set_strength`.
-    """
+    """A patched model, and what it reads."""
 
     model: PreTrainedModel
     tokenizer: Any
-    inputs: Mapping[str, Mapping[str, Tensor]]
-    native: bool = False
+    inputs: Mapping[str, Mapping[str, Tensor]]  # of a forward of each stack, batch 1
+    native: bool = False  # whether it was a stock model, drawn as what it computes itself
     strength: float = 1.0
-    text: Tensor | None = None
+    text: Tensor | None = None  # token ids, int64 [tokens], for pictures of long texts
     name: str = ""
     _longer: dict[int, dict[tuple[str, int], Seen]] = field(default_factory=dict)
 
@@ -224,10 +190,7 @@ class Subject:
 
 @contextlib.contextmanager
 def patched(model: Any) -> Iterator[bool]:
-    """Set a model to evaluation, and make a stock one compute what it does by a scheme, for a while.
-
-    Yields:
-        Whether it was a stock model.
+    """Set a model to evaluation, and make a stock one compute by a scheme, for a while; yield whether it is stock.
 
     Raises:
         WrappedModelError: The model is inside a wrapper.
@@ -279,13 +242,8 @@ def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
 def _readable(piece: str | None) -> str:
     """Return a piece of a vocabulary with its marks of spaces and line ends as they are commonly drawn."""
     # SentencePiece and byte-level vocabularies have different marks.
-    marks: dict[str, int | str | None] = {
-        "\u2581": "\N{OPEN BOX}",
-        "\u0120": "\N{OPEN BOX}",
-        "\u010a": "\\n",
-        "\n": "\\n",
-    }
-    return str(piece).translate(str.maketrans(marks)).replace("<0x0A>", "\\n")
+    marks = str.maketrans({"\u2581": "\N{OPEN BOX}", "\u0120": "\N{OPEN BOX}", "\u010a": "\\n", "\n": "\\n"})
+    return str(piece).translate(marks).replace("<0x0A>", "\\n")
 
 
 # -- what layers compute -----------------------------------------------------------------------------------------------
@@ -358,22 +316,12 @@ class _Observer:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """One layer's logits with and without positions; all float64.
+    """One layer's logits with and without positions; all float64."""
 
-    Attributes:
-        content: Scaled products of queries and keys as `score` gets them (rotary schemes have rotated them), `[B, H, Q,
-            K]`.
-        plain: The same of queries and keys as they were projected.
-        logits: Result of `score`, unmasked.
-        q: Queries as `score` gets them, `[B, H, Q, D]`.
-        k: Keys likewise, `[B, G | H, K, D]`.
-        block: Block that `score` gets.
-    """
-
-    content: Tensor
-    plain: Tensor
-    logits: Tensor
-    q: Tensor
+    content: Tensor  # scaled products of queries and keys as `score` gets them, [B, H, Q, K]
+    plain: Tensor  # the same as they were projected
+    logits: Tensor  # result of `score`, unmasked
+    q: Tensor  # as `score` gets them, as are keys and block
     k: Tensor
     block: Block
 
@@ -388,12 +336,7 @@ def asked(part: Part, layer: Layer) -> Asked:
 def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Tensor) -> Tensor:
     """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
 
-    Args:
-        scheme: The scheme.
-        tokens: Further state that the scheme needs.
-        positions: Positions of Q queries and K keys.
-        q: The query of each head `[H, D]`.
-        k: The key of each kv head `[G, D]`.
+    The query of each head is `[H, D]`, the key of each kv head `[G, D]`; tokens hold further state.
     """
     queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
     keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)
@@ -405,12 +348,7 @@ def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Te
 def _ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Asked:
     """Run `project`, `recall` and `score` of a scheme, without the model's own encoding.
 
-    Args:
-        scheme: The scheme.
-        tokens: The keys' tokens; the queries' are the last of them.
-        q: Queries `[B, H, Q, D]`.
-        k: Keys `[B, G, K, D]`.
-        v: Values `[B, G, K, D]`.
+    Tokens are those of the K keys; the Q queries are the last of them.
     """
     scale = scheme.geometry.scale
     assert scale is not None

@@ -33,29 +33,16 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table with the names of its rows in the first column.
-
-    Attributes:
-        header: Headings of the columns.
-        rows: Cells of the rows.
-        marked: Names of highlighted rows.
-        caption: Line above the table.
-    """
+    """A table with the names of its rows in the first column."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
-    marked: Sequence[str] = ()
+    marked: Sequence[str] = ()  # names of highlighted rows
     caption: str = ""
 
 
 def render(template: str, kind: Literal["markdown", "html"] = "markdown", **values: Any) -> str:
-    """Return a report as text.
-
-    Args:
-        template: Name of the template.
-        kind: Format.
-        **values: Variables of the template; HTML needs the `folder` of the pictures.
-    """
+    """Return a report as text, from the variables of its template; HTML needs the `folder` of the pictures."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=kind == "html",

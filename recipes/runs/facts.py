@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,62 +25,29 @@ from hf_posenc.recipes.training.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of a run that are known before its first step, for header, table and model card.
+    """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
-    Attributes:
-        model: Model name, as in the recipe.
-        architecture: Name of the architecture.
-        native: Native encoding of the architecture, in words.
-        trained_length: Tokens per window in the model's own training; those of the run if the config states none.
-        parameters: Number of parameters of model, scheme and adapter.
-        new_parameters: Number of parameters of the scheme.
-        trained_parameters: Number of trained parameters.
-        scheme: Name of the scheme; `None` for a control that keeps its own encoding.
-        options: Resolved options of the scheme, by stack.
-        layers: Number of converted layers, by stack.
-        fate: Fate of the native encoding, in words.
-        start: Start of the converted model, in words.
-        cautions: Warnings for the user.
-        steps: Optimizer steps of the training.
-        batch_size: Windows per step, over all processes.
-        length: Tokens per window.
-        source: Source of the text.
-        data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
-        processes: Number of processes.
-        device: Device, in words.
-        precision: Precision of the forward.
-        teacher: Teacher and loss weights, in words; `None` without distillation.
-        trained: Trained weights, in words.
-        command: Command that started the run.
-        versions: Versions of the packages, by name.
-        came_with: Schemes of a model that was converted before the run, which keeps them.
-        stages: Settings of each stage, in words.
-        other_tokens: Tokens of the stages before and after the training.
-        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
-        rope: Changed rope parameters in the config.
-        memory: Estimated memory of a step, in words.
-        reach: Longest text whose positions are trained on.
-        states_length: Whether the model's config states its trained length.
+    Those of type `str` that are no names are in words, as a user reads them.
     """
 
     model: str
     architecture: str
     native: str
-    trained_length: int
+    trained_length: int  # of the model's own training; that of the run if the config states none
     parameters: int
-    new_parameters: int
+    new_parameters: int  # of the scheme
     trained_parameters: int
     scheme: str | None
-    options: Mapping[str, Mapping[str, Any]]
-    layers: Mapping[str, int]
-    fate: str
+    options: Mapping[str, Mapping[str, Any]]  # by stack
+    layers: Mapping[str, int]  # number of converted ones, by stack
+    fate: str  # of the native encoding
     start: str
     cautions: tuple[str, ...]
     steps: int
     batch_size: int
     length: int
     source: str
-    data_tokens: int | None
+    data_tokens: int | None  # `None` for a stream
     processes: int
     device: str
     precision: str
@@ -88,13 +55,13 @@ class Facts:
     trained: str
     command: str
     versions: Mapping[str, str]
-    came_with: tuple[str, ...] = ()
+    came_with: tuple[str, ...] = ()  # schemes of a model that was converted before the run
     stages: tuple[str, ...] = ()
-    other_tokens: int = 0
-    writes: str = ""
+    other_tokens: int = 0  # of the stages before and after the training
+    writes: str = ""  # comparison of what the trained model and the original write
     rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
-    reach: int = 0
+    reach: int = 0  # longest text whose positions are trained on
     states_length: bool = True
 
     @property
@@ -104,25 +71,9 @@ class Facts:
         return self.scheme or (f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens per optimizer step, over all processes."""
-        return self.batch_size * self.length
-
-    @property
     def tokens(self) -> int:
         """Tokens of all stages."""
-        return self.steps * self.tokens_per_step + self.other_tokens
-
-    def during(self, stage: Stage) -> Facts:
-        """Return the facts of one stage, for its progress."""
-        training = stage.recipe.training
-        return replace(
-            self,
-            steps=training.steps,
-            batch_size=training.batch_size,
-            length=training.length or self.trained_length,
-            teacher=self.teacher if stage.name == "training" else None,
-        )
+        return self.steps * self.batch_size * self.length + self.other_tokens
 
     @classmethod
     def of(
@@ -138,20 +89,7 @@ class Facts:
         stages: Sequence[Stage] = (),
         memory: str = "",
     ) -> Facts:
-        """Collect the facts of a run.
-
-        Args:
-            model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
-            recipe: Recipe of the run.
-            plan: Plan of the conversion, made before it by `hf_posenc.plan` (with `native="keep"` for a handover);
-                `None` without a scheme.
-            trained_length: Tokens per window in the model's own training.
-            data_tokens: Number of training tokens; `None` if unknown.
-            processes: Number of processes.
-            command: Command that started the run.
-            stages: Stages of the run.
-            memory: Estimated memory of a step, in words.
-        """
+        """Collect the facts of a run, from a model that has its adapter and a plan that was made before."""
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
         if isinstance(model, PeftModel):
@@ -178,7 +116,10 @@ class Facts:
             came_with=came_with,
             start=_start(recipe.conversion, plan),
             rope=recipe.conversion.rope,
-            cautions=() if plan is None else tuple(map(_restated, plan.warnings)),
+            cautions=tuple(
+                restated(warning, "conversion.{}={}", "conversion.options.{}={}")
+                for warning in (() if plan is None else plan.warnings)
+            ),
             steps=training.steps,
             batch_size=training.batch_size,
             length=training.length or trained_length,
@@ -205,10 +146,6 @@ class Facts:
 def _reach(recipe: Recipe, length: int) -> int:
     later = recipe.lengthen if recipe.lengthen.steps else None
     return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
-
-
-def _restated(warning: str) -> str:
-    return restated(warning, "conversion.{}={}", "conversion.options.{}={}")
 
 
 def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
@@ -261,10 +198,8 @@ def _trained(adapter: Adapter, *, has_new: bool) -> str:
     return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
 
 
-def print_header(console: Console | None, facts: Facts) -> None:
-    """Print the facts as a table; do nothing without a console."""
-    if console is None:
-        return
+def print_header(console: Console, facts: Facts) -> None:
+    """Print the facts as a table."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

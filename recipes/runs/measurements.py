@@ -14,9 +14,8 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from hf_posenc.errors import ShapeError
-from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.perplexity import CONTEXT, ContextPerplexity
+from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity
 from hf_posenc.recipes.evaluation.report import Report, Section, load, save
 
 # Key of the model as loaded; the keys of the converted model are its optimizer steps.
@@ -29,11 +28,7 @@ Measure = Callable[[Any], Grid]
 
 
 class Measurements:
-    """Perplexity by context length of the native model, and of the converted one by step.
-
-    Args:
-        path: File to write at every record; `None` keeps the measurements in memory.
-    """
+    """Perplexity by context length of the native model, and of the converted one by step, in a file if one is given."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -41,19 +36,14 @@ class Measurements:
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
-        """Return the measurements in a file, or none if there is no file.
-
-        Args:
-            path: Path of measurements.json.
-            writes: Whether this process, the main one, writes. Other processes keep new measurements in memory.
+        """Return the measurements in a file, or none if there is no file; processes that do not write keep new ones.
 
         Raises:
-            CheckpointError: The file is damaged, or was written by a newer version of this package.
+            CheckpointError: The file is damaged, or was written by another version of this package.
         """
         measurements = cls(path if writes else None)
         if path.exists():
-            remedy = "Remove the file to measure again what can still be measured."
-            report = load(Report, path, remedy, upgrade=_from_version_1)
+            report = load(Report, path, "Remove the file to measure again what can still be measured.")
             for name, (grid,) in report["perplexity"].models.items():
                 measurements._grids[name if name == NATIVE else int(name.removeprefix("step "))] = grid
         return measurements
@@ -80,28 +70,6 @@ class Measurements:
         return self.at(NATIVE if name == "native" else 0)
 
 
-def _from_version_1(content: Any) -> Any:
-    """Return the content of a file of version 1, which had a list of curves, as one of version 2."""
-    if content.get("format_version") != 1:
-        return content
-    curves = content["curves"]
-    contexts = sorted({context for curve in curves for context in curve["contexts"]})
-    models = {}
-    for curve in curves:
-        if len(curve["losses"]) != len(curve["contexts"]):
-            raise ShapeError(f"{len(curve['losses'])} rows of losses at {len(curve['contexts'])} contexts")
-        rows = dict(zip(curve["contexts"], curve["losses"], strict=True))
-        unread = [None] * len(curve["losses"][0])
-        # A loss that is not a number was that of a diverged model.
-        samples = [[math.inf if x != x else x for x in rows[c]] if c in rows else unread for c in contexts]
-        grid = {"quantity": vars(PERPLEXITY), "axes": {CONTEXT: contexts}, "samples": samples}
-        models["native" if curve["name"] == NATIVE else f"step {curve['step']}"] = [grid]
-    return {
-        "format_version": 2,
-        "sections": [{"name": "perplexity", "title": ContextPerplexity.title, "note": _NOTE, "models": models}],
-    }
-
-
 class Measuring(TrainerCallback):
     """Callback that measures the model before the first step, at intervals and after the last step.
 
@@ -126,9 +94,8 @@ class Measuring(TrainerCallback):
         begins: int = 0,
         console: Console | None = None,
     ) -> None:
-        self._measurements, self._measure, self._every, self._console = measurements, measure, every, console
-        self._begins = begins
-        self._has_heading = False
+        self._measurements, self._measure, self._console = measurements, measure, console
+        self._every, self._begins, self._has_heading = every, begins, False
 
     def take(self, key: str | int, model: Any) -> Grid:
         """Measure a model unless it was measured before; print and return its perplexity.

@@ -17,44 +17,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback
 
-from hf_posenc.recipes.runs.facts import Facts
-
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed and memory of a run, on its machine.
+    """Speed and memory of a run, on its machine."""
 
-    Attributes:
-        seconds: Seconds per optimizer step, without loading data, measuring and saving.
-        tokens: Tokens per second, over all processes.
-        memory: Peak memory of this process in bytes, on the GPU or else resident; `None` if unknown.
-        steps: Number of timed steps.
-    """
-
-    seconds: float
-    tokens: float
-    memory: int | None
+    seconds: float  # per optimizer step, without loading data, measuring and saving
+    tokens: float  # per second, over all processes
+    memory: int | None  # peak of this process in bytes, on the GPU or else resident
     steps: int
 
 
 @contextlib.contextmanager
 def counting(console: Console | None, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for `total` steps with the time left, or one line at the end if the console is not a terminal.
-
-    Yields:
-        A function to call with the number of steps done.
-    """
+    """Show a bar for `total` steps, or one line at the end without a terminal; yield what takes the steps done."""
     shown = console is not None and console.is_terminal
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
+    counts = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     began = time.monotonic()
-    with Bar(*columns, console=console, disable=not shown, transient=True) as bar:
+    with Bar(*counts, *times, console=console, disable=not shown, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)
     if console is not None:
@@ -67,28 +48,28 @@ class Progress(TrainerCallback):
     Use it as a context manager, which restores the terminal if the training raises:
     `with Progress(...) as progress: Trainer(..., callbacks=[progress]).train()`. Turn the trainer's own displays off
     (`disable_tqdm=True`, `remove_callback(PrinterCallback)`), and let it log often, since the shown loss is the logged
-    one. With a teacher, perplexity comes from `text_loss` in the log, if present.
+    one.
 
     Args:
         console: Console; `None` is silent.
-        facts: Facts of the run.
+        tokens: Tokens per step, over all processes.
+        text: Key of the loss on the text in the log, which gives the perplexity; empty if there is none.
         strength: Function from step and number of steps to the scheme's strength (`Handover(...).progress`); `None`
             without a handover.
-        measures_text: Whether the loss is that of the text, so that it gives a perplexity.
         interval: Seconds between plain lines.
     """
 
     def __init__(
         self,
         console: Console | None,
-        facts: Facts,
+        tokens: int,
         *,
+        text: str = "loss",
         strength: Callable[[int, int], float] | None = None,
-        measures_text: bool = True,
         interval: float = 30.0,
     ) -> None:
-        self._measures_text = measures_text
-        self._console, self._facts, self._strength, self._interval = console, facts, strength, interval
+        self._console, self._tokens, self._text = console, tokens, text
+        self._strength, self._interval = strength, interval
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
         self._loss: float | None = None
@@ -109,7 +90,7 @@ class Progress(TrainerCallback):
         if self._steps == 0:
             return None
         seconds = self._seconds / self._steps
-        return Pace(seconds, self._facts.tokens_per_step / seconds, _peak_memory(), self._steps)
+        return Pace(seconds, self._tokens / seconds, _peak_memory(), self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar; in a resumed run, at the step where it stopped."""
@@ -152,8 +133,7 @@ class Progress(TrainerCallback):
 
     def _note(self, logs: Mapping[str, Any]) -> None:
         self._loss = logs.get("loss", self._loss)
-        if self._measures_text:
-            self._text_loss = logs.get("text_loss" if self._facts.teacher else "loss", self._text_loss)
+        self._text_loss = logs.get(self._text, self._text_loss)
 
     def _line(self, state: Any) -> None:
         if self._console is not None and self._bar.disable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
-from hf_posenc.recipes.plots.curves import Panel, run_figure, trained_mark
+from hf_posenc.recipes.evaluation.report import panel
+from hf_posenc.recipes.plots.curves import run_figure, trained_mark
 from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -30,81 +31,71 @@ from hf_posenc.recipes.training.callbacks import Handover
 _TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 
-Log = Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class Results:
+    """All that is known of a run at its end; `log` is that of the trainer (`trainer.state.log_history`)."""
+
+    recipe: Recipe
+    measurements: Measurements
+    facts: Facts
+    log: Sequence[Mapping[str, Any]] = ()
+    pace: Pace | None = None
+    verdict: Verdict | None = None
+
+    def models(self) -> dict[str, Grid]:
+        """Return the measured models by their name in table and picture."""
+        name, course = self.facts.encoding or "native", self.measurements.course()
+        found = {
+            "native": self.measurements.curve("native"),
+            f"{name}, before training": self.measurements.curve("before"),
+            f"{name}, after {max((step for step, _ in course), default=0):,} steps": self.measurements.curve("after"),
+        }
+        if self.facts.encoding is None:
+            del found[f"{name}, before training"]  # It is the native model again.
+        return {name: grid for name, grid in found.items() if grid is not None}
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
+        return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in self.log if "loss" in entry]
+
+    def values(self) -> dict[str, Any]:
+        """Return the variables of the templates `run` and `card`."""
+        facts, models = self.facts, self.models()
+        first = next(iter(models.values()), None)
+        tables = [table(models, "")] if models else []
+        unread = any(bool(grid.samples.isnan().any()) for grid in models.values())
+        native = models.pop("native", None)
+        if native is not None and models:
+            relative = {name: grid.relative_to(native) for name, grid in models.items()}
+            tables.append(table(relative, "As a percentage of the native model's perplexity, window by window:"))
+        return {
+            "title": f"{name_of(facts.model)} {f'with {facts.encoding}' if facts.encoding else 'trained as it is'}",
+            "facts": facts,
+            "perplexity": tables,
+            "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
+            "targets": TARGETS,
+            "windows": 0 if first is None else first.samples.shape[-1],
+            "unread": unread,
+            "losses": [loss for _, loss in self.losses()],
+            "pace": self.pace,
+            "verdict": self.verdict,
+        }
 
 
-def write(
-    folder: Path,
-    recipe: Recipe,
-    measurements: Measurements,
-    facts: Facts,
-    *,
-    log: Log = (),
-    pace: Pace | None = None,
-    verdict: Verdict | None = None,
-) -> None:
-    """Write table.md, perplexity.png, and both in report.html, each atomically.
-
-    Args:
-        folder: Folder of the run.
-        recipe: Recipe of the run.
-        measurements: Measurements of the run.
-        facts: Facts of the run.
-        log: Log of the trainer (`trainer.state.log_history`), for the loss by step.
-        pace: Speed of the run (`Progress.pace`).
-        verdict: Verdict on the run.
-    """
-    if _models(measurements, facts):
+def write(folder: Path, results: Results) -> None:
+    """Write table.md, perplexity.png, and both in report.html, each atomically."""
+    facts = results.facts
+    if results.models():
         with published(folder / PICTURE) as draft:
-            _figure(recipe, measurements, facts, log).savefig(draft, format="png")
-    course = {f"{step:,}": grid for step, grid in measurements.course()}
+            _figure(results).savefig(draft, format="png")
+    course = {f"{step:,}": grid for step, grid in results.measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
-    values = {**_values(measurements, facts, log, pace), "verdict": verdict, "course": by_step, "picture": PICTURE}
+    values = {**results.values(), "course": by_step, "picture": PICTURE}
     write_text(folder / TABLE, render("run", **values))
     made = [f"{name}: {value}" for name, value in (("command", facts.command), *rows(facts))]
     made.append(f"versions: {', '.join(f'{package} {version}' for package, version in facts.versions.items())}")
     write_text(folder / PAGE, render("run", "html", **values, folder=folder, made=made))
-
-
-def _values(measurements: Measurements, facts: Facts, log: Log, pace: Pace | None) -> dict[str, Any]:
-    """Return the variables of the templates `run` and `card`."""
-    models = _models(measurements, facts)
-    first = next(iter(models.values()), None)
-    tables = [table(models, "")] if models else []
-    native = models.pop("native", None)
-    if native is not None and models:
-        relative = {name: grid.relative_to(native) for name, grid in models.items()}
-        tables.append(table(relative, "As a percentage of the native model's perplexity, window by window:"))
-    return {
-        "title": f"{name_of(facts.model)} {f'with {facts.encoding}' if facts.encoding else 'trained as it is'}",
-        "facts": facts,
-        "perplexity": tables,
-        "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
-        "targets": TARGETS,
-        "windows": 0 if first is None else first.samples.shape[-1],
-        "unread": any(bool(grid.samples.isnan().any()) for grid in _models(measurements, facts).values()),
-        "losses": [loss for _, loss in _losses(log)],
-        "pace": pace,
-    }
-
-
-def _models(measurements: Measurements, facts: Facts) -> dict[str, Grid]:
-    """Return the measured models by their name in table and picture."""
-    name = facts.encoding or "native"
-    last = max((step for step, _ in measurements.course()), default=0)
-    found = {
-        "native": measurements.curve("native"),
-        f"{name}, before training": measurements.curve("before"),
-        f"{name}, after {last:,} steps": measurements.curve("after"),
-    }
-    if facts.encoding is None:
-        del found[f"{name}, before training"]  # It is the native model again.
-    return {name: grid for name, grid in found.items() if grid is not None}
-
-
-def _losses(log: Log) -> list[tuple[int, float]]:
-    """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
-    return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in log if "loss" in entry]
 
 
 def name_of(source: str) -> str:
@@ -117,22 +108,20 @@ def on_the_hub(source: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
 
 
-def _figure(recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) -> Figure:
-    models = _models(measurements, facts)
+def _figure(results: Results) -> Figure:
+    recipe, facts, measurements, models = results.recipe, results.facts, results.measurements, results.models()
     first = next(iter(models.values()))
-    contexts, name = first.points, first.quantity.name
-    length = nearest(contexts, facts.trained_length)
+    name, length = first.quantity.name, nearest(first.points, facts.trained_length)
     mark = trained_mark(facts.trained_length if facts.states_length else None)
     native = measurements.curve("native")
     strength = []
     if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
         way = Handover(recipe.conversion.handover)
         strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
-    lines = {name: [(context, grid.at(context)) for context in grid.points] for name, grid in models.items()}
     return run_figure(
-        f"{_values(measurements, facts, log, None)['title']}: {name} on held-out text",
-        Panel(lines=lines, y=f"{name} (per token; lower is better)", mark=mark),
-        losses=_losses(log),
+        f"{results.values()['title']}: {name} on held-out text",
+        replace(panel(models, mark), x="context length (tokens read)", y=f"{name} (per token; lower is better)"),
+        losses=results.losses(),
         course=[(step, grid.at(length)) for step, grid in measurements.course()],
         native=None if native is None else native.at(length),
         course_length=length,
@@ -140,39 +129,24 @@ def _figure(recipe: Recipe, measurements: Measurements, facts: Facts, log: Log) 
     )
 
 
-def model_card(
-    recipe: Recipe,
-    measurements: Measurements,
-    facts: Facts,
-    *,
-    existing: str = "",
-    log: Log = (),
-    pace: Pace | None = None,
-    verdict: Verdict | None = None,
-) -> str:
+def model_card(results: Results, existing: str = "") -> str:
     """Return the model's README.md: loading, measurements and origin.
 
     Args:
-        recipe: Recipe of the run.
-        measurements: Measurements of the run.
-        facts: Facts of the run.
+        results: Results of the run.
         existing: Card that `save_pretrained` wrote. Its metadata and its section on the positional encoding are kept;
             PEFT's empty form is not.
-        log: Log of the trainer.
-        pace: Speed of the run.
-        verdict: Verdict on the run.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
-    licence = _licence(recipe.model)
-    recipe, facts = _public(recipe, facts)
-    values = _values(measurements, facts, log, pace)
+    licence = _licence(results.recipe.model)
+    recipe, facts = _public(results.recipe, results.facts)
+    values = replace(results, facts=facts).values()
     has_decoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     kind = "MaskedLM" if values["masked"] else "Seq2SeqLM" if has_decoder else "CausalLM"
-    _describe(card.data, recipe, kind, licence, measurements.curve("after"))
+    _describe(card.data, recipe, kind, licence, results.measurements.curve("after"))
     text = render(
         "card",
         **values,
-        verdict=verdict,
         recipe=recipe,
         text=_text(recipe),
         name=name_of(facts.model),

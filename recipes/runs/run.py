@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from rich.console import Console
-from torch import Tensor
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
@@ -132,13 +131,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
             _take(lock, folder)
         measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
         if (folder / MODEL).is_dir():
-            if console:
-                console.print(
-                    f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+            _say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
         # The trainer would fail on these only after the data is prepared.
         check_loggers(recipe.saving.loggers)
@@ -170,6 +163,11 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
     return train(Recipe.read(folder / RECIPE), folder, console=console)
+
+
+def _say(console: Console | None, text: str) -> None:
+    if console is not None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def is_finished(folder: Path) -> bool:
@@ -217,14 +215,12 @@ class _Run:
             return self._adapt(model, tokenizer, length, own_length)
 
     def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
-        recipe = self.recipe
-        data = load_data(
-            recipe.data,
-            tokenizer,
-            length=length,
-            seed=recipe.training.seed,
-            config=model.config,
-        )
+        recipe, conversion, evaluation = self.recipe, self.recipe.conversion, self.recipe.evaluation
+
+        def prepared(length: int) -> Prepared:
+            return load_data(recipe.data, tokenizer, length=length, seed=recipe.training.seed, config=model.config)
+
+        data = prepared(length)
         self.text = _digest(data)
         if _has_begun(self.folder) and _record(self.folder).get(_TEXT, self.text) != self.text:
             raise RecipeError(
@@ -232,39 +228,33 @@ class _Run:
                 "measurements before and after could not be compared. Put it back, or train in another folder."
             )
         contexts, notes = contexts_for(
-            own_length,
-            len(data.held_out),
-            windows=recipe.evaluation.windows,
-            contexts=recipe.evaluation.contexts,
+            own_length, len(data.held_out), windows=evaluation.windows, contexts=evaluation.contexts
         )
         planned = None
-        if recipe.conversion.scheme is not None:
-            keywords = _selection(recipe.conversion)
-            planned = plan(model, recipe.conversion.scheme, **keywords)
-            local = native_scheme(model) if recipe.conversion.window is not None else None
-            patch(model, recipe.conversion.scheme, **keywords)
-            if recipe.conversion.window is not None:
-                _narrow(model, local, planned.layers, recipe.conversion.window)
-        stock_rope = set_rope(model, recipe.conversion.rope) if recipe.conversion.rope else None
+        if conversion.scheme is not None:
+            keywords = selection(conversion)
+            planned = plan(model, conversion.scheme, **keywords)
+            local = native_scheme(model) if conversion.window is not None else None
+            patch(model, conversion.scheme, **keywords)
+            if conversion.window is not None:
+                _narrow(model, local, planned.layers, conversion.window)
+        stock_rope = set_rope(model, conversion.rope) if conversion.rope else None
         suitability.check_tables(recipe, model, length)
         if self.checkpoint is None:  # Its weights would replace the fitted ones.
             self.fitted = self._fit(model, data)
         model = attach(model, recipe.adapter)
         recipe, estimate = memory.fitted(recipe, model, length, self.processes.device, self.processes.num_processes)
-        begun = self.micro or {name: getattr(recipe, name).micro_batch_size for name in ("training", "lengthen")}
-        self.micro = begun
-        recipe = replace(
-            recipe,
-            training=replace(recipe.training, micro_batch_size=begun["training"]),
-            lengthen=replace(recipe.lengthen, micro_batch_size=begun["lengthen"]),
-        )
+        sections = {name: getattr(recipe, name) for name in ("training", "lengthen")}
+        self.micro = self.micro or {name: section.micro_batch_size for name, section in sections.items()}
+        sized = {name: replace(each, micro_batch_size=self.micro[name]) for name, each in sections.items()}
+        recipe = replace(recipe, **sized)
         with native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext():
             teacher = _teacher(model, recipe)
         plans = stages(recipe, model)
-        refused = self.fitted is not None and not self.fitted["accepted"]
+        refused = [self.fitted["sentence"]] if self.fitted is not None and not self.fitted["accepted"] else []
         facts = Facts.of(
             model,
-            replace(recipe, conversion=replace(recipe.conversion, fit=None)) if refused else recipe,
+            replace(recipe, conversion=replace(conversion, fit=None)) if refused else recipe,
             planned,
             trained_length=own_length,
             data_tokens=data.tokens,
@@ -273,23 +263,16 @@ class _Run:
             stages=plans,
             memory=estimate,
         )
-        if self.fitted is not None and refused:
-            facts = replace(facts, cautions=(*facts.cautions, self.fitted["sentence"]))
+        facts = replace(facts, cautions=(*facts.cautions, *refused))
         self._claim(facts)
         if self.console:
             print_header(self.console, facts)
-            for note in notes:
-                self.console.print(note)
+        for note in notes:
+            _say(self.console, note)
 
         def measure(model: Any) -> Grid:
             with self._precise():
-                return context_curve(
-                    model,
-                    ids=data.held_out,
-                    contexts=contexts,
-                    windows=recipe.evaluation.windows,
-                    corrupt=data.corrupt,
-                )
+                return context_curve(model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt)
 
         # What is wrong with the batches or the text of a later stage is said before the first one.
         texts = {recipe.training.length: data}
@@ -297,10 +280,7 @@ class _Run:
             settings = stage.recipe.training
             divide_batch(settings, self.processes.num_processes, section=stage.name)
             if settings.length not in texts:
-                assert settings.length is not None
-                texts[settings.length] = load_data(
-                    recipe.data, tokenizer, length=settings.length, seed=recipe.training.seed, config=model.config
-                )
+                texts[settings.length] = prepared(settings.length or length)
         log: list[dict[str, Any]] = []
         pace, trainer = None, None
         for stage in plans:
@@ -315,26 +295,24 @@ class _Run:
                 if self.transferred is not None and not self.transferred["accepted"]:
                     facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
                 continue
-            ends = stage is plans[-1]
+            ends, is_main = stage is plans[-1], stage.name == "training"
             measuring = Measuring(
-                self.measurements, measure, every=recipe.evaluation.every, begins=stage.begins, console=self.console
+                self.measurements, measure, every=evaluation.every, begins=stage.begins, console=self.console
             )
-            callbacks: list[TrainerCallback] = []
-            if stage.name == "training":
-                callbacks.append(_NativeFirst(measuring, converts=planned is not None, rope=stock_rope))
+            first = [_NativeFirst(measuring, converts=planned is not None, rope=stock_rope)] if is_main else []
             windows = texts[stage.recipe.training.length]
             checkpoints = self._checkpoints(stage)
-            handover = Handover(recipe.conversion.handover) if recipe.conversion.native == "handover" else None
-            strength = handover.progress if handover and stage.name == "training" else None
-            with Progress(self.console, facts.during(stage), strength=strength) as progress:
+            strength = Handover(conversion.handover).progress if is_main and conversion.native == "handover" else None
+            text = "text_loss" if is_main and teacher is not None else "loss"
+            with Progress(self.console, _tokens(stage, length), text=text, strength=strength) as progress:
                 trainer = adaptation_trainer(
                     model,
                     stage.recipe,
                     windows.train,
                     folder=checkpoints.unfinished,
                     collate=windows.collate,
-                    teacher=teacher if stage.name == "training" else None,
-                    callbacks=[*callbacks, measuring, progress, checkpoints],
+                    teacher=teacher if is_main else None,
+                    callbacks=[*first, measuring, progress, checkpoints],
                     saves_end=not ends,
                 )
                 if ends:
@@ -345,12 +323,13 @@ class _Run:
             pace = progress.pace
         assert trainer is not None
         verdict = judge(self.measurements, facts, _control(self.folder, recipe, self.text))
-        if recipe.evaluation.prompts:
+        if evaluation.prompts:
             facts = replace(facts, writes=self._compare(model, tokenizer, data))
+        results = report.Results(self.recipe, self.measurements, facts, log, pace, verdict)
         if self.processes.is_main_process:
-            report.write(self.folder, recipe, self.measurements, facts, log=log, pace=pace, verdict=verdict)
+            report.write(self.folder, results)
         _tell_length(model, tokenizer, facts.reach)
-        self._save(trainer, tokenizer, facts, pace, log, verdict)
+        self._save(trainer, tokenizer, results)
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
         return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
 
@@ -395,7 +374,7 @@ class _Run:
                 best.load(result)
             else:
                 last = files.last(checkpoints.folder)
-                with Progress(self.console, facts.during(stage), measures_text=False) as progress:
+                with Progress(self.console, _tokens(stage, facts.length), text="") as progress:
                     trainer = adaptation_trainer(
                         transfer,
                         stage.recipe,
@@ -408,16 +387,14 @@ class _Run:
             found = best.restore()
         self.transferred = asdict(found)
         if self.processes.is_main_process:
-            record = {**_record(self.folder), _TRANSFER: self.transferred}
-            write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
+            self._write_record({**_record(self.folder), _TRANSFER: self.transferred})
             if not result.is_file():
                 checkpoints.folder.mkdir(exist_ok=True)
                 with published(result) as unfinished:
                     best.save(unfinished)
         self.processes.wait_for_everyone()
         transfer.place(home)
-        if self.console:
-            self.console.print(found.sentence, highlight=False, soft_wrap=True)
+        _say(self.console, found.sentence)
 
     def _precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
@@ -444,12 +421,11 @@ class _Run:
         handover = conversion.native == "handover"
         if handover:
             set_strength(model, native=0)
-        ids = _first_windows(data, _FITTED)["input_ids"].to(model.device)
-        result = fit(model, conversion.fit, ids=ids, corrupt=data.corrupt)
+        ids = torch.stack([window["input_ids"] for window in itertools.islice(iter(data.train), _FITTED)])
+        result = fit(model, conversion.fit, ids=ids.to(model.device), corrupt=data.corrupt)
         if handover:
             set_strength(model)
-        if self.console:
-            self.console.print(result.sentence, highlight=False, soft_wrap=True)
+        _say(self.console, result.sentence)
         return {"accepted": result.accepted, "sentence": result.sentence}
 
     def _compare(self, model: Any, tokenizer: Any, data: Prepared) -> str:
@@ -461,8 +437,7 @@ class _Run:
         original, _ = load(self.recipe.model, **trained_dtype(self.recipe.adapter))
         with self._precise():
             sentence = compared(generation(original.to(model.device)), generation(model))
-        if self.console:
-            self.console.print(sentence, highlight=False, soft_wrap=True)
+        _say(self.console, sentence)
         return sentence
 
     def _claim(self, facts: Facts) -> None:
@@ -473,40 +448,28 @@ class _Run:
             files.clear(self.folder)
             files.clear(self.folder / CHECKPOINTS)
             write_text(self.folder / RECIPE, self.recipe.text())
-            write_text(self.folder / RUN, json.dumps(self._record(facts), indent=2, default=str) + "\n")
+            self._write_record(self._record(facts))
         self.processes.wait_for_everyone()
 
+    def _write_record(self, record: dict[str, Any]) -> None:
+        write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
+
     def _record(self, facts: Facts) -> dict[str, Any]:
-        step = 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2])
         start = {
-            "step": step,
+            "step": 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2]),
             "processes": self.processes.num_processes,
             "device": str(self.processes.device),
             "machine": platform.platform(),
             "cpus": os.cpu_count(),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        starts = [*_record(self.folder).get("starts", []), start]
-        micro = {**_record(self.folder).get(_MICRO, {}), str(self.processes.num_processes): self.micro}
+        there = _record(self.folder)
+        micro = {**there.get(_MICRO, {}), str(self.processes.num_processes): self.micro}
         verdicts = {_FIT: self.fitted, _TRANSFER: self.transferred}
-        return {
-            **asdict(facts),
-            **verdicts,
-            _MICRO: micro,
-            _TEXT: self.text,
-            "starts": starts,
-            _KEPT: asdict(self.recipe),
-        }
+        known = {**verdicts, _MICRO: micro, _TEXT: self.text, _KEPT: asdict(self.recipe)}
+        return {**asdict(facts), **known, "starts": [*there.get("starts", []), start]}
 
-    def _save(
-        self,
-        trainer: AdaptationTrainer,
-        tokenizer: Any,
-        facts: Facts,
-        pace: Any,
-        log: list[dict[str, Any]],
-        verdict: Verdict | None,
-    ) -> None:
+    def _save(self, trainer: AdaptationTrainer, tokenizer: Any, results: report.Results) -> None:
         """Write the final model, its tokenizer and its card atomically."""
         unfinished = self.folder / f"{UNFINISHED}-{MODEL}"
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -520,10 +483,7 @@ class _Run:
             tokenizer.save_pretrained(unfinished)
             card = unfinished / "README.md"
             existing = card.read_text(encoding="utf-8") if card.exists() else ""
-            text = report.model_card(
-                self.recipe, self.measurements, facts, existing=existing, pace=pace, log=log, verdict=verdict
-            )
-            card.write_text(text, encoding="utf-8")
+            card.write_text(report.model_card(results, existing), encoding="utf-8")
             files.clear(self.folder / CHECKPOINTS)
             publish(unfinished, self.folder / MODEL)
         self.processes.wait_for_everyone()
@@ -670,7 +630,13 @@ def _record(folder: Path) -> dict[str, Any]:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _selection(conversion: Conversion) -> dict[str, Any]:
+def _tokens(stage: Stage, length: int) -> int:
+    """Return the tokens of a step."""
+    training = stage.recipe.training
+    return training.batch_size * (training.length or length)
+
+
+def selection(conversion: Conversion) -> dict[str, Any]:
     """Return the keywords of `patch`."""
     native = "keep" if conversion.native == "handover" else conversion.native
     return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
@@ -718,11 +684,6 @@ def _digest(data: Prepared) -> str:
     """Return what tells a text from another: a digest of what is held out, and the number of tokens to train on."""
     held_out = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
     return f"{held_out}, {data.tokens} tokens"
-
-
-def _first_windows(data: Prepared, count: int) -> dict[str, Tensor]:
-    examples = list(itertools.islice(iter(data.train), count))
-    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def _teacher(model: Any, recipe: Recipe) -> Teacher | None:

@@ -26,18 +26,10 @@ HOLDS = 1.10
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict with its reasons.
+    """A verdict with its reasons."""
 
-    Attributes:
-        grade: The trained model compared with the native one or the control.
-        is_bad: Whether the model should not be used as it is.
-        sentences: The verdict and its reasons.
-        advice: The next step.
-        wants_control: Whether a control would tell more.
-    """
-
-    grade: Literal["better", "as good", "worse"]
-    is_bad: bool
+    grade: Literal["better", "as good", "worse"]  # than the native model or the control
+    is_bad: bool  # not to be used as it is
     sentences: tuple[str, ...]
     advice: str
     wants_control: bool = False
@@ -47,13 +39,7 @@ class Verdict:
 
 
 def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
-    """Apply the rules; return `None` if nothing was measured that can be compared.
-
-    Args:
-        measurements: Measurements of the run.
-        facts: Facts of the run.
-        control: Measurements of the control.
-    """
+    """Apply the rules; return `None` if nothing was measured that can be compared."""
     native, after = measurements.curve("native"), measurements.curve("after")
     rival, other = native, "the native model"
     trained = None if control is None else control.curve("after")
@@ -66,12 +52,12 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     length = nearest(filter(rival.reads, rival.points), facts.trained_length)
     ratio = after.relative_to(rival).at(length)
     is_bad = not ratio.mean <= HOLDS
+    is_sure = ratio.high < 1 or ratio.low > 1
     grade: Literal["better", "as good", "worse"] = (
-        "worse" if is_bad or ratio.low > 1 else "better" if ratio.high < 1 else "as good"
+        "worse" if is_bad or ratio.low > 1 else "better" if is_sure else "as good"
     )
-    name = facts.encoding or "the trained model"
-    words = grade if grade == "as good" else f"significantly {grade}" if ratio.high < 1 or ratio.low > 1 else grade
-    first = f"{name} is {words} {'as' if grade == 'as good' else 'than'} {other}"
+    words = "as good as" if grade == "as good" else f"{'significantly ' * is_sure}{grade} than"
+    first = f"{facts.encoding or 'the trained model'} is {words} {other}"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
     sentences = (

@@ -31,10 +31,6 @@ def quantization(
 ) -> BitsAndBytesConfig | None:
     """Return the config for loading the model in 4 bits (NF4, as in QLoRA); `None` without `four_bit`.
 
-    Args:
-        adapter: Section `adapter` of the recipe.
-        precision: Dtype of the multiplications with 4-bit weights.
-
     Raises:
         RecipeError: `four_bit` is given without an adapter, or bitsandbytes is not installed.
     """
@@ -59,14 +55,7 @@ def quantization(
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add the adapter of a recipe to a model.
-
-    Args:
-        model: Converted model, or a stock model as control, which gets plain LoRA.
-        adapter: Section `adapter` of the recipe.
-
-    Returns:
-        The `PeftModel`, or the model itself with `kind: none`.
+    """Add the adapter of a recipe to a converted model, or plain LoRA to a stock one; return the `PeftModel`.
 
     Raises:
         NotPatchedError: `kind` is "scheme", and the model has no scheme.

@@ -17,12 +17,7 @@ _SIZE = 470_000
 
 
 class Rates(NamedTuple):
-    """Peak learning rates.
-
-    Attributes:
-        model: Rate of the model's own weights.
-        scheme: Rate of the scheme's weights, which are new.
-    """
+    """Peak learning rates of the model's own weights, and of the scheme's, which are new."""
 
     model: float
     scheme: float
@@ -38,12 +33,7 @@ _RATES: dict[Stage, tuple[Rates, float]] = {
 
 
 def rates(model: nn.Module, stage: Stage) -> Rates:
-    """Return the default learning rates of a stage for a model: a power of its number of parameters.
-
-    Args:
-        model: Model, with all its weights.
-        stage: Stage of the adaptation.
-    """
+    """Return the default learning rates of a stage for a model: a power of its number of parameters."""
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
     factor = min(1.0, (_SIZE / max(1, size)) ** power)

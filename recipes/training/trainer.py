@@ -39,7 +39,7 @@ def adapt(
     callbacks: Sequence[TrainerCallback] = (),
     use_cpu: bool = False,
 ) -> list[float]:
-    """Train a model in place by a recipe, without saving or measuring.
+    """Train a model in place by a recipe, without saving or measuring; return the logged losses.
 
     A stock model gets the same windows in the same order, and serves as the control of an experiment.
 
@@ -50,21 +50,11 @@ def adapt(
         teacher: Teacher for the distillation.
         callbacks: Callbacks of the trainer in addition to the recipe's.
         use_cpu: Whether to use the CPU even if there is an accelerator.
-
-    Returns:
-        The logged losses, in order.
     """
-    quiet = replace(recipe.saving, every=0, loggers=[])
+    recipe = replace(recipe, saving=replace(recipe.saving, every=0, loggers=[]))
+    given: dict[str, Any] = {"teacher": teacher, "callbacks": callbacks, "use_cpu": use_cpu}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = adaptation_trainer(
-            model,
-            replace(recipe, saving=quiet),
-            windows,
-            folder=Path(folder),
-            teacher=teacher,
-            callbacks=callbacks,
-            use_cpu=use_cpu,
-        )
+        trainer = adaptation_trainer(model, recipe, windows, folder=Path(folder), **given)
         trainer.train()
     model.eval()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -82,18 +72,9 @@ def adaptation_trainer(
     saves_end: bool = False,
     use_cpu: bool = False,
 ) -> AdaptationTrainer:
-    """Return the trainer of a recipe.
+    """Return the trainer of a recipe, with the arguments of `adapt`, which runs the given callbacks after the recipe's.
 
-    Args:
-        model: Model, as in `adapt`.
-        recipe: Recipe to train by.
-        windows: Examples, or an iterable dataset of them.
-        folder: Output folder of the trainer.
-        collate: Collator of a batch; stacks by default.
-        teacher: Teacher for the distillation.
-        callbacks: Callbacks to run after the recipe's.
-        saves_end: Whether to save a checkpoint at the last step, too, for a stage that follows.
-        use_cpu: Whether to use the CPU even if there is an accelerator.
+    If `saves_end`, the last step saves a checkpoint, too, for a stage that follows.
 
     Raises:
         RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
@@ -183,11 +164,7 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
 
 
 def divide_batch(training: Training, count: int, *, section: str = "training") -> tuple[int, int]:
-    """Return the windows per forward, and the forwards per step, of one process. Errors name a section of the recipe.
-
-    Raises:
-        RecipeError: The batch cannot be divided among the processes, or into micro batches.
-    """
+    """Return the windows per forward and the forwards per step of one process, or raise `RecipeError`."""
     share, rest = divmod(training.batch_size, count)
     if rest:
         raise RecipeError(
@@ -226,10 +203,7 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
 class AdaptationTrainer(Distilling, Trainer):
     """Trainer with a learning rate for the scheme, mixed window lengths, and distillation.
 
-    Args:
-        scheme_learning_rate: Peak learning rate of the scheme's weights.
-        lengths: Window lengths, one of which is drawn for each step to cut its windows into; empty is off.
-        **kwargs: Arguments of `Distilling` and `Trainer`.
+    Each step draws one of the `lengths` to cut its windows into; without any, they stay whole.
     """
 
     def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:
@@ -285,13 +259,10 @@ class AdaptationTrainer(Distilling, Trainer):
 
 
 class LogAndSave(TrainerCallback):
-    """Callback that logs at each checkpoint and at the end, and saves no checkpoint at the last step.
+    """Callback that logs at each checkpoint and at the end; the last step saves no checkpoint unless `saves_end`.
 
     A logged loss is the mean since the previous entry. A resumed run starts counting at its checkpoint, so a run
     without interruption must do so too, or the two would log different numbers. The last step saves the model itself.
-
-    Args:
-        saves_end: Whether the last step saves a checkpoint instead.
     """
 
     def __init__(self, *, saves_end: bool = False) -> None:
