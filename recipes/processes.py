@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, str_to_bool
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import nn
 
 # Multiplications with weights per forward that pay for one more thread. Measured on two cores with the built-in model
@@ -23,16 +23,12 @@ def processes(*, use_cpu: bool = False) -> PartialState:
     Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator. The
     variable ACCELERATE_USE_CPU is like `use_cpu`.
     """
-    on_cpu = use_cpu or _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    on_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
-    if state.distributed_type == DistributedType.MULTI_CPU and _is_set("ACCELERATE_USE_FSDP"):
+    if state.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         # torch can shard on a CPU, but accelerate would silently use DDP there.
         state.distributed_type = DistributedType.MULTI_GPU
     return state
-
-
-def _is_set(variable: str) -> bool:
-    return bool(str_to_bool(os.environ.get(variable, "false")))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,3 +109,14 @@ def table_end(model: nn.Module) -> int | None:
                 # Some tables begin with rows for padding.
                 ends.append(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
     return min(ends, default=None)
+
+
+@contextlib.contextmanager
+def eager(model: Any) -> Iterator[None]:
+    """Switch a model to eager attention for a while: fused kernels do not return weights."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

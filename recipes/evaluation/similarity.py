@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from hf_posenc.errors import ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.perplexity import Corruption, check_corruption, spread_windows
+from hf_posenc.recipes.evaluation.predictions import eager
 
 
 class AttentionSimilarity(Measure):
@@ -91,7 +91,7 @@ def _layers(model: Any) -> tuple[int, ...] | tuple[str, ...]:
 def _patterns(model: Any, rows: Tensor, corrupt: Corruption | None) -> Sequence[Tensor]:
     """Return the attention weights of all layers, each `[B, heads, Q, K]`."""
     rows = rows.to(model.device)
-    with _eager(model):
+    with eager(model):
         read = rows if corrupt is None else corrupt(rows)
         if not model.config.is_encoder_decoder:
             found: Sequence[Tensor] = model(input_ids=read, output_attentions=True, use_cache=False).attentions
@@ -99,17 +99,6 @@ def _patterns(model: Any, rows: Tensor, corrupt: Corruption | None) -> Sequence[
         written = model.prepare_decoder_input_ids_from_labels(rows)
         out = model(input_ids=read, decoder_input_ids=written, output_attentions=True, use_cache=False)
         return (*out.encoder_attentions, *out.decoder_attentions)
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Switch a model to eager attention for a while: fused kernels do not return weights."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import evaluating, patch, unpatch
 from hf_posenc.patches.preparation import native_scheme, refuse_wrapped
 from hf_posenc.patches.seams import CONTEXT
+from hf_posenc.recipes.evaluation.predictions import eager
 from hf_posenc.scheme import Scheme
 
 # Assumed length of a model that states none, in tokens.
@@ -262,7 +263,6 @@ def _see(
     """
     bodies = architecture.stacks(model)
     observers: dict[tuple[str, int], _Observer] = {}
-    before = model.config._attn_implementation
     encoded: dict[str, Tensor] = {}
     with contextlib.ExitStack() as undo:
         for stack, body in bodies.items():
@@ -271,9 +271,7 @@ def _see(
                     observer = observers[stack, index] = _Observer(last)
                     undo.callback(attention.register_forward_pre_hook(observer.before, with_kwargs=True).remove)
                     undo.callback(attention.register_forward_hook(observer.after).remove)
-        # Only this implementation hands out its weights.
-        undo.callback(model.set_attn_implementation, before)
-        model.set_attn_implementation("eager")
+        undo.enter_context(eager(model))
         for stack, body in bodies.items():
             output = body(**inputs[stack], **encoded, output_attentions=True)
             if stack == "encoder" and "decoder" in bodies:

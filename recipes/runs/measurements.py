@@ -6,7 +6,8 @@ One file in the run's folder keeps them, so a resumed run measures nothing twice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Measuring(TrainerCallback):
         measure: Function that measures a model, for instance with `context_curve`.
         every: Steps between measurements; 0 measures before and after only.
         begins: Optimizer steps of the stages before this one; measurements count from the first of them.
+        native: Context in which a model computes as it was loaded, to measure that first; `None` does without.
         console: Console for a table, one row per measurement; `None` is silent.
     """
 
@@ -92,16 +94,14 @@ class Measuring(TrainerCallback):
         *,
         every: int = 0,
         begins: int = 0,
+        native: Callable[[Any], AbstractContextManager[None]] | None = None,
         console: Console | None = None,
     ) -> None:
         self._measurements, self._measure, self._console = measurements, measure, console
-        self._every, self._begins, self._has_heading = every, begins, False
+        self._every, self._begins, self._native, self._has_heading = every, begins, native, False
 
     def take(self, key: str | int, model: Any) -> Grid:
-        """Measure a model unless it was measured before; print and return its perplexity.
-
-        For the model as loaded, call it with `NATIVE` before training.
-        """
+        """Measure a model unless it was measured before; print and return its perplexity."""
         grid = self._measurements.at(key)
         if grid is None:
             if self._console is not None and not self._has_heading:
@@ -117,6 +117,9 @@ class Measuring(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
+            if self._native is not None:
+                with self._native(model):
+                    self.take(NATIVE, model)
             self.take(self._begins, model)
             return
         for step, grid in self._measurements.course():
@@ -135,14 +138,12 @@ class Measuring(TrainerCallback):
     def _print(self, key: str | int, grid: Grid) -> None:
         if self._console is None:
             return
-        if not self._has_heading:
-            self._row("tokens read", [f"{context:,}" for context in grid.points], "bold")
-            self._has_heading = True
         means = [grid.at(context).mean for context in grid.points]
         cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
-        self._row(str(key) if key == NATIVE else f"step {key}", cells, "")
-
-    def _row(self, label: str, cells: Sequence[str], style: str) -> None:
-        assert self._console is not None
-        line = f"{label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
-        self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+        rows = [("", str(key) if key == NATIVE else f"step {key}", cells)]
+        if not self._has_heading:
+            rows.insert(0, ("bold", "tokens read", [f"{context:,}" for context in grid.points]))
+            self._has_heading = True
+        for style, label, row in rows:
+            line = f"{label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in row)
+            self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

@@ -20,17 +20,18 @@ import math
 import os
 import platform
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from filelock import BaseFileLock, FileLock, Timeout
 from rich.console import Console
 from torch.utils.data import Subset
-from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
+from transformers import TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import CheckpointError, PosencError, RecipeError, StorageError
@@ -66,6 +67,7 @@ from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, K
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
+_LOGS_VARIABLE = "TENSORBOARD_LOGGING_DIR"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 
@@ -211,7 +213,9 @@ class _Run:
         check_targets(model, recipe.adapter)
         length, own_length = suitability.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
-        with enough_threads(model, micro_batch * length), _logging_to(self.folder / LOGS):
+        # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
+        logs = {_LOGS_VARIABLE: os.environ.get(_LOGS_VARIABLE, self.folder / LOGS)}
+        with enough_threads(model, micro_batch * length), patch_environment(**logs):
             return self._adapt(model, tokenizer, length, own_length)
 
     def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
@@ -270,6 +274,11 @@ class _Run:
         for note in notes:
             _say(self.console, note)
 
+        def native(model: Any) -> contextlib.AbstractContextManager[None]:
+            if planned is not None:
+                return disabled(model)
+            return native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext()
+
         def measure(model: Any) -> Grid:
             with self._precise():
                 return context_curve(model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt)
@@ -297,9 +306,13 @@ class _Run:
                 continue
             ends, is_main = stage is plans[-1], stage.name == "training"
             measuring = Measuring(
-                self.measurements, measure, every=evaluation.every, begins=stage.begins, console=self.console
+                self.measurements,
+                measure,
+                every=evaluation.every,
+                begins=stage.begins,
+                native=native if is_main else None,
+                console=self.console,
             )
-            first = [_NativeFirst(measuring, converts=planned is not None, rope=stock_rope)] if is_main else []
             windows = texts[stage.recipe.training.length]
             checkpoints = self._checkpoints(stage)
             strength = Handover(conversion.handover).progress if is_main and conversion.native == "handover" else None
@@ -312,7 +325,7 @@ class _Run:
                     folder=checkpoints.unfinished,
                     collate=windows.collate,
                     teacher=teacher if is_main else None,
-                    callbacks=[*first, measuring, progress, checkpoints],
+                    callbacks=[measuring, progress, checkpoints],
                     saves_end=not ends,
                 )
                 if ends:
@@ -487,36 +500,6 @@ class _Run:
             files.clear(self.folder / CHECKPOINTS)
             publish(unfinished, self.folder / MODEL)
         self.processes.wait_for_everyone()
-
-
-class _NativeFirst(TrainerCallback):
-    """Callback that measures the original model before the first step, when it is on its device and sharded."""
-
-    def __init__(self, measuring: Measuring, *, converts: bool, rope: dict[str, Any] | None) -> None:
-        self._measuring, self._converts, self._rope = measuring, converts, rope
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 0:
-            other = native_rope(model, self._rope) if self._rope else contextlib.nullcontext()
-            with disabled(model) if self._converts else other:
-                self._measuring.take(NATIVE, model)
-
-
-@contextlib.contextmanager
-def _logging_to(folder: Path) -> Iterator[None]:
-    """Make TensorBoard write there, unless the user names a folder.
-
-    By default it writes next to the unfinished checkpoints, which are removed.
-    """
-    variable = "TENSORBOARD_LOGGING_DIR"
-    if variable in os.environ:
-        yield
-        return
-    os.environ[variable] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ[variable]
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
