@@ -17,13 +17,12 @@ from torch import nn
 _WORTH_A_THREAD = 2**31
 
 
-def processes(*, use_cpu: bool = False) -> PartialState:
+def processes() -> PartialState:
     """Return the state of this process among all processes, which synchronise at the first call.
 
-    Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator. The
-    variable ACCELERATE_USE_CPU is like `use_cpu`.
+    Without `cpu=True`, accelerate would take each process for the only one on a machine without an accelerator.
     """
-    on_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         # torch can shard on a CPU, but accelerate would silently use DDP there.

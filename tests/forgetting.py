@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from models import moved
-from safetensors.torch import load_file
+from official import about, golden
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaModel, StaticCache
 
 import hf_posenc
 
-GOLDENS = Path(__file__).parent / "goldens"
 WIDTH, HEADS, HEAD_DIM = 32, 4, 8
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
 
-@functools.cache
-def values(scheme: str) -> dict[str, Tensor]:
-    """Return the tensors of a scheme's goldens; a key is `case/tensor`."""
-    return load_file(GOLDENS / f"{scheme}.safetensors")
-
-
-@functools.cache
-def about(scheme: str) -> dict[str, Any]:
-    """Return what the goldens of a scheme are, by case, and how close one has to come."""
-    loaded: dict[str, Any] = json.loads((GOLDENS / f"{scheme}.json").read_text())
-    return loaded
-
-
 def case(scheme: str, name: str) -> dict[str, Tensor]:
     """Return the tensors of one golden."""
-    return {key.removeprefix(f"{name}/"): value for key, value in values(scheme).items() if key.startswith(f"{name}/")}
+    return {key.removeprefix(f"{name}/"): value for key, value in golden(scheme).items() if key.startswith(f"{name}/")}
 
 
 def check(scheme: str, got: Tensor, want: Tensor) -> None:

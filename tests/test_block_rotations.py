@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import moved
-from safetensors.torch import load_file
+from official import golden
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
@@ -22,16 +20,10 @@ from hf_posenc.operands import Projection, Tokens
 from hf_posenc.schemes.families.generators import find_planes, plane_generators, rotate, rotate_blocks, upper_skew
 from hf_posenc.structures import Rotation
 
-GOLDENS = Path(__file__).parent / "goldens"
 SCHEMES = ("liere", "comrope_ap", "comrope_ld")
 DTYPES = [torch.float32, torch.float64]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 every_scheme = pytest.mark.parametrize("name", SCHEMES)
-
-
-@functools.cache
-def golden(name: str) -> dict[str, Tensor]:
-    return load_file(GOLDENS / f"{name}.safetensors")
 
 
 def geometry(heads: int = 4, kv_heads: int | None = None, head_dim: int = 16, **changes: Any) -> Geometry:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import moved
-from safetensors.torch import load_file
+from official import about, golden, load, near, randn
 from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
@@ -20,9 +18,7 @@ from hf_posenc.operands import Block
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
-GOLDENS = Path(__file__).parent / "goldens"
-VALUES = load_file(GOLDENS / "cape.safetensors")
-STATED = json.loads((GOLDENS / "cape.json").read_text())["atol"]
+VALUES, STATED = golden("cape"), about("cape")["atol"]
 ATOL = {torch.float64: STATED["float64"], torch.float32: STATED["official_f32"]}
 EXECUTORS = ("dense", "blocks")
 
@@ -47,14 +43,6 @@ def geometry(direction: str = "causal", **changes: Any) -> Geometry:
     return Geometry(causal=direction == "causal", **shape)
 
 
-def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
-    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
-
-
 # -- the official code -------------------------------------------------------------------------------------------------
 
 
@@ -67,10 +55,7 @@ def official(case: str, dtype: torch.dtype) -> Scheme:
             name = key.removeprefix(f"{group}.param.")
             if name != key and name != "slopes" and name.startswith("mlp2.") == mine:
                 values[name if mine else f"base_bias.{name}"] = value
-    state = scheme.state_dict()
-    assert set(values) == set(state)
-    scheme.load_state_dict({name: value.reshape(state[name].shape) for name, value in values.items()})
-    return scheme
+    return load(scheme, values)
 
 
 def logits_of(scheme: Scheme, given: Tensor, query: Tensor, key: Tensor) -> Tensor:

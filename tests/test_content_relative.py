@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, logits, moved, new_parameters, stock, tokens
-from safetensors.torch import load_file
+from official import about, golden, load, near, randn
 from torch import Tensor
 
 import hf_posenc
@@ -26,10 +24,9 @@ from hf_posenc.schemes.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
-GOLDENS = Path(__file__).parent / "goldens"
 NAMES = ("shaw", "disentangled", "transformer_xl")
-VALUES = {name: load_file(GOLDENS / f"{name}.safetensors") for name in NAMES}
-STATED = {name: json.loads((GOLDENS / f"{name}.json").read_text())["atol"] for name in NAMES}
+VALUES = {name: golden(name) for name in NAMES}
+STATED = {name: about(name)["atol"] for name in NAMES}
 # The goldens are float64; float32 rounds sums of 8 products of numbers of size 1.
 FLOAT32 = 2e-6
 EXECUTORS = ("dense", "blocks")
@@ -39,13 +36,6 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
     return STATED[name] if dtype == torch.float64 else FLOAT32
-
-
-def load(scheme: Scheme, values: dict[str, Tensor]) -> Scheme:
-    state = scheme.state_dict()
-    assert set(values) == set(state)
-    scheme.load_state_dict(values)
-    return scheme
 
 
 def logits_of(scheme: Scheme, q: Tensor, k: Tensor, query: Tensor, key: Tensor, host: Any = None) -> Tensor:
@@ -85,17 +75,9 @@ def check_golden(
         near(f"{name} {case} out", attend(scheme, q, k, v, executor=executor, **at), want["out"], atol)
 
 
-def near(what: str, got: Tensor, want: Tensor, atol: float) -> None:
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol, msg=lambda message: f"{what}: {message}")
-
-
 def geometry(direction: str = "causal", **changes: Any) -> Geometry:
     shape = {"heads": 3, "kv_heads": 3, "head_dim": 8, "hidden_size": 24, **changes}
     return Geometry(causal=direction == "causal", **shape)
-
-
-def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # -- Shaw et al. -------------------------------------------------------------------------------------------------------

@@ -4,15 +4,12 @@ A bias is compared twice: as what `score` adds to zero logits, where a constant 
 that `attend` makes of it, by every executor.
 """
 
-import functools
-import json
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from official import about, golden, load
 from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
@@ -20,33 +17,14 @@ from hf_posenc.attention import executors
 from hf_posenc.operands import Block, NativeTable, Tokens
 from hf_posenc.schemes.families.additive import Buckets
 
-GOLDENS = Path(__file__).parent / "goldens"
 EXECUTORS = ("dense", "blocks")
 # Softmax and the matrix products around it round, even where the bias itself is exact.
 ROUNDING = 1e-14
 
 
-@functools.cache
-def golden(name: str) -> dict[str, Tensor]:
-    return load_file(GOLDENS / f"{name}.safetensors")
-
-
-@functools.cache
-def about(name: str) -> dict:
-    return json.loads((GOLDENS / f"{name}.json").read_text())
-
-
 def geometry(heads: int, direction: str = "causal", **changes) -> Geometry:
     shape = {"kv_heads": heads, "head_dim": 8, "hidden_size": 32, "scale": 1.0, **changes}
     return Geometry(heads=heads, causal=direction == "causal", **shape)
-
-
-def load(scheme: Scheme, values: dict[str, Tensor]) -> Scheme:
-    """Set every parameter and buffer; scalars of the official code have shape [1] here."""
-    state = scheme.state_dict()
-    assert set(values) == set(state)
-    scheme.load_state_dict({name: value.reshape(state[name].shape) for name, value in values.items()})
-    return scheme
 
 
 def bias_of(scheme: Scheme, query: Tensor, key: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -377,8 +377,6 @@ def test_adapters_that_a_recipe_cannot_have(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OptionError, match="'alibi' has no parameters"):
         attach(hf_posenc.patch(stock("llama"), "alibi"), Adapter(kind="scheme"))
     assert quantization(Adapter(kind="lora")) is None
-    with pytest.raises(RecipeError, match="4 bits cannot be trained"):
-        quantization(Adapter(four_bit=True))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install bitsandbytes"):
         quantization(Adapter(kind="lora", four_bit=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import models
 import pytest
 import torch
 from models import moved
-from safetensors.torch import load_file
+from official import about, golden
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -22,13 +21,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Tokens
 from hf_posenc.ops.rotations import rotate_neighbours
 
-GOLDENS = Path(__file__).parent / "goldens"
 PRECISE = [torch.float64, torch.float32]
-
-
-@functools.cache
-def golden(name: str) -> dict[str, Tensor]:
-    return load_file(GOLDENS / f"{name}.safetensors")
 
 
 def geometry(heads: int = 4, kv_heads: int | None = None, head_dim: int = 16, **changes: Any) -> Geometry:
@@ -170,7 +163,7 @@ def test_fope_is_the_official_one(case: str, place: str, pad: str, dtype: torch.
     values = golden("fope")
     layout = {"official_layout": True, "clip": True, "official_sin_pad": pad == "official_pad1"}
     scheme = build("fope", geometry(), **layout, **FOPE_CASES[case]).double()
-    step_eye = torch.tensor(json.loads((GOLDENS / "fope.json").read_text())["hyper"][case]["step_eye"]).double()
+    step_eye = torch.tensor(about("fope")["hyper"][case]["step_eye"]).double()
     scheme.load_state_dict({name: values[f"{case}.{name}"] - step_eye for name in ("sin_coef", "cos_coef")})
     atol = 1e-12 if dtype == torch.float64 else 5e-2 if place == "long" else 2e-5
     got = rotated(scheme, values["q"].to(dtype), values["k"].to(dtype), values[f"{case}.{place}.positions"])

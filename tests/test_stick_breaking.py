@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from models import inputs, moved, stacks_for, stock, tokens
+from official import about, golden
 from places import PLACES, same_as_loops
-from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_posenc
@@ -22,9 +20,7 @@ from hf_posenc.operands import Block
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
-GOLDENS = Path(__file__).parent / "goldens"
-VALUES = load_file(GOLDENS / "sba.safetensors")
-ABOUT = json.loads((GOLDENS / "sba.json").read_text())
+VALUES, ABOUT = golden("sba"), about("sba")
 ATOL = {
     torch.float64: ABOUT["tolerance"]["float64"],
     torch.float32: ABOUT["tolerance"]["float32"],

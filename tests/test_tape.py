@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, loss, moved, new_parameters, stock, tokens
-from safetensors.torch import load_file
+from official import about, golden
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaModel, T5EncoderModel
 
 import hf_posenc
 from hf_posenc.operands import Geometry, Positions, Tokens
 
-GOLDENS = Path(__file__).parent / "goldens"
-VALUES = load_file(GOLDENS / "tape.safetensors")
-ABOUT = json.loads((GOLDENS / "tape.json").read_text())
+VALUES, ABOUT = golden("tape"), about("tape")
 ATOL = ABOUT["tolerance"]["float64"]
 few_examples = settings(max_examples=6, deadline=None, derandomize=True)
 

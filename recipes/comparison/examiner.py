@@ -24,12 +24,11 @@ from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contesta
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
-from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request, check_measures
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
-from hf_posenc.recipes.processes import enough_threads
+from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN, selection
 from hf_posenc.recipes.training.adapter import trained_dtype
@@ -78,7 +77,7 @@ class Examiner:
         self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
         request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
         first = Subject(NATIVE, str(control.folder / MODEL))
-        self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, Workers().device)
+        self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, processes().device)
         self._measures = [MEASURES[name](self._inputs) for name in dict.fromkeys(("perplexity", *measures))]
         size = control.recipe.training.micro_batch_size or control.recipe.training.batch_size
         collate = data.collate or default_data_collator

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -113,20 +112,7 @@ class Workers:
         self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None, alone: bool = False
     ) -> None:
         self.batch_size, self._advance, self._alone = batch_size, advance, alone
-        # `processes` decides between CPU and GPU; Accelerator must be built after that.
-        processes()
-        self._accelerator = Accelerator()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        device: torch.device = self._accelerator.device
-        return device
-
-    @property
-    def count(self) -> int:
-        """Number of processes."""
-        return 1 if self._alone else int(self._accelerator.num_processes)
+        self._rank, self._count = (0, 1) if alone else (processes().process_index, processes().num_processes)
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
         """Apply a function to all rows, each in one of the processes; return float64 `[rows, width]` on the CPU.
@@ -134,10 +120,9 @@ class Workers:
         The function gets the stacked tensors of rows of equal shapes and returns `[batch, width]`. Results are NaN
         where it raises `PositionError`.
         """
-        own = 0 if self._alone else self._accelerator.process_index
         found: list[tuple[int, list[float]]] = []
         for number, batch in enumerate(_batches(rows, self.batch_size)):
-            if number % self.count != own:
+            if number % self._count != self._rank:
                 continue
             parts = [torch.stack(tensors) for tensors in zip(*(rows[index] for index in batch), strict=True)]
             try:
@@ -145,7 +130,7 @@ class Workers:
             except PositionError:
                 values = torch.full((len(batch), width), torch.nan, dtype=torch.float64)
             found += zip(batch, values.tolist(), strict=True)
-            self._advance(self.count * sum(part.numel() for part in parts))
+            self._advance(self._count * sum(part.numel() for part in parts))
         results = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
         for index, numbers in found if self._alone else gather_object(found):
             results[index] = torch.tensor(numbers, dtype=torch.float64)

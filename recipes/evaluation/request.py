@@ -19,7 +19,7 @@ from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
-from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
+from hf_posenc.recipes.evaluation.measure import Measure, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
@@ -28,6 +28,7 @@ from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.loading import auto_class, trained_length
+from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 
 # Default measures by the kind of model: none needs training for it.
@@ -79,7 +80,7 @@ class Request:
         settings = {
             "models": ", ".join(self.models),
             "text": f"{inputs.request.text}, {len(inputs.ids):,} tokens",
-            "processes": Workers().count,
+            "processes": processes().num_processes,
             "seed": self.seed,
             "command": command,
             "device": str(inputs.device),
@@ -119,7 +120,7 @@ class Request:
         # Models in half precision would differ from trained ones by rounding alone.
         dtypes = {each.config().dtype or torch.float32 for each in found}
         dtype = functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
-        return Inputs(filled, first, tokenizer, ids, corrupt, Workers().device, dtype)
+        return Inputs(filled, first, tokenizer, ids, corrupt, processes().device, dtype)
 
     def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
         """Return the text in words, and its documents."""

@@ -563,7 +563,7 @@ def _has_begun(folder: Path) -> bool:
 def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """Return the keys in which a recipe differs from the one the run began with, with old and new values."""
     kept = _record(folder).get(_KEPT)
-    # Earlier versions kept the recipe only in recipe.yaml.
+    # Without run.json, recipe.yaml says what there was.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
     before, now = _by_key(_located(there)), _by_key(recipe)
     return [(key, before[key], value) for key, value in now.items() if value != before[key]]

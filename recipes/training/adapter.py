@@ -32,15 +32,10 @@ def quantization(
     """Return the config for loading the model in 4 bits (NF4, as in QLoRA); `None` without `four_bit`.
 
     Raises:
-        RecipeError: `four_bit` is given without an adapter, or bitsandbytes is not installed.
+        RecipeError: bitsandbytes is not installed.
     """
     if not adapter.four_bit:
         return None
-    if adapter.kind == "none":
-        raise RecipeError(
-            "adapter: four_bit=true with kind='none': weights in 4 bits cannot be trained. Set adapter.kind to 'lora' "
-            "or 'scheme', or leave out four_bit."
-        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             "adapter: four_bit=true needs bitsandbytes, which is not installed. Run pip install bitsandbytes, or "

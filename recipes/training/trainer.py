@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,36 +29,6 @@ _ADAM_BETA2 = 0.98
 _LOG_EVERY, _LOGS = 10, 50
 
 
-def adapt(
-    model: Any,
-    recipe: Recipe,
-    windows: Any,
-    *,
-    teacher: Teacher | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    use_cpu: bool = False,
-) -> list[float]:
-    """Train a model in place by a recipe, without saving or measuring; return the logged losses.
-
-    A stock model gets the same windows in the same order, and serves as the control of an experiment.
-
-    Args:
-        model: Language model, converted and with its adapter if the recipe has them.
-        recipe: Recipe, used for `training`, `distillation`, `conversion.handover` and `conversion.anneal`.
-        windows: Examples with `input_ids` and `labels`.
-        teacher: Teacher for the distillation.
-        callbacks: Callbacks of the trainer in addition to the recipe's.
-        use_cpu: Whether to use the CPU even if there is an accelerator.
-    """
-    recipe = replace(recipe, saving=replace(recipe.saving, every=0, loggers=[]))
-    given: dict[str, Any] = {"teacher": teacher, "callbacks": callbacks, "use_cpu": use_cpu}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = adaptation_trainer(model, recipe, windows, folder=Path(folder), **given)
-        trainer.train()
-    model.eval()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def adaptation_trainer(
     model: Any,
     recipe: Recipe,
@@ -70,11 +39,11 @@ def adaptation_trainer(
     teacher: Teacher | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     saves_end: bool = False,
-    use_cpu: bool = False,
 ) -> AdaptationTrainer:
-    """Return the trainer of a recipe, with the arguments of `adapt`, which runs the given callbacks after the recipe's.
+    """Return the trainer of a recipe for a model that is converted and has its adapter.
 
-    If `saves_end`, the last step saves a checkpoint, too, for a stage that follows.
+    A stock model gets the same windows in the same order, and serves as the control of an experiment. Callbacks run
+    after the recipe's. If `saves_end`, the last step saves a checkpoint, too, for a stage that follows.
 
     Raises:
         RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
@@ -94,7 +63,7 @@ def adaptation_trainer(
         collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
     trainer = AdaptationTrainer(
         model=model,
-        args=training_arguments(recipe, folder, use_cpu=use_cpu),
+        args=training_arguments(recipe, folder),
         train_dataset=whole_batches(windows, training.batch_size),
         data_collator=collate,
         callbacks=[*own, *callbacks],
@@ -119,10 +88,10 @@ def check_loggers(loggers: Sequence[str]) -> None:
             )
 
 
-def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
+def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Return the trainer's arguments, which depend on the number of processes."""
     training, saving = recipe.training, recipe.saving
-    together = processes(use_cpu=use_cpu)
+    together = processes()
     micro_batch, accumulation = divide_batch(training, together.num_processes)
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -141,8 +110,8 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
         seed=training.seed,
         data_seed=training.seed,
         use_cpu=together.device.type == "cpu",
-        save_strategy="steps" if saving.every else "no",
-        save_steps=saving.every or 1,
+        save_strategy="steps",
+        save_steps=saving.every,
         logging_steps=max(1, min(_LOG_EVERY, training.steps // _LOGS)),
         report_to=saving.loggers or "none",
         # A NaN loss must stop the run; by default the trainer hides it in the log.
@@ -159,7 +128,7 @@ def training_arguments(recipe: Recipe, folder: Path, *, use_cpu: bool = False) -
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     # TrainingArguments resets accelerate's state when asked for its devices.
-    processes(use_cpu=use_cpu)
+    processes()
     return arguments
 
 
