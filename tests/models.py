@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
+    TrainingArguments,
 )
 
 from hf_posenc import Scheme, registry
@@ -193,6 +194,18 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="hf-posenc-tests-")
 
 
 @functools.cache
+def windows(architecture: str, count: int, length: int = 16) -> list[dict[str, Any]]:
+    """Return windows of text for a `Trainer`."""
+    return [{"input_ids": row, "labels": row} for row in tokens(architecture, count, length, seed=4)]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Return the arguments of a short, quiet training on the CPU, which saves nothing."""
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    given = {"save_strategy": "no", "per_device_train_batch_size": 2, **quiet, **changes}
+    return TrainingArguments(str(folder), **given)
+
+
 def text_file(characters: int = 60_000) -> Path:
     """Return a file of English text for recipes, a fortieth of the built-in text."""
     path = Path(_FOLDER.name) / f"{characters}.txt"

@@ -219,7 +219,6 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (llama, to("nope", base=2.0), "nope has no option 'base' ... Known: none"),
         (None, lambda _: build("sinusoidal", replace(GEOMETRY, embedding_rms=float("nan"))),
             "scale=None ... token embeddings of the model hold NaN"),
-        (llama, to("tape", position_size=0), "position_size=0 ... at least 1"),
         (None, lambda _: build("rope", replace(GEOMETRY, head_dim=5)),
             "rotary_dim=5 ... even number ... pairs of channels"),
         (t5, to("t5_clipped", init="native", max_distance=3), "init='native' ... max_distance"),

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import stock, tokens
+from models import arguments, stock, windows
 from rich.console import Console
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 import hf_posenc
 from hf_posenc.recipes.runs.facts import Facts, print_header
@@ -182,18 +182,13 @@ def test_facts_under_an_adapter() -> None:
 # -- the bar -----------------------------------------------------------------------------------------------------------
 
 
-def trainer(folder: Path, *callbacks: TrainerCallback, steps: int = 6, **arguments: Any) -> Trainer:
-    windows = [{"input_ids": row, "labels": row} for row in tokens("llama", 2 * steps, 16, seed=4)]
-    given = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, **arguments}
-    settings = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        dataloader_pin_memory=False,
-        **given,
+def trainer(folder: Path, *callbacks: TrainerCallback, steps: int = 6, **changes: Any) -> Trainer:
+    made = Trainer(
+        model=stock("llama"),
+        args=arguments(folder, max_steps=steps, logging_steps=1, **changes),
+        train_dataset=windows("llama", 2 * steps),
+        callbacks=list(callbacks),
     )
-    made = Trainer(model=stock("llama"), args=settings, train_dataset=windows, callbacks=list(callbacks))
     made.remove_callback(PrinterCallback)
     return made
 

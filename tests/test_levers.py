@@ -11,7 +11,7 @@ import torch
 from grid import once
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import stock, tokens
+from models import arguments, stock, tokens, windows
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import (
@@ -19,7 +19,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerState,
-    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -40,25 +39,11 @@ from hf_posenc.recipes.training.distillation import Distilling, Teacher, diverge
 few_examples = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-def windows(architecture: str, count: int, length: int = 16) -> list[dict[str, Any]]:
-    return [{"input_ids": row, "labels": row} for row in tokens(architecture, count, length, seed=4)]
-
-
 def trainer(model: Any, folder: Path, *, steps: int = 10, **changes: Any) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=changes.pop("rate", 1e-3),
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy=changes.pop("save_strategy", "no"),
-        save_steps=4,
-        dataloader_pin_memory=False,
-    )
+    saving = {"save_strategy": changes.pop("save_strategy", "no"), "save_steps": 4}
+    args = arguments(folder, max_steps=steps, learning_rate=changes.pop("rate", 1e-3), **saving)
     kind = changes.pop("kind", Trainer)
-    return kind(model=model, args=arguments, train_dataset=changes.pop("data", windows("llama", 2 * steps)), **changes)
+    return kind(model=model, args=args, train_dataset=changes.pop("data", windows("llama", 2 * steps)), **changes)
 
 
 class Watch(TrainerCallback):
@@ -448,12 +433,9 @@ def test_a_teacher_knows_its_length() -> None:
 
 def test_only_training_listens_to_a_teacher(tmp_path: Path) -> None:
     student = hf_posenc.patch(stock("llama"), "kerple")
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
-    teacher = Teacher.copy_of(student)
-    run = DistillingTrainer(
-        model=student, args=arguments, eval_dataset=windows("llama", 4), teacher=teacher, share=0.9, hidden=2.0
-    )
-    plain = Trainer(model=student, args=arguments, eval_dataset=windows("llama", 4))
+    given = {"model": student, "args": arguments(tmp_path), "eval_dataset": windows("llama", 4)}
+    run = DistillingTrainer(**given, teacher=Teacher.copy_of(student), share=0.9, hidden=2.0)
+    plain = Trainer(**given)
     assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
@@ -492,22 +474,10 @@ def test_accumulated_batches_teach_as_one_does(architecture: str, tmp_path: Path
     weights, logs = [], []
     for accumulation in (1, 2, 4):
         student = hf_posenc.patch(stock(architecture), "alibi")
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=1,
-            per_device_train_batch_size=4 // accumulation,
-            gradient_accumulation_steps=accumulation,
-            max_grad_norm=0.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        size = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
         run = DistillingTrainer(
             model=student,
-            args=arguments,
+            args=arguments(tmp_path, max_steps=1, max_grad_norm=0.0, logging_steps=1, **size),
             train_dataset=windows(architecture, 4),
             optimizers=(torch.optim.SGD(student.parameters(), lr=1.0), None),
             teacher=Teacher.copy_of(student),

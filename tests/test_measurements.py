@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import stock, tokens
+from models import arguments, stock, tokens, windows
 from rich.console import Console
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 import hf_posenc
 from hf_posenc import CheckpointError, PositionError, RecipeError
@@ -178,21 +178,10 @@ class Counted:
 def trainer(
     folder: Path, *callbacks: TrainerCallback, model: Any = None, steps: int = 6, save: bool = False
 ) -> Trainer:
-    windows = [{"input_ids": row, "labels": row} for row in tokens("llama", 2 * steps, 16, seed=4)]
     made = Trainer(
         model=stock("llama") if model is None else model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            save_strategy="steps" if save else "no",
-            save_steps=2,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=windows,
+        args=arguments(folder, max_steps=steps, save_strategy="steps" if save else "no", save_steps=2),
+        train_dataset=windows("llama", 2 * steps),
         callbacks=list(callbacks),
     )
     made.remove_callback(PrinterCallback)

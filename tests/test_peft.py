@@ -15,12 +15,12 @@ import peft
 import pytest
 import torch
 from grid import once
-from models import ARCHITECTURES, DIRECTORIES, logits, moved, new_parameters, stock, tokens
+from models import ARCHITECTURES, DIRECTORIES, arguments, logits, moved, new_parameters, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig, RecipeError
@@ -71,22 +71,11 @@ def test_lora_and_scheme_in_one_adapter(architecture: str, scheme: str, tmp_path
 
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
+    settings = {"max_steps": 8, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
     window = tokens("llama", 1, 16)[0]
     return Trainer(
         model=model,
-        args=TrainingArguments(output_dir=str(folder), **{**settings, **changes}),
+        args=arguments(folder, **settings | changes),
         train_dataset=16 * [{"input_ids": window, "labels": window}],
         callbacks=callbacks,
     )

@@ -112,7 +112,9 @@ class Workers:
         self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None, alone: bool = False
     ) -> None:
         self.batch_size, self._advance, self._alone = batch_size, advance, alone
-        self._rank, self._count = (0, 1) if alone else (processes().process_index, processes().num_processes)
+        together = processes()
+        self._rank: int = 0 if alone else together.process_index
+        self._count: int = 1 if alone else together.num_processes
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
         """Apply a function to all rows, each in one of the processes; return float64 `[rows, width]` on the CPU.
