@@ -253,7 +253,8 @@ class AttentionTransfer(nn.Module):
                         continue  # A scheme that is carried through the layers reads them.
                     twin: Any = self._architecture.twins[type(layer)]
                     module = twin.posenc_feed_forward(layer)
-                    stack.enter_context(_replaced(module, torch.zeros_like))
+                    module.forward = lambda hidden, *args, **kwargs: torch.zeros_like(hidden)
+                    stack.callback(delattr, module, "forward")
             yield
 
 
@@ -491,15 +492,6 @@ def _cut(windows: Tensor, length: int | None) -> Tensor:
 def _inputs(ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None) -> Inputs:
     read = {"input_ids": ids if corrupt is None else corrupt(ids), "labels": ids}
     return read if positions is None else read | {"position_ids": positions}
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = lambda hidden, *args, **kwargs: forward(hidden)
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 @contextlib.contextmanager
