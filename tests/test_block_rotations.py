@@ -401,9 +401,6 @@ def test_two_axes_of_liere_see_more_than_differences(size: int, low: float, high
     assert shift_error(started, torch.tensor([0.25, 0.1]).double()) < 1e-13
 
 
-# -- coordinates -------------------------------------------------------------------------------------------------------
-
-
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
