@@ -47,11 +47,18 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recipe for a model, and what was measured of it; "-" is not measured."""
+    """A recipe for a model, and what was measured of it; "-" is not measured.
 
-    words: str  # recipe and its keys, as given to `hf-posenc train`
-    quality: str = "-"  # perplexity over that of the native model with the same training
-    far: str = "-"  # perplexity at four times the trained length, over that at the trained length
+    Attributes:
+        words: Recipe and its keys, as given to `hf-posenc train`.
+        quality: Perplexity over that of the native model with the same training; "-" is not measured.
+        far: Perplexity at four times the trained length, over that at the trained length.
+        model: Model that was measured.
+    """
+
+    words: str
+    quality: str = "-"
+    far: str = "-"
     model: str = "-"
 
 

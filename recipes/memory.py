@@ -21,10 +21,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one training step."""
+    """Bytes of one training step.
 
-    fixed: int  # weights, gradients and Adam's moments, and the copy of the model that a teacher is
-    window: int  # activations and logits of one window
+    Attributes:
+        fixed: Weights, gradients and Adam's moments, and the copy of the model that a teacher is.
+        window: Activations and logits of one window.
+    """
+
+    fixed: int
+    window: int
 
     def of(self, windows: int) -> int:
         """Return the bytes of a forward and backward of so many windows."""

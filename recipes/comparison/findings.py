@@ -17,13 +17,21 @@ from hf_posenc.recipes.intervals import Interval
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a scheme, compared with the native encoding."""
+    """Cost of a scheme, compared with the native encoding.
 
-    step_ratios: tuple[float, ...]  # of the time of a training step, one per pair of steps
-    memory_ratio: float  # of what is saved for the backward pass
-    parameters: int  # new ones
-    cache_bytes: int  # per token over all layers, in addition to keys and values
-    own_cache_bytes: int  # of keys and values
+    Attributes:
+        step_ratios: Ratios of training-step times to the native model's, one per pair of steps.
+        memory_ratio: Ratio of the memory saved for the backward pass to the native model's.
+        parameters: Number of new parameters.
+        cache_bytes: Bytes cached per token in addition to keys and values, over all layers.
+        own_cache_bytes: Bytes of keys and values per token, over all layers.
+    """
+
+    step_ratios: tuple[float, ...]
+    memory_ratio: float
+    parameters: int
+    cache_bytes: int
+    own_cache_bytes: int
 
     @property
     def time(self) -> Interval:
@@ -42,13 +50,22 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The measured figures of one model."""
+    """The measured figures of one model.
+
+    Attributes:
+        name: Name in the report.
+        report: Results of all measures, perplexity by context length among them.
+        cost: Cost, compared with the native model.
+        start: Start of the converted model, in words.
+        start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
+            original model's; `None` if not measured.
+        keeps_native: Whether the native encoding stays active together with the scheme.
+    """
 
     name: str
     report: Report
     cost: Cost
-    start: str = ""  # in words
-    # Perplexity after conversion, at the trained length, as a multiple of the original model's.
+    start: str = ""
     start_ratio: float | None = None
     keeps_native: bool = False
 

@@ -36,11 +36,18 @@ REQUEST, RUNS = "comparison.json", "runs"
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of a comparison."""
+    """The result of a comparison.
+
+    Attributes:
+        folder: Folder of the report and the runs.
+        found: Findings by name; the equally trained native model under `"native"`.
+        failed: Error messages by scheme.
+        verdict: The recommendation and its reasons.
+    """
 
     folder: Path
-    found: Mapping[str, Findings]  # by name; the equally trained native model under "native"
-    failed: Mapping[str, str]  # error messages by scheme
+    found: Mapping[str, Findings]
+    failed: Mapping[str, str]
     verdict: Verdict
 
 

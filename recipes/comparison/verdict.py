@@ -27,14 +27,23 @@ SHORT = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """A recommendation with its reasons, in sentences."""
+    """A recommendation with its reasons, in sentences.
 
-    near: str  # the model for texts up to the trained length
-    far: str | None  # for longer texts; `None` if none was measured
-    overall: str | None  # for both, if one suits both
+    Attributes:
+        near: Model for texts up to the trained length.
+        far: Model for longer texts; `None` if no longer text was measured.
+        overall: Model for both, if one suits both.
+        headline: The recommendation, in one or two sentences.
+        reasons: The reasons, in sentences.
+        cautions: Limits of the figures, in sentences.
+    """
+
+    near: str
+    far: str | None
+    overall: str | None
     headline: str
     reasons: tuple[str, ...]
-    cautions: tuple[str, ...]  # limits of the figures
+    cautions: tuple[str, ...]
 
     @property
     def recommended(self) -> tuple[str, ...]:

@@ -55,14 +55,18 @@ Pack = Callable[[Iterable[list[int]]], Iterator[Example]]
 class Prepared:
     """Data for training and evaluation.
 
-    Windows have `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed. A stream is
-    shuffled here, a dataset by the trainer.
+    Attributes:
+        train: Windows with `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed.
+            A stream is shuffled here, a dataset by the trainer.
+        held_out: Concatenated held-out documents, int64 `[tokens]`.
+        tokens: Number of training tokens; `None` for a stream.
+        collate: Collator for an encoder-decoder or an encoder; `None` is the trainer's default.
     """
 
     train: Dataset | IterableDataset
-    held_out: Tensor  # concatenated documents, int64 [tokens]
-    tokens: int | None  # of the training; `None` for a stream
-    collate: Corruptor | None  # by default that of the trainer
+    held_out: Tensor
+    tokens: int | None
+    collate: Corruptor | None
 
     @property
     def corrupt(self) -> Callable[[Tensor], Tensor] | None:

@@ -45,16 +45,34 @@ _SAMPLE, _DOCUMENTS = 10_000, 100
 
 @dataclass(frozen=True)
 class Request:
-    """An evaluation of models by their names, with the options of `hf-posenc eval`."""
+    """An evaluation of models by their names, with the options of `hf-posenc eval`.
 
-    models: tuple[str, ...]  # as `subjects` reads them; the first is the reference
-    measures: tuple[str, ...] | None = None  # by default those that need no special training
-    text: str | None = None  # by default the text that all runs among the models hold out, or else the built-in one
+    Attributes:
+        models: Models as `hf_posenc.recipes.evaluation.subjects.subjects` reads them; the first is the reference.
+        measures: Names in `MEASURES`; `None` means those that need no special training.
+        text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
+            have the same, else "builtin".
+        column: Column of the text, in files with columns.
+        contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
+        trained_length: Tokens per window in training; `None` means the length in the first model's config.
+        samples: Windows, keys, sequences or examples of each kind.
+        cue: Text before a passkey; `None` means random tokens.
+        tasks: Names of tasks.
+        lengths: Lengths of task examples.
+        trained: Longest length of task examples in training.
+        shots: Solved examples before each question.
+        batch_size: Windows or examples per forward.
+        seed: Random seed of all samples.
+    """
+
+    models: tuple[str, ...]
+    measures: tuple[str, ...] | None = None
+    text: str | None = None
     column: str = "text"
     contexts: tuple[int, ...] | None = None
-    trained_length: int | None = None  # by default that of the first model
+    trained_length: int | None = None
     samples: int = 16
-    cue: str | None = None  # by default random tokens
+    cue: str | None = None
     tasks: tuple[str, ...] = tuple(TASKS)
     lengths: tuple[int, ...] = (5, 10, 15, 20, 25, 30, 35, 40)
     trained: int = 20
@@ -144,15 +162,25 @@ class Request:
 
 @dataclass(eq=False)
 class Inputs:
-    """The inputs of all measures."""
+    """The inputs of all measures.
 
-    request: Request  # with defaults filled in
-    first: Subject  # the reference
+    Attributes:
+        request: The request, with defaults filled in.
+        first: The reference model.
+        tokenizer: The tokenizer of all models.
+        ids: Token ids of the text, int64 `[tokens]`.
+        corrupt: Function that corrupts the input of an encoder; `None` for causal models.
+        device: The device of this process.
+        dtype: The dtype of all models; `None` is that of their checkpoints.
+    """
+
+    request: Request
+    first: Subject
     tokenizer: Any
-    ids: Tensor  # of the text, int64 [tokens]
+    ids: Tensor
     corrupt: Corruption | None
     device: torch.device
-    dtype: torch.dtype | None = None  # of all models; by default that of their checkpoints
+    dtype: torch.dtype | None = None
     _reference: Any = field(default=None, init=False, repr=False)
 
     @property

@@ -69,11 +69,16 @@ class ByDistance(Kind):
     """What positions add to the logit of a mean query and a mean key: lines, or maps over the patches of an image.
 
     Products are linear in both, so what these two get at a distance is the mean over all pairs of a query and a key.
+
+    Attributes:
+        families: Families of schemes that have such a picture.
+        what: Title of the picture.
+        panels: Returns the layers that are drawn, each with its name.
     """
 
-    families: tuple[str, ...]  # of the schemes that have such a picture
-    what: str  # its title
-    panels: Callable[[Part], list[tuple[str, Layer]]]  # the layers that are drawn, with their names
+    families: tuple[str, ...]
+    what: str
+    panels: Callable[[Part], list[tuple[str, Layer]]]
 
     def fits(self, part: Part) -> bool:
         return part.family in self.families

@@ -33,34 +33,57 @@ LAST, _LONGEST_TEXT = 16, 2048
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What one layer computes; batch 1, float64."""
+    """What one layer computes; batch 1, float64.
 
-    tokens: Tokens  # as the scheme gets them
-    q: Tensor  # as projected, without any position, [1, H, S, D]
-    k: Tensor  # likewise, [1, G, S, D]
+    Attributes:
+        tokens: Tokens as the scheme gets them.
+        q: Queries as projected, without any position, `[1, H, S, D]`.
+        k: Keys likewise, `[1, G, S, D]`.
+        v: Values, `[1, G, S, D]`.
+        weights: Attention weights as the model used them, `[H, S, S]`.
+    """
+
+    tokens: Tokens
+    q: Tensor
+    k: Tensor
     v: Tensor
-    weights: Tensor  # as the model used them, [H, S, S]
+    weights: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with a scheme."""
+    """One layer with a scheme.
+
+    Attributes:
+        index: Index of the layer in its stack.
+        scheme: Its scheme, which other layers may share.
+        common: The part of the scheme that all layers share, if it has one.
+    """
 
     index: int
-    scheme: Scheme  # which other layers may share
-    common: Scheme | None  # the part of the scheme that all layers share
+    scheme: Scheme
+    common: Scheme | None
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The layers of one stack that have one scheme: what a picture is of."""
+    """The layers of one stack that have one scheme: what a picture is of.
+
+    Attributes:
+        subject: The model.
+        stack: `"decoder"` or `"encoder"`.
+        group: Group of the config.
+        layers: Layers that are drawn.
+        heads: The query heads that are drawn.
+        queries: Positions of queries, where a picture is of one; empty lets the picture choose.
+    """
 
     subject: Subject
     stack: str
     group: record.Group
-    layers: tuple[Layer, ...]  # those that are drawn, as are heads
+    layers: tuple[Layer, ...]
     heads: tuple[int, ...]
-    queries: tuple[int, ...] = ()  # positions, where a picture is of one; without any it chooses
+    queries: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -131,14 +154,25 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A patched model, and what it reads."""
+    """A patched model, and what it reads.
+
+    Attributes:
+        model: The model.
+        tokenizer: Tokenizer of the model; without one, tokens are written as numbers.
+        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
+            too.
+        native: Whether it was a stock model, drawn as what it computes itself.
+        strength: Strength of its schemes, see `hf_posenc.set_strength`.
+        text: Token ids of a text for pictures of long ones, int64 `[tokens]`.
+        name: Name of the model or its run, for titles.
+    """
 
     model: PreTrainedModel
     tokenizer: Any
-    inputs: Mapping[str, Mapping[str, Tensor]]  # of a forward of each stack, batch 1
-    native: bool = False  # whether it was a stock model, drawn as what it computes itself
+    inputs: Mapping[str, Mapping[str, Tensor]]
+    native: bool = False
     strength: float = 1.0
-    text: Tensor | None = None  # token ids, int64 [tokens], for pictures of long texts
+    text: Tensor | None = None
     name: str = ""
     _longer: dict[int, dict[tuple[str, int], Seen]] = field(default_factory=dict)
 
@@ -314,12 +348,22 @@ class _Observer:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """One layer's logits with and without positions; all float64."""
+    """One layer's logits with and without positions; all float64.
 
-    content: Tensor  # scaled products of queries and keys as `score` gets them, [B, H, Q, K]
-    plain: Tensor  # the same as they were projected
-    logits: Tensor  # result of `score`, unmasked
-    q: Tensor  # as `score` gets them, as are keys and block
+    Attributes:
+        content: Scaled products of queries and keys as `score` gets them (rotary schemes have rotated them), `[B, H, Q,
+            K]`.
+        plain: The same of queries and keys as they were projected.
+        logits: Result of `score`, unmasked.
+        q: Queries as `score` gets them, `[B, H, Q, D]`.
+        k: Keys likewise, `[B, G | H, K, D]`.
+        block: Block that `score` gets.
+    """
+
+    content: Tensor
+    plain: Tensor
+    logits: Tensor
+    q: Tensor
     k: Tensor
     block: Block
 

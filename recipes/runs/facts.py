@@ -27,27 +27,60 @@ from hf_posenc.recipes.training.stages import Stage
 class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
-    Those of type `str` that are no names are in words, as a user reads them.
+    Attributes:
+        model: Model name, as in the recipe.
+        architecture: Name of the architecture.
+        native: Native encoding of the architecture, in words.
+        trained_length: Tokens per window in the model's own training; those of the run if the config states none.
+        parameters: Number of parameters of model, scheme and adapter.
+        new_parameters: Number of parameters of the scheme.
+        trained_parameters: Number of trained parameters.
+        scheme: Name of the scheme; `None` for a control that keeps its own encoding.
+        options: Resolved options of the scheme, by stack.
+        layers: Number of converted layers, by stack.
+        fate: Fate of the native encoding, in words.
+        start: Start of the converted model, in words.
+        cautions: Warnings for the user.
+        steps: Optimizer steps of the training.
+        batch_size: Windows per step, over all processes.
+        length: Tokens per window.
+        source: Source of the text.
+        data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
+        processes: Number of processes.
+        device: Device, in words.
+        precision: Precision of the forward.
+        teacher: Teacher and loss weights, in words; `None` without distillation.
+        trained: Trained weights, in words.
+        command: Command that started the run.
+        versions: Versions of the packages, by name.
+        came_with: Schemes of a model that was converted before the run, which keeps them.
+        stages: Settings of each stage, in words.
+        other_tokens: Tokens of the stages before and after the training.
+        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
+        rope: Changed rope parameters in the config.
+        memory: Estimated memory of a step, in words.
+        reach: Longest text whose positions are trained on.
+        states_length: Whether the model's config states its trained length.
     """
 
     model: str
     architecture: str
     native: str
-    trained_length: int  # of the model's own training; that of the run if the config states none
+    trained_length: int
     parameters: int
-    new_parameters: int  # of the scheme
+    new_parameters: int
     trained_parameters: int
     scheme: str | None
-    options: Mapping[str, Mapping[str, Any]]  # by stack
-    layers: Mapping[str, int]  # number of converted ones, by stack
-    fate: str  # of the native encoding
+    options: Mapping[str, Mapping[str, Any]]
+    layers: Mapping[str, int]
+    fate: str
     start: str
     cautions: tuple[str, ...]
     steps: int
     batch_size: int
     length: int
     source: str
-    data_tokens: int | None  # `None` for a stream
+    data_tokens: int | None
     processes: int
     device: str
     precision: str
@@ -55,13 +88,13 @@ class Facts:
     trained: str
     command: str
     versions: Mapping[str, str]
-    came_with: tuple[str, ...] = ()  # schemes of a model that was converted before the run
+    came_with: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
-    other_tokens: int = 0  # of the stages before and after the training
-    writes: str = ""  # comparison of what the trained model and the original write
+    other_tokens: int = 0
+    writes: str = ""
     rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
-    reach: int = 0  # longest text whose positions are trained on
+    reach: int = 0
     states_length: bool = True
 
     @property

@@ -20,11 +20,18 @@ from transformers import TrainerCallback
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed and memory of a run, on its machine."""
+    """Speed and memory of a run, on its machine.
 
-    seconds: float  # per optimizer step, without loading data, measuring and saving
-    tokens: float  # per second, over all processes
-    memory: int | None  # peak of this process in bytes, on the GPU or else resident
+    Attributes:
+        seconds: Seconds per optimizer step, without loading data, measuring and saving.
+        tokens: Tokens per second, over all processes.
+        memory: Peak memory of this process in bytes, on the GPU or else resident; `None` if unknown.
+        steps: Number of timed steps.
+    """
+
+    seconds: float
+    tokens: float
+    memory: int | None
     steps: int
 
 

@@ -26,10 +26,18 @@ HOLDS = 1.10
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict with its reasons."""
+    """A verdict with its reasons.
 
-    grade: Literal["better", "as good", "worse"]  # than the native model or the control
-    is_bad: bool  # not to be used as it is
+    Attributes:
+        grade: The trained model compared with the native one or the control.
+        is_bad: Whether the model should not be used as it is.
+        sentences: The verdict and its reasons.
+        advice: The next step.
+        wants_control: Whether a control would tell more.
+    """
+
+    grade: Literal["better", "as good", "worse"]
+    is_bad: bool
     sentences: tuple[str, ...]
     advice: str
     wants_control: bool = False
