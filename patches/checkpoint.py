@@ -272,9 +272,16 @@ def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> d
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
-    """Raise `CheckpointError` unless a checkpoint holds the tensors of a model; only headers are read.
+    """Raise unless a checkpoint holds the tensors of a model; only headers are read.
 
-    The arguments are those of transformers' `_load_pretrained_model`.
+    Args:
+        model: The model, without values yet.
+        state_dict: Tensors that the user gives instead of files.
+        files: Paths of the files.
+        load_config: transformers' settings of this loading.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
     """
     source, mapping = load_config.pretrained_model_name_or_path, load_config.weight_mapping or ()
     if not record.from_config(model.config):

@@ -208,9 +208,15 @@ class PosencModel:
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
-    """Patch a model with the groups recorded in its config, or raise `CheckpointError`.
+    """Patch a model with the groups recorded in its config.
 
-    Nobody trained the tables of a model that is new.
+    Args:
+        architecture: Architecture of the model.
+        model: A model built from that config, or a stock model that was given the record.
+        is_new: Whether the model was just built, so that nobody trained its tables.
+
+    Raises:
+        CheckpointError: The model cannot be patched with the record.
     """
     config: Any = model.config
     groups = record.from_config(config)

@@ -38,9 +38,15 @@ def located(name: str) -> str:
 
 
 def check_place(name: str) -> None:
-    """Raise `CheckpointError` unless a checkpoint is local, cached or on a reachable hub.
+    """Raise unless a checkpoint is local, cached or on a reachable hub.
 
     A mistyped directory looks like a name on the hub; without a network, transformers would retry for half a minute.
+
+    Args:
+        name: Local directory, or name on the hub.
+
+    Raises:
+        CheckpointError: There is no such directory, and the name is invalid or the hub is unreachable.
     """
     if Path(name).is_dir():
         return
@@ -126,7 +132,14 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer in a directory or on the hub; raise `CheckpointError` if it cannot be read."""
+    """Return a tokenizer.
+
+    Args:
+        name: Local directory, or name on the hub.
+
+    Raises:
+        CheckpointError: The tokenizer cannot be read.
+    """
     try:
         return AutoTokenizer.from_pretrained(name)
     # Damaged files fail in many places, and the tokenizers library raises bare exceptions.

@@ -51,7 +51,12 @@ class Measure(ABC):
     takes_masked: ClassVar[bool] = False
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
-        """Return the results for a model, one grid per quantity; processes started by accelerate share the work."""
+        """Return the results for a model, one grid per quantity.
+
+        Args:
+            model: A language model of transformers, on any device; its mode is left as it was.
+            workers: Processes that share the work; `None` means this process, or those started by accelerate.
+        """
         self.check(model)
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
@@ -117,10 +122,16 @@ class Workers:
         self._count: int = 1 if alone else together.num_processes
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
-        """Apply a function to all rows, each in one of the processes; return float64 `[rows, width]` on the CPU.
+        """Apply a function to all rows, each in one of the processes.
 
-        The function gets the stacked tensors of rows of equal shapes and returns `[batch, width]`. Results are NaN
-        where it raises `PositionError`.
+        Args:
+            function: Function from the stacked tensors of rows of equal shapes, on the CPU, to results `[batch,
+                width]`.
+            rows: Rows to process.
+            width: Number of results per row.
+
+        Returns:
+            Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
         """
         found: list[tuple[int, list[float]]] = []
         for number, batch in enumerate(_batches(rows, self.batch_size)):

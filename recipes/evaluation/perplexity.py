@@ -114,10 +114,14 @@ def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> T
 def contexts_for(
     trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the context lengths to measure on some held-out tokens, and the reasons for leaving out others.
+    """Return the context lengths to measure, and the reasons for leaving out others.
 
-    By default they are a quarter to eight times the trained length, in powers of two. Those shorter than the scored
-    tokens are left out unless all are.
+    Args:
+        trained_length: Tokens per window in the model's own training.
+        tokens: Number of held-out tokens.
+        windows: Number of windows.
+        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
+            Those shorter than the scored tokens are left out unless all are.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.

@@ -378,7 +378,12 @@ def asked(part: Part, layer: Layer) -> Asked:
 def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Tensor) -> Tensor:
     """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
 
-    The query of each head is `[H, D]`, the key of each kv head `[G, D]`; tokens hold further state.
+    Args:
+        scheme: The scheme.
+        tokens: Further state that the scheme needs.
+        positions: Positions of Q queries and K keys.
+        q: The query of each head `[H, D]`.
+        k: The key of each kv head `[G, D]`.
     """
     queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
     keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)

@@ -14,9 +14,16 @@ _COMPANIONS = ("table.md", "perplexity.png")
 
 
 def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Upload the model of a finished run, with its card, table and picture, in one commit; return its URL.
+    """Upload the model of a finished run, with its card, table and picture, in one commit.
 
-    Repository and branch are created if necessary; no revision is the main branch. A private one must not be public.
+    Args:
+        folder: Folder of the run.
+        repository: Name of the repository, which is created if necessary.
+        private: Whether the repository must be private.
+        revision: Branch, which is created if necessary; `None` is the main branch.
+
+    Returns:
+        The URL of the commit.
 
     Raises:
         RecipeError: The run is not finished, or the hub refuses.

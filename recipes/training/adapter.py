@@ -50,7 +50,14 @@ def quantization(
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add the adapter of a recipe to a converted model, or plain LoRA to a stock one; return the `PeftModel`.
+    """Add the adapter of a recipe to a model.
+
+    Args:
+        model: Converted model, or a stock model as control, which gets plain LoRA.
+        adapter: Section `adapter` of the recipe.
+
+    Returns:
+        The `PeftModel`, or the model itself with `kind: none`.
 
     Raises:
         NotPatchedError: `kind` is "scheme", and the model has no scheme.

@@ -33,7 +33,12 @@ _RATES: dict[Stage, tuple[Rates, float]] = {
 
 
 def rates(model: nn.Module, stage: Stage) -> Rates:
-    """Return the default learning rates of a stage for a model: a power of its number of parameters."""
+    """Return the default learning rates of a stage for a model: a power of its number of parameters.
+
+    Args:
+        model: Model, with all its weights.
+        stage: Stage of the adaptation.
+    """
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
     factor = min(1.0, (_SIZE / max(1, size)) ** power)

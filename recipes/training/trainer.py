@@ -172,7 +172,10 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
 class AdaptationTrainer(Distilling, Trainer):
     """Trainer with a learning rate for the scheme, mixed window lengths, and distillation.
 
-    Each step draws one of the `lengths` to cut its windows into; without any, they stay whole.
+    Args:
+        scheme_learning_rate: Peak learning rate of the scheme's weights.
+        lengths: Window lengths, one of which is drawn for each step to cut its windows into; empty is off.
+        **kwargs: Arguments of `Distilling` and `Trainer`.
     """
 
     def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:

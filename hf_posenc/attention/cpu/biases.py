@@ -225,7 +225,10 @@ def first_true(found: Tensor) -> Tensor:
 class KeysBias(BlockBias):
     """A bias of each key, less that of the query, which softmax does not see: it is left out, except in its gradient.
 
-    Both are of shape `[B|1, H, K]`, with Q for K.
+    Args:
+        keys: Bias of every key, `[B|1, H, K]`.
+        queries: Bias of every query, `[B|1, H, Q]`.
+        call: The call.
     """
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.
