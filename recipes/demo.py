@@ -51,7 +51,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     length = original.config.max_position_embeddings
     text = load_data(recipe.data, tokenizer, length=length, seed=SEED).held_out
     models = {"original": original}
-    models |= {name: load(str(folder / name / runs.MODEL))[0] for name in (CONTROL, RUN)}
+    models |= {name: load(str(folder / place / runs.MODEL))[0] for name, place in ((CONTROL, CONTROL), (scheme, RUN))}
     _print_samples(console, models, tokenizer, text[_PROSE : _PROSE + _PROMPT])
     (folder / MARKER).write_text(
         f"Written by hf-posenc {__version__} demo; the next demo may replace it.\n", encoding="utf-8"

@@ -226,7 +226,8 @@ class _Case:
         wanted = self.conversion.get("native", "keep" if self.alone and not self.exact else native)
         if wanted != native:
             native, fit, options = wanted, None, dict(info.cls.neutral_options or {}) if wanted == "keep" else {}
-        if native == "handover" and not of_config(self.config).native_fades:
+        # All layers fade alike, also those that are made local.
+        if native == "handover" and ("window" in self.conversion or not of_config(self.config).native_fades):
             native = "remove"
         if not self.causal and not behind_only:
             options |= advice.encoder

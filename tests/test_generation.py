@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,10 @@ def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monke
     assert other[0].at(8).mean < 0.9
     assert other[1].at(8).mean < 8
     assert f"{other[0].at(8).mean * 100:.3g} % of 8 tokens are the original's" in compared(original, other)
+    # Of one whose table of positions is too short, nothing is said.
+    silent = [dataclasses.replace(grid, samples=grid.samples * math.nan) for grid in original]
+    assert "prompts, for which the original has too few positions: " in compared(silent, other)
+    assert "nan" not in compared(silent, other)
 
 
 def test_padding_at_the_left_changes_nothing(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,9 @@ def test_names_of_earlier_versions_lead_to_goals() -> None:
     assert read("gpt2", "gpt2-fire") == read("gpt2", "swap", "scheme=fire")
     assert read("llama", "drope") == read("llama", "remove")
     assert read("llama", "context-extension").conversion.scheme == "fox"
+    # Layers that are made local must not fade with the others.
+    assert read("llama", "remove", "layers=every:2").conversion.native == "handover"
+    assert read("llama", "remove", "layers=every:2", "window=8").conversion.native == "remove"
     with pytest.raises(RecipeError, match="gpt2-fire is now swap scheme=fire model=DIR"):
         Recipe.read("gpt2-fire")
     with pytest.raises(RecipeError, match="swap needs a scheme"):

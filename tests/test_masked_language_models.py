@@ -154,6 +154,14 @@ def test_a_run_trains_saves_and_loads(
     assert "Pseudo-perplexity of masked tokens by tokens read:" in section.markdown()
 
 
+def test_a_teacher_reads_long_windows_in_pieces(tokenizer: Any, folders: dict[str, Path]) -> None:
+    """Stock models compute their loss of whole batches only, and the teacher's is nobody's."""
+    model, ids = AutoModelForMaskedLM.from_pretrained(folders["bert"]).eval(), windows(tokenizer, 2)
+    got = distillation.Teacher(model, length=32)({"input_ids": ids, "labels": ids}).logits
+    torch.testing.assert_close(got[:, :32], model(input_ids=ids[:, :32]).logits)
+    torch.testing.assert_close(got[:, 48:], model(input_ids=ids[:, 32:]).logits[:, 16:])
+
+
 def test_a_resumed_run_masks_the_same_tokens(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

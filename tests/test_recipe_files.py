@@ -293,6 +293,11 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["training.schedule=polynomial", "training.steps=4", "training.warmup=0.9"],
         ["warmup is 0.9", "all of the 4 steps"],
     ),
+    "windows in a handover": (
+        "",
+        ["conversion={scheme: nope, native: handover, layers: 'every:2', window: 8}"],
+        ["window is 8", "would fade, too", "to remove"],
+    ),
     "micro batches": ("", ["training.micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
     "micro batches of long windows": (
         "",

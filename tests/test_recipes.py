@@ -221,7 +221,7 @@ def test_demo(tmp_path: Path) -> None:
     assert outcome.verdict.is_bad
     assert "than the control: at 128 tokens" in shown
     assert str(outcome.verdict) in shown
-    assert all(f" {name}: " in shown for name in ("original", "control", "run"))
+    assert all(f" {name}: " in shown for name in ("original", "control", "fire"))
     assert demo.is_demo(tmp_path)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert not demo.is_demo(tmp_path)

@@ -269,7 +269,7 @@ def demo(
     registry.get(scheme)
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
         recipe.run(folder, Console(), scheme=scheme, steps=steps)
-    typer.echo(f"wrote {out}: {listing(out)}")
+    typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / recipe.RUN / 'report.html'}")
 
 
 # -- parsing of options ------------------------------------------------------------------------------------------------

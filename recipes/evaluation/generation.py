@@ -162,13 +162,19 @@ def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
     def at(index: int, point: Point, of: Sequence[Grid] = converted) -> str:
         return f"{of[index].at(point).mean * of[index].quantity.scale:.3g}"
 
+    writes = original[0].reads(_WRITTEN)
+
     def both(index: int, point: Point) -> str:
-        return f"{at(index, point)} ({at(index, point, original)})"
+        return at(index, point) + f" ({at(index, point, original)})" * writes
 
     tasks = [f"{task} {both(4, task)} %" for grid in converted[4:] for task in grid.points]
+    same = (
+        f" (the original's in brackets): {at(0, _WRITTEN)} % of {_WRITTEN} tokens are the original's, "
+        f"{at(1, _WRITTEN)} before the first other one; "
+    )
+    beginning = same if writes else ", for which the original has too few positions: "
     return (
-        f"Greedy continuations of {converted[0].samples.shape[-1]} prompts (the original's in brackets): "
-        f"{at(0, _WRITTEN)} % of {_WRITTEN} tokens are the original's, {at(1, _WRITTEN)} before the first other one; "
+        f"Greedy continuations of {converted[0].samples.shape[-1]} prompts{beginning}"
         f"{both(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {both(3, _WRITTEN)} tokens"
         f"{''.join(f'; {task}' for task in tasks)}."
     )

@@ -247,7 +247,7 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
     came_with = ", ".join(facts.came_with)
     as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
-    converted = " and ".join(f"{count} {name} layers" for name, count in facts.layers.items())
+    converted = " and ".join(f"{count} {name} layer{'s' * (count > 1)}" for name, count in facts.layers.items())
     yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
     options = {
         name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()

@@ -90,6 +90,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"{given}, but conversion.native is {conversion.native!r}: with its own encoding in force, attention "
                 "is what it was. Set conversion.native to remove, or leave it out."
             )
+    if conversion.window is not None and conversion.native == "handover":
+        yield (
+            f"conversion.window is {conversion.window}, but conversion.native is 'handover', in which the layers that "
+            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out."
+        )
     if conversion.rope and (conversion.scheme is not None or recipe.adapter.kind != "none"):
         yield (
             "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
