@@ -7,6 +7,7 @@ which run by default.
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,7 +94,9 @@ def test_softcaps_and_sinks_on_blocks(name: str) -> None:
 
 def test_every_family_of_decoders_is_tested() -> None:
     found = [name for name, a in architectures().items() if isinstance(a, Family) and a.native.startswith("rotary")]
-    assert {name for name in found if name not in ("modernbert", *STRANGERS)} == set(NAMES)
+    # Other tests add families that are not in the package.
+    packaged = {name for name in found if find_spec(f"hf_posenc.patches.{name}")}
+    assert packaged - {"modernbert"} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
