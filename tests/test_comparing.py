@@ -127,6 +127,12 @@ def test_wrong_requests_are_refused(
         entered(*overrides, schemes=schemes)
 
 
+def test_schemes_are_not_compared_for_a_model_that_has_one() -> None:
+    converted = hf_posenc.patch(load_tiny_llama()[0], "alibi").config
+    with pytest.raises(RecipeError, match=r"converted already, to alibi.*the original model"):
+        entered(config=converted)
+
+
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.patches import record
 from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, trained_length
@@ -111,6 +112,11 @@ def contestants(
             own = Recipe.read("swap", its_own, config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
+        if own.conversion.scheme is not None and (there := record.from_config(config)):
+            raise RecipeError(
+                f"The model {model} is converted already, to {there[0].scheme}: untrained schemes would replace what "
+                "it has learned. Compare schemes for the original model."
+            )
         others.append(entered(name, own))
     for other in others:
         _check_same(first, other)
