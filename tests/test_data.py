@@ -131,6 +131,9 @@ def test_a_folder_of_text_files_holds_a_document_each(tmp_path: Path, tokenizer:
     for number, document in enumerate(DOCUMENTS):
         (folder / ("deeper" if number % 2 else ".") / f"{number:02}.txt").write_text(document, encoding="utf-8")
     (folder / "README.md").write_text("About the texts.", encoding="utf-8")
+    (folder / ".drafts").mkdir()
+    for hidden in (".00.txt", ".drafts/00.txt"):
+        (folder / hidden).write_text("A draft.", encoding="utf-8")
     in_order = DOCUMENTS[::2] + DOCUMENTS[1::2]
     prepared = load_data(Data(source=str(folder), held_out_share=0.25), tokenizer, length=32)
     assert prepared.held_out.tolist() == stream(tokenizer, in_order[15:])
@@ -240,6 +243,7 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
         ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
         ({"source": "mixed"}, "files of 2 kinds, json, text"),
+        ({"source": "~no-such-user/a.txt"}, "no file or folder ~no-such-user/a.txt"),
         ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),
         ({"source": "a.jsonl", "split": "test"}, r"local text has neither, and data\.source is '.*a\.jsonl'"),
         ({"config": "en"}, "built-in text has neither"),

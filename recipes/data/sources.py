@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +59,13 @@ def located(data: Data) -> Data:
     )
 
 
+def at_home(name: str | Path) -> Path:
+    """Return a path with the home directory for `~`; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(name))
+
+
 def _absolute(name: str) -> str:
-    return str(Path(name).expanduser().absolute())
+    return str(at_home(name).absolute())
 
 
 def _source(data: Data) -> Documents:
@@ -99,11 +105,11 @@ def _holds_out_files(data: Data) -> bool:
 
 def _is_local(name: str) -> bool:
     """Whether a name means local files: the path exists, or the name looks like a path."""
-    return Path(name).expanduser().exists() or _is_path(name)
+    return at_home(name).exists() or _is_path(name)
 
 
 def _is_path(name: str) -> bool:
-    path = Path(name).expanduser()
+    path = at_home(name)
     return path.is_absolute() or name.startswith(".") or _kind(path) is not None
 
 
@@ -115,14 +121,16 @@ def _has_columns(name: str | None) -> bool:
     """Whether a source has columns: a dataset on the hub, or local files other than .txt."""
     if name is None or name == BUILTIN:
         return False
-    return not _is_local(name) or _files(Path(name).expanduser())[0] != "text"
+    return not _is_local(name) or _files(at_home(name))[0] != "text"
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
     """Return the builder for the files at a path, and the file names."""
     if not path.exists():
         raise RecipeError(f"There is no file or folder {path}.")
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    # Editors and version control keep hidden files next to a text.
+    shown = (each for each in path.rglob("*") if not any(part[0] == "." for part in each.relative_to(path).parts))
+    files = [path] if path.is_file() else sorted(each for each in shown if each.is_file())
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
         got = f"files of {len(kinds)} kinds, {', '.join(sorted(kinds))}" if kinds else "no file of a known kind"
@@ -132,7 +140,7 @@ def _files(path: Path) -> tuple[str, list[str]]:
 
 
 def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
-    path = path.expanduser()
+    path = at_home(path)
     kind, named = _files(path)
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")

@@ -15,7 +15,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches import adapters
 from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
-from hf_posenc.recipes.data.sources import BUILTIN
+from hf_posenc.recipes.data.sources import BUILTIN, at_home
 from hf_posenc.recipes.runs.run import MODEL, RECIPE
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 
@@ -50,7 +50,7 @@ class Subject:
         data = self.data
         if data is None:
             return False
-        here, there = (Path(place).expanduser().resolve() for place in (text, data.source))
+        here, there = (at_home(place).resolve() for place in (text, data.source))
         # The built-in text is read in its held-out part.
         return text not in (BUILTIN, data.held_out) and (here.is_relative_to(there) or there.is_relative_to(here))
 

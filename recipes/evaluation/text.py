@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
     """
     if source == sources.BUILTIN:
         return sources.read(Data(column=column))[1]
-    if not Path(source).expanduser().exists():
+    if not sources.at_home(source).exists():
         # Any other name would be looked up on the hub.
         raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
     # The same source for training avoids reading another one.
