@@ -31,8 +31,10 @@ _FEW_ROWS = 64
 class Blocks(Executor):
     """Blocks of query rows. The forward pass keeps the operands only, and no tensor of size Q x K.
 
-    Gradients of gradients are not available; take the dense executor for those. Without `rows`, blocks have as many
-    as fit.
+    Gradients of gradients are not available; take the dense executor for those.
+
+    Args:
+        rows: Rows of a block; by default as many as fit.
     """
 
     name = "blocks"

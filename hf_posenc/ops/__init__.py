@@ -4,5 +4,5 @@ import torch
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` is active, such as `grad` or `vmap`: it takes no backward pass by hand."""
+    """Whether a transform of `torch.func` (`grad`, `vmap`, ...) is active; none can use a backward pass of our own."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

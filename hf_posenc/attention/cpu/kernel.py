@@ -77,7 +77,7 @@ def _rowwise(x: Tensor) -> Tensor:
 
 @functools.cache
 def works() -> bool:
-    """Whether torch has the kernel, and it gives what autograd gives, down to strides and shared keys."""
+    """Whether torch has the kernel, and its results are those of autograd, also with views and grouped queries."""
     generator = torch.Generator("cpu").manual_seed(0)
     # Autocast would round the products, and tensors of the inference mode have no gradients.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -85,15 +85,21 @@ def works() -> bool:
             torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
             for shape in ((2, 4, 5, 3), (2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 3), (4, 16))
         )
-        bias = table.as_strided((1, 4, 5, 7), (0, 16, 1, 1))  # overlaps itself, as tables of distances do
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        keys, values = (x.repeat_interleave(2, dim=1) for x in leaves[1:])
-        want = (leaves[0] @ keys.mT * 0.7 + bias).softmax(dim=-1) @ values
-        gradients = torch.autograd.grad(want, leaves, grad)
-    try:
-        output, lse = forward(q, k, v, bias, 0.7)
-        found = backward(grad, Done(q, k, v, output, lse), bias, 0.7)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False
-    pairs = zip((output, *found), (want, *gradients), strict=True)
-    return all(torch.allclose(got, right, atol=1e-4) for got, right in pairs)
+        of_distance = table.as_strided((1, 4, 5, 7), (0, 16, 1, 1))  # overlaps itself, as tables of distances do
+        for bias, causal in ((of_distance, False), (of_distance[:, :, :1], True)):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            keys, values = (x.repeat_interleave(2, dim=1) for x in leaves[1:])
+            logits = leaves[0] @ keys.mT * 0.7 + bias
+            if causal:
+                logits = logits.masked_fill(torch.ones(5, 7, dtype=torch.bool, device="cpu").triu(1), -math.inf)
+            want = logits.softmax(dim=-1) @ values
+            gradients = torch.autograd.grad(want, leaves, grad)
+            try:
+                output, lse = forward(q, k, v, bias, 0.7, causal=causal)
+                found = backward(grad, Done(q, k, v, output, lse), bias, 0.7, causal=causal)
+            except (AttributeError, RuntimeError, TypeError, ValueError):
+                return False
+            pairs = zip((output, *found), (want, *gradients), strict=True)
+            if not all(torch.allclose(got, right, atol=1e-4) for got, right in pairs):
+                return False
+    return True

@@ -180,7 +180,7 @@ class PiecewiseLookup(BlockBias):
 
     @staticmethod
     def pays(call: Call) -> bool:
-        """Whether a row of the batch has fewer distances than pairs of tokens."""
+        """Whether there are fewer distances than pairs of tokens."""
         return call.reach < call.queries * call.keys
 
     def pieces(self, block: Rows) -> list[Piece]:
