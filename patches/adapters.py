@@ -239,7 +239,9 @@ class PosencTuner:
 class Kind:
     """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, and another for converted models.
 
-    There is no other where the kind puts nothing into the model.
+    Args:
+        stock: PEFT's class.
+        tuner: The class for converted models; `None` if the kind puts nothing into the model.
     """
 
     def __init__(self, stock: Any, tuner: Any) -> None:
@@ -303,7 +305,12 @@ class Kind:
 def agree(model: Any, config: Any) -> Any:
     """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
-    Return the adapter's configuration; one of PEFT's own is copied, not changed.
+    Args:
+        model: Stock or converted model.
+        config: The adapter's configuration. One of PEFT's own is copied, not changed.
+
+    Returns:
+        The adapter's configuration.
 
     Raises:
         NotPatchedError: Neither has a scheme.

@@ -74,7 +74,15 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
-    """Raise `CheckpointError` unless an adapter's file has the tensors that saving the adapter would write."""
+    """Raise unless an adapter's file has the tensors that its config asks for.
+
+    Args:
+        weights: The file.
+        expected: The tensors that saving the adapter would write.
+
+    Raises:
+        CheckpointError: The file is damaged, a tensor is missing or misshapen, or a scheme's weights are unknown.
+    """
     found = read(weights)
     wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
     check_complete(

@@ -91,7 +91,11 @@ def resolve(
 ) -> tuple[Content, tuple[str, ...]]:
     """Return the content of a built-in recipe for a model, and the overrides that are keys of it.
 
-    The source is the name of a goal, or of a recipe of earlier versions. Without a config, that of the model is read.
+    Args:
+        kind: Class of recipes.
+        source: Name of a goal, or of a recipe of earlier versions.
+        overrides: Overrides of the user; `factor` and `by` are those of `extend`.
+        config: Config of the model; `None` reads it.
 
     Raises:
         RecipeError: There is no such recipe, or it does not suit the model.

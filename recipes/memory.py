@@ -41,7 +41,12 @@ def need(model: nn.Module, recipe: Recipe, length: int, *, trained: int | None =
 
     A matrix stands for one linear layer, whose input and output are kept for the backward pass; with checkpointing
     those of one layer and the inputs of all. Logits are there three times in float32, with a teacher five times.
-    Unless the number of trained weights is given, those count that require gradients.
+
+    Args:
+        model: Model.
+        recipe: Recipe of the run.
+        length: Tokens per window.
+        trained: Number of trained weights; `None` counts those that require gradients.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     weights = {id(weight): weight for weight in model.parameters()}.values()

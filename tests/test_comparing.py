@@ -220,7 +220,7 @@ def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[
 
 
 def test_nothing_is_said_of_models_that_are_not_there() -> None:
-    """Of schemes that failed, or could not read a text."""
+    """Schemes may have failed, or may be unable to read a text."""
     native, a = findings(NATIVE, 2.0, math.nan), findings("a", 2.0, 3.0)
     (alone,) = judge({NATIVE: native}, 128, 1024).sentences
     assert "none was trained to its end" in alone

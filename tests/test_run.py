@@ -174,7 +174,7 @@ def test_a_text_that_was_changed_since_is_noticed(read: Any, tmp_path: Path, mon
 
 
 def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reads was named in the first one; in the other one there is something else of these names."""
+    """Relative paths stay those of the directory where the run began; here another one has files of the same names."""
     given = read("distillation.share=0.5")
     shutil.copytree(place(given.model), tmp_path / "mine")
     text = Path(given.data.source).read_text(encoding="utf-8")

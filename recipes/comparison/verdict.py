@@ -57,7 +57,14 @@ class Verdict:
 
 
 def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_short: bool = False) -> Verdict:
-    """Apply the rules to findings by name, with the equally trained native model under `NATIVE`."""
+    """Apply the rules.
+
+    Args:
+        found: Findings by name; the equally trained native model under `NATIVE`.
+        trained: The trained length, in tokens.
+        farthest: The longest measured text, in tokens.
+        is_short: Whether the training was too short for more than a provisional headline.
+    """
     if len(found) == 1:
         return Verdict(
             NATIVE, None, NATIVE, "No scheme is left to recommend or not: none was trained to its end.", (), ()

@@ -59,13 +59,13 @@ def located(data: Data) -> Data:
     )
 
 
-def at_home(name: str | Path) -> Path:
-    """Return a path with the home directory for `~`; that of a user who does not exist stays as it is."""
+def expanded(name: str | Path) -> Path:
+    """Return a path with `~` replaced by the home directory, if there is such a user."""
     return Path(os.path.expanduser(name))
 
 
 def _absolute(name: str) -> str:
-    return str(at_home(name).absolute())
+    return str(expanded(name).absolute())
 
 
 def _source(data: Data) -> Documents:
@@ -97,7 +97,7 @@ def _held_out(data: Data) -> Documents | None:
 
 
 def _holds_out_files(data: Data) -> bool:
-    """Whether `held_out` means local files. A split may have the name of a folder, such as "test"."""
+    """Whether `held_out` names local files; with a dataset of the hub, a plain name such as "test" is a split."""
     assert data.held_out is not None
     is_split = data.source != BUILTIN and not _is_local(data.source)
     return _is_path(data.held_out) if is_split else _is_local(data.held_out)
@@ -105,11 +105,11 @@ def _holds_out_files(data: Data) -> bool:
 
 def _is_local(name: str) -> bool:
     """Whether a name means local files: the path exists, or the name looks like a path."""
-    return at_home(name).exists() or _is_path(name)
+    return expanded(name).exists() or _is_path(name)
 
 
 def _is_path(name: str) -> bool:
-    path = at_home(name)
+    path = expanded(name)
     return path.is_absolute() or name.startswith(".") or _kind(path) is not None
 
 
@@ -121,7 +121,7 @@ def _has_columns(name: str | None) -> bool:
     """Whether a source has columns: a dataset on the hub, or local files other than .txt."""
     if name is None or name == BUILTIN:
         return False
-    return not _is_local(name) or _files(at_home(name))[0] != "text"
+    return not _is_local(name) or _files(expanded(name))[0] != "text"
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
@@ -140,7 +140,7 @@ def _files(path: Path) -> tuple[str, list[str]]:
 
 
 def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
-    path = at_home(path)
+    path = expanded(path)
     kind, named = _files(path)
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")

@@ -15,7 +15,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches import adapters
 from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
-from hf_posenc.recipes.data.sources import BUILTIN, at_home
+from hf_posenc.recipes.data.sources import BUILTIN, expanded
 from hf_posenc.recipes.runs.run import MODEL, RECIPE
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 
@@ -50,7 +50,7 @@ class Subject:
         data = self.data
         if data is None:
             return False
-        here, there = (at_home(place).resolve() for place in (text, data.source))
+        here, there = (expanded(place).resolve() for place in (text, data.source))
         # The built-in text is read in its held-out part.
         return text not in (BUILTIN, data.held_out) and (here.is_relative_to(there) or there.is_relative_to(here))
 
@@ -64,7 +64,13 @@ class Subject:
         return loading.load_tokenizer(self.source if own else self.base)
 
     def load(self, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
-        """Return the model on a device, converted if requested, with the same weights in every process."""
+        """Return the model on a device, converted if requested, with the same weights in every process.
+
+        Args:
+            device: Device.
+            seed: Random seed of the weights of an untrained scheme.
+            dtype: Dtype of the weights; `None` is that of the checkpoint.
+        """
         # New parameters are drawn on the CPU. The caller's random state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -77,7 +83,9 @@ class Subject:
 
 
 def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
-    """Return the models for paths (also of runs) or names on the hub, each alone or as `PATH:SCHEME`.
+    """Return the models for paths or names on the hub, each alone or as `PATH:SCHEME`.
+
+    The folder of a run of `hf-posenc train` stands for its model.
 
     Raises:
         OptionError: A model is given twice.

@@ -29,9 +29,14 @@ class Example(NamedTuple):
 
 
 def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
-    """Return examples of a task of some length, the same for the same arguments on any machine.
+    """Return examples of a task, the same for the same arguments on any machine.
 
-    Use different seeds for training and measuring; few short examples exist, so some appear in both.
+    Args:
+        task: A name in `TASKS`.
+        length: Symbols, terms or steps, at least 1.
+        count: Number of examples.
+        seed: Random seed. Use different seeds for training and measuring; few short examples exist, so some appear in
+            both.
 
     Raises:
         OptionError: The task is unknown, or has no examples of that length.
@@ -45,10 +50,15 @@ def draw(task: str, length: int, count: int, seed: int = 0) -> list[Example]:
 
 
 def encode(example: Example, tokenizer: Any, shown: Sequence[Example] = ()) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt, behind some solved examples, and of its answer.
+    """Return the token ids of a prompt and of its answer.
 
     Together they are the tokens of the whole text. A token that spans the end of the prompt and the beginning of the
     answer belongs to the answer.
+
+    Args:
+        example: The question.
+        tokenizer: Any tokenizer.
+        shown: Solved examples before the question, for models not trained on the task.
     """
     before = "".join(f"{one.prompt}{one.answer}\n\n" for one in shown)
     prompt, whole = (

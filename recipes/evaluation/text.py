@@ -17,12 +17,16 @@ from hf_posenc.recipes.schema.recipe import Data
 def read_text(source: str, column: str = "text") -> sources.Documents:
     """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or the built-in held-out ones.
 
+    Args:
+        source: A path, or "builtin".
+        column: Column of the text, in files with columns.
+
     Raises:
         RecipeError: The file does not exist, holds no text, or has no such column.
     """
     if source == sources.BUILTIN:
         return sources.read(Data(column=column))[1]
-    if not sources.at_home(source).exists():
+    if not sources.expanded(source).exists():
         # Any other name would be looked up on the hub.
         raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
     # The same source for training avoids reading another one.
@@ -30,7 +34,12 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
 
 
 def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
-    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, at most so many.
+    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`.
+
+    Args:
+        documents: Documents from `read_text`.
+        tokenizer: Tokenizer of the models.
+        most: Maximum number of tokens.
 
     Raises:
         RecipeError: The tokenizer has no end-of-sequence token.
@@ -40,9 +49,13 @@ def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT
 
 
 def ordinary_tokens(ids: Tensor, special: Collection[int] = ()) -> Tensor:
-    """Return the different tokens of a text, the most frequent first, int64 `[n]`, without special ones.
+    """Return the different tokens of a text, the most frequent first, int64 `[n]`.
 
     A model knows these tokens; its vocabulary may also hold tokens that were never trained.
+
+    Args:
+        ids: Token ids, int64 `[tokens]`.
+        special: Token ids to leave out, such as `tokenizer.all_special_ids`.
     """
     found, counts = torch.unique(ids, return_counts=True)
     ranked: Tensor = found[counts.argsort(descending=True, stable=True)]

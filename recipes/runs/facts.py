@@ -122,7 +122,20 @@ class Facts:
         stages: Sequence[Stage] = (),
         memory: str = "",
     ) -> Facts:
-        """Collect the facts of a run, from a model that has its adapter and a plan that was made before."""
+        """Collect the facts of a run.
+
+        Args:
+            model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
+            recipe: Recipe of the run.
+            plan: Plan of the conversion, made before it by `hf_posenc.plan` (with `native="keep"` for a handover);
+                `None` without a scheme.
+            trained_length: Tokens per window in the model's own training.
+            data_tokens: Number of training tokens; `None` if unknown.
+            processes: Number of processes.
+            command: Command that started the run.
+            stages: Stages of the run.
+            memory: Estimated memory of a step, in words.
+        """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
         if isinstance(model, PeftModel):

@@ -29,7 +29,11 @@ Measure = Callable[[Any], Grid]
 
 
 class Measurements:
-    """Perplexity by context length of the native model, and of the converted one by step, in a file if one is given."""
+    """Perplexity by context length of the native model, and of the converted one by step.
+
+    Args:
+        path: File to write at every record; `None` keeps the measurements in memory.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -37,7 +41,11 @@ class Measurements:
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
-        """Return the measurements in a file, or none if there is no file; processes that do not write keep new ones.
+        """Return the measurements in a file, or none if there is no file.
+
+        Args:
+            path: Path of measurements.json.
+            writes: Whether this process, the main one, writes. Other processes keep new measurements in memory.
 
         Raises:
             CheckpointError: The file is damaged, or was written by another version of this package.

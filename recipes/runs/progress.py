@@ -37,7 +37,11 @@ class Pace:
 
 @contextlib.contextmanager
 def counting(console: Console | None, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for `total` steps, or one line at the end without a terminal; yield what takes the steps done."""
+    """Show a bar for `total` steps with the time left, or one line at the end if the console is not a terminal.
+
+    Yields:
+        A function to call with the number of steps done.
+    """
     shown = console is not None and console.is_terminal
     counts = (TextColumn(what), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())

@@ -47,7 +47,13 @@ class Verdict:
 
 
 def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
-    """Apply the rules; return `None` if nothing was measured that can be compared."""
+    """Apply the rules; return `None` if nothing was measured that can be compared.
+
+    Args:
+        measurements: Measurements of the run.
+        facts: Facts of the run.
+        control: Measurements of the control.
+    """
     native, after = measurements.curve("native"), measurements.curve("after")
     rival, other = native, "the native model"
     trained = None if control is None else control.curve("after")

@@ -65,7 +65,13 @@ _WORDS = {
 
 
 def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] = ()) -> T:
-    """Validate nested mappings, with overrides `section.key=value`, and return them as a dataclass; errors name a file.
+    """Validate nested mappings and return them as a dataclass.
+
+    Args:
+        kind: Dataclass; its fields that are dataclasses are sections.
+        content: Nested mappings; overrides are applied in place.
+        where: File name, for errors.
+        overrides: Strings `section.key=value`, with values in YAML.
 
     Raises:
         RecipeError: An override is malformed or given twice, a key is unknown or missing, or a value has the wrong type

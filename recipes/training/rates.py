@@ -17,7 +17,12 @@ _SIZE = 470_000
 
 
 class Rates(NamedTuple):
-    """Peak learning rates of the model's own weights, and of the scheme's, which are new."""
+    """Peak learning rates.
+
+    Attributes:
+        model: Rate of the model's own weights.
+        scheme: Rate of the scheme's weights, which are new.
+    """
 
     model: float
     scheme: float

@@ -231,10 +231,13 @@ class AdaptationTrainer(Distilling, Trainer):
 
 
 class LogAndSave(TrainerCallback):
-    """Callback that logs at each checkpoint and at the end; the last step saves no checkpoint unless `saves_end`.
+    """Callback that logs at each checkpoint and at the end, and saves no checkpoint at the last step.
 
     A logged loss is the mean since the previous entry. A resumed run starts counting at its checkpoint, so a run
     without interruption must do so too, or the two would log different numbers. The last step saves the model itself.
+
+    Args:
+        saves_end: Whether the last step saves a checkpoint instead.
     """
 
     def __init__(self, *, saves_end: bool = False) -> None:
