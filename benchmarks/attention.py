@@ -95,7 +95,7 @@ def main() -> None:
         arguments.lengths or {"op": usual, "model": [1024], "decode": [4096], "peers": [1024, 2048]}[arguments.what]
     )
     precision = arguments.dtype or ("bfloat16" if on_gpu else "float32")
-    dtype, where = getattr(torch, precision), f"{torch.cuda.get_device_name()}, {machine()}" if on_gpu else machine()
+    dtype, where = getattr(torch, precision), machine()
     schemes = arguments.schemes or [name for name in causal_schemes() if not on_gpu or has_kernels(name)]
 
     results: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str,
         scale = HEAD_DIM**-0.5
         cases[EAGER] = case(lambda: (q @ k.mT * scale + mask).softmax(-1) @ v, [])
     cases[COPIES] = case(lambda: F.scaled_dot_product_attention(q.clone(), k.clone(), v, is_causal=True), [])
-    angles = places[0, :, None] * FREQUENCIES.repeat(2)
+    angles = places[0, :, None] * FREQUENCIES.to(places.device).repeat(2)
     cos, sin = (x[None].to(dtype) for x in (angles.cos(), angles.sin()))
     cases[ROTATED] = case(
         lambda: F.scaled_dot_product_attention(*apply_rotary_pos_emb(q, k, cos, sin), v, is_causal=True), []

@@ -104,10 +104,14 @@ def machine() -> str:
     """Describe where and with what this was measured."""
     from importlib.metadata import version
 
+    import torch
+
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
+    if torch.cuda.is_available():
+        cpu = torch.cuda.get_device_name()
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"{cpu}, Python {platform.python_version()}, {packages}, {datetime.date.today()}"
 

@@ -146,6 +146,8 @@ def native(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a conversion in a process of its own, and return what there is to record of it."""
+    import torch
+
     recipe, own = CONVERSIONS[name]
     folder = folder_of(name, arguments)
     step = arguments.batch * arguments.length
@@ -184,7 +186,8 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "seed": arguments.seed,
         "batch": arguments.batch,
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
-        "peak": round(usage.ru_maxrss / 2**20, 2),
+        # On a GPU, the memory of the process is not where the model is.
+        "peak": None if torch.cuda.is_available() else round(usage.ru_maxrss / 2**20, 2),
         "course": course(folder, step),
         "after": after(folder / "model", arguments),
     }
@@ -227,11 +230,14 @@ def measured(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from hf_posenc.recipes.evaluation import context_curve
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load
+    from hf_posenc.recipes.processes import processes
 
+    device = processes().device
     model, tokenizer = load(str(path), dtype=torch.float32)
+    model.to(device)
     ids = token_ids(read_text(str(arguments.held_out)), tokenizer)
     # As in training, where the original is measured, too.
-    with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bfloat16"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bfloat16"):
         near, far = (
             context_curve(model, ids, contexts, windows=windows, batch_size=1) for contexts, windows in (NEAR, FAR)
         )

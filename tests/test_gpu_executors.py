@@ -196,7 +196,7 @@ def test_kernels_compile_without_a_gpu(module: str, kernel: str, constants: dict
         **dict.fromkeys(("scale", "gate_scale"), "fp32"),
         **dict.fromkeys(("first_near", "first_taking"), "*i32"),
     }
-    fixed = {"T": tiles.Tile(64, 64, 64, 64, 1, True, "tf32"), **constants}
+    fixed = {"T": tiles.Tile(*map(tiles.tl.constexpr, (64, 64, 64, 64, 1, True, "tf32"))), **constants}
     signature = {p.name: "constexpr" if p.name in fixed else types.get(p.name, "*fp32") for p in function.params}
     source = ASTSource(function, signature, fixed)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -112,12 +112,14 @@ def layers(
     from hf_posenc.recipes.data.collation import corruptor
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
+    from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.runs.progress import counting
     from hf_posenc.recipes.training.layers import layer_costs
 
     quiet()
     options = _scheme_options(scheme, option)
     loaded, tokenizer = load(model, dtype=torch.float32)
+    loaded.to(processes().device)
     size = length or min(512, trained_length(loaded.config) or 512)
     batch = max(1, 2048 // size)
     ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))

@@ -423,6 +423,9 @@ class _Run:
         if packed is not None:
             # `attach` does this too, but `fit` runs before it.
             keep_unpacked(model)
+        else:
+            # The trainer does this too, but fits and measurements come before it.
+            model.to(self.processes.device)
         return model, tokenizer
 
     def _fit(self, model: Any, data: Prepared) -> dict[str, Any] | None:

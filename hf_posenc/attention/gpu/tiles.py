@@ -202,11 +202,13 @@ def shape_of(call: Call) -> Shape:
     precision = "ieee" if kind == "float32" else "tf32"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         precision = "widened"
+    constants = (width, channels, rows, columns, _RULES[mask.rule], mask.keep is not None, precision)
     arguments = {
         "hidden": Hidden(query, query.stride(0), key, key.stride(0), keep, *steps),
         "sizes": Sizes(heads, heads // call.k.shape[1], length, call.keys, mask.ahead),
         "scale": call.scale,
-        "T": Tile(width, channels, rows, columns, _RULES[mask.rule], mask.keep is not None, precision),
+        # Triton 3.6 takes the fields of a constant for numbers of the run, unless they are constants themselves.
+        "T": Tile(*map(tl.constexpr, constants)),
     }
     return Shape((triton.cdiv(length, rows), batch * heads), arguments)
 
