@@ -156,7 +156,7 @@ class ViTFamily(Family):
         assert isinstance(body, ViTModel)
         weight, size = body.embeddings.patch_embeddings.projection.weight, body.embeddings.image_size
         shape = (1, weight.shape[1], *size)
-        return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(weight)}
+        return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)}
 
 
 add_family("vit", globals(), ViTFamily)

@@ -110,6 +110,13 @@ def test_long_texts_take_the_kernels(name: str, dtype: torch.dtype) -> None:
     assert all(torch.isfinite(p.grad).all() for p in here.parameters() if p.grad is not None)
 
 
+def test_the_default_device_may_be_a_gpu() -> None:
+    with torch.device("cuda"):
+        model = hf_posenc.patch(auto("llama").from_config(stock("llama").config), "kerple").eval()
+        ids = torch.randint(20, 99, (1, LONG))
+        assert torch.isfinite(model(input_ids=ids).logits).all()
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("scheme", ["kerple", "cope"])
 def test_a_run(scheme: str, precision: str, tmp_path: Path) -> None:

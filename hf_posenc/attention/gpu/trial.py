@@ -89,7 +89,8 @@ def _difference(executor: Executor, call: Call) -> str | None:
     part = _last_rows(call)
     seen = part.visible()[0]
     rows = torch.ones((), device=call.device) if seen is None else seen.any(-1, keepdim=True)
-    weight = torch.randn(part.q.shape, generator=torch.Generator().manual_seed(0)).to(part.q) * rows
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(part.q.shape, generator=random, device="cpu").to(part.q) * rows
     want = _results(Dense().run, part, weight)
     try:
         got = _results(executor.run, part, weight)
