@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import FIRSTS
 from models import ARCHITECTURES, auto, inputs, logits, loss, moved, stacks_for, stock, text_file, tokens
 from test_matrix import DEFAULT, OTHERS
 from torch import Tensor
@@ -83,12 +84,21 @@ def test_generation(case: Any) -> None:
     _, here = pair(case)
     ids = tokens(case[0], 2, 11).cuda()
     settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    fixed = {"cache_implementation": "static", "disable_compile": True}
     without, growing, static = (
         here.generate(ids, attention_mask=torch.ones_like(ids), **settings, **cache)
-        for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"})
+        for cache in ({"use_cache": False}, {}, fixed)
     )
     assert torch.equal(growing, without)
     assert torch.equal(static, without)
+
+
+@pytest.mark.parametrize("name", sorted(FIRSTS))
+def test_a_static_cache_is_compiled(name: str) -> None:
+    _, here = pair(("llama", name, {}))
+    ids = tokens("llama", 2, 11).cuda()
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(here.generate(ids, **settings, cache_implementation="static"), here.generate(ids, **settings))
 
 
 @pytest.mark.parametrize("name", ["kerple", "fire", "fox", "cope", "stick_breaking", "rope"])
