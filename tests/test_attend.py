@@ -51,7 +51,7 @@ def make(name: str, direction: str = "causal", options: dict | None = None, **ch
 def rows_per_block(rows: int) -> Iterator[None]:
     """Let the block executor take so many rows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_module, "rows_per_block", lambda batch, heads, keys: rows)
+        patch.setattr(blocks_module, "rows_per_block", lambda *sizes: rows)
         yield
 
 

@@ -26,6 +26,8 @@ _DENSE_LOGITS = 2**19
 # only. They must never weigh on memory.
 _LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
 _FEW_ROWS = 64
+# Elsewhere a block must be worth its launches: 128 MiB of float32.
+_LOGITS_ON_DEVICE = 2**25
 
 
 class Blocks(Executor):
@@ -47,13 +49,15 @@ class Blocks(Executor):
         return len(call.q) * call.q.shape[1] * call.queries * call.keys > _DENSE_LOGITS
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        rows = self.rows or rows_per_block(len(call.q), call.q.shape[1], call.keys)
+        rows = self.rows or rows_per_block(len(call.q), call.q.shape[1], call.keys, call.device)
         return by_blocks(BlockPlan(call, rows), call), None
 
 
-def rows_per_block(batch: int, heads: int, keys: int) -> int:
+def rows_per_block(batch: int, heads: int, keys: int, device: torch.device) -> int:
     """Return the number of query rows to take at once."""
     logits = max(1, batch * heads * keys)
+    if device.type != "cpu":
+        return max(16, _LOGITS_ON_DEVICE // logits)
     wanted = max(_LOGITS_IN_CACHE // logits, min(_FEW_ROWS, _LOGITS_AT_MOST // logits))
     return max(16, min(128, wanted))
 
