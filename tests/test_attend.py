@@ -821,7 +821,7 @@ def test_the_executor_is_chosen_by_size(name: str) -> None:
 
 def test_blocks_are_of_bounded_size() -> None:
     for batch, heads, keys in itertools.product((1, 8), (4, 32), (512, 8192, 131072)):
-        rows = blocks_module.rows_per_block(batch, heads, keys)
+        rows = blocks_module.rows_per_block(batch, heads, keys, torch.device("cpu"))
         assert 16 <= rows <= 128
         assert rows == 16 or rows * batch * heads * keys <= 2**22
 
