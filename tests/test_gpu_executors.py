@@ -25,6 +25,7 @@ import torch
 from test_engine import compare, left_padded, packed, plain, skipped
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from hf_posenc import OptionError, Positions, Scheme, attend
 from hf_posenc.attention import Call, Choice, Mask, choose, executors
@@ -295,7 +296,11 @@ def test_kernels_wait_for_triton() -> None:
 @pytest.mark.parametrize(("length", "queries"), [(300, 300), (256, 256), (400, 270)])
 @pytest.mark.parametrize("rule", ["slots", "positions"])
 @pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
-def test_blocks_without_a_visible_key_are_skipped(layout: Callable, rule: str, length: int, queries: int) -> None:
+def test_blocks_without_a_visible_key_are_skipped(
+    layout: Callable, rule: str, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_AT_ONCE", 2**16)  # some rows of blocks at a time
+    flex._mask_of_slots.cache_clear()
     q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
     places, keep = layout(length)
     if rule == "positions":
@@ -308,6 +313,8 @@ def test_blocks_without_a_visible_key_are_skipped(layout: Callable, rule: str, l
     padded = F.pad(shown.expand(2, HEADS, queries, length), (0, -length % 128, 0, -queries % 128))
     blocks = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
     assert torch.equal(got.to_dense().bool().expand(2, HEADS, -1, -1), blocks.any(-1).any(3))
+    whole = BlockMask.from_kv_blocks(got.full_kv_num_blocks, got.full_kv_indices).to_dense().bool()
+    assert torch.equal(whole.expand(2, HEADS, -1, -1), blocks.all(-1).all(3))
     assert int(got.full_kv_num_blocks.expand(2, HEADS, -1).sum()) == int(blocks.all(-1).all(3).sum())
 
 

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 _NARROWEST = 16
 # Rows and columns of the blocks that are skipped, the size that torch's kernels expect.
 _BLOCK = 128
+# Numbers of a mask to look at together while it is laid out in blocks.
+_AT_ONCE = 2**25
 # A function is compiled again for other dtypes, numbers of heads, masks, and operands with or without gradients.
 # Beyond torch's own limit of 8 it would raise.
 _VARIANTS = 64
 
 
 class Flex(CompiledExecutor):
-    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except while a mask is laid out in
-    blocks.
+    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except a mask that is given as one.
 
     Queries that see no key get zeros. Gradients of tables are added up in no fixed order.
     """
@@ -195,9 +196,27 @@ def _layout(
     visible: Callable[..., Tensor], batch: int | None, heads: int | None, size: tuple[int, int], device: torch.device
 ) -> BlockMask:
     # Late, since it takes a second.
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
-    return create_block_mask(visible, batch, heads, *size, device=device, BLOCK_SIZE=_BLOCK)
+    length, keys = size
+    b, h, j = (torch.arange(number or 1, device=device) for number in (batch, heads, keys))
+    # torch's own `create_block_mask` makes the whole matrix.
+    rows = max(1, _AT_ONCE // (len(b) * len(h) * keys) // _BLOCK) * _BLOCK
+    counts = []
+    for i in torch.arange(length, device=device).split(rows):
+        seen = visible(b[:, None, None, None], h[:, None, None], i[:, None], j)
+        seen = F.pad(seen.expand(len(b), len(h), len(i), keys), (0, -keys % _BLOCK, 0, -len(i) % _BLOCK))
+        counts.append(seen.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum((3, 5)))
+    count = torch.cat(counts, dim=2)
+    whole = count == _BLOCK**2
+    blocks = (*_in_order((count > 0) & ~whole), *_in_order(whole))
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=size)
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of blocks in each row, and their columns before those of all others."""
+    chosen = blocks.int()
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _visible(call: Call) -> Callable[..., Tensor]:
