@@ -1,4 +1,4 @@
-"""Every scheme in models on a GPU, beside the same models on the CPU.
+"""Models with every scheme on a GPU: they compute what they do on the CPU.
 
 python -m pytest tests/test_gpu_models.py -m gpu
 """
