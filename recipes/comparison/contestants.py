@@ -21,7 +21,7 @@ from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation
 # The native model with the same training: the control.
 NATIVE = "native"
 # The model as it was given.
-UNTRAINED = "native, untrained"
+ORIGINAL = "original"
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",

@@ -20,7 +20,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import plots
-from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant
+from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
 from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
@@ -95,7 +95,7 @@ class Examiner:
             folder.mkdir(exist_ok=True)
             model = load(self._native, **self._dtype)[0].to(self._inputs.device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
-            self._findings(UNTRAINED, model, free, start="as it was given").save(path)
+            self._findings(ORIGINAL, model, free, start="as it was given").save(path)
         return Findings.load(path)
 
     def examine(self, contestant: Contestant) -> Findings:

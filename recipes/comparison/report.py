@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hf_posenc.patches.directories import published, write_text
-from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED
+from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL
 from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO
@@ -40,12 +40,12 @@ def write(
 ) -> None:
     """Write report.html, report.md and pictures/, each file whole or not at all.
 
-    Findings are by name: the equally trained native model under `NATIVE`, the original one under `UNTRAINED`, and the
+    Findings are by name: the equally trained native model under `NATIVE`, the original one under `ORIGINAL`, and the
     schemes; error messages and pictures are by scheme. There is no verdict if no scheme is left.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
     # The reference comes first, in black; the original model, which only one picture shows, comes last.
-    rank = {NATIVE: 0, UNTRAINED: 2}
+    rank = {NATIVE: 0, ORIGINAL: 2}
     ordered = {name: found[name] for name in sorted(found, key=lambda name: rank.get(name, 1))}
     with published(folder / PICTURES / _CURVES) as draft:
         _curves(ordered, trained).savefig(draft, format="png")
@@ -57,7 +57,7 @@ def write(
         "title": f"Positional encodings for {settings['model']}",
         "settings": settings,
         "noun": found[NATIVE].perplexity.quantity.noun,
-        "schemes": len(found) - len({NATIVE, UNTRAINED} & {*found}),
+        "schemes": len(found) - len({NATIVE, ORIGINAL} & {*found}),
         "verdict": verdict,
         "failed": failed,
         "trained": trained,
@@ -90,7 +90,7 @@ def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...
     native = found[NATIVE]
     perplexities = {name: each.perplexity.at(trained).mean for name, each in found.items()}
     # The native rows come first, then the schemes from the best at the trained length on.
-    order = sorted(found, key=lambda name: (name not in (UNTRAINED, NATIVE), perplexities[name]))
+    order = sorted(found, key=lambda name: (name not in (ORIGINAL, NATIVE), perplexities[name]))
     rows = [
         [
             name,
@@ -123,7 +123,7 @@ def _costs(
     header += ["new parameters", "cache (bytes per token)", "at the start (times)", "start", "own settings"]
     rows: list[list[str | Cell]] = []
     for name, each in found.items():
-        if name != UNTRAINED:
+        if name != ORIGINAL:
             cost, time = each.cost, each.cost.time
             span = "" if name == NATIVE else f" [{time.low:.2f}, {time.high:.2f}]"
             growths = (each.growth(factor * trained, trained).mean for factor in times)

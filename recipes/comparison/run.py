@@ -20,7 +20,7 @@ from hf_posenc.errors import CheckpointError, OptionError, StorageError
 from hf_posenc.patches.directories import OutputError, write_text
 from hf_posenc.recipes.comparison import contestants as contesting
 from hf_posenc.recipes.comparison import report
-from hf_posenc.recipes.comparison.contestants import NATIVE, UNTRAINED, Contestant, contestants
+from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant, contestants
 from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner
 from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
@@ -126,7 +126,7 @@ def compare(
         "command": command or "hf_posenc.recipes.comparison.compare",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
-    judged = {name: each for name, each in found.items() if name != UNTRAINED}
+    judged = {name: each for name, each in found.items() if name != ORIGINAL}
     is_short = budget * control.training.batch_size * length < SHORT * parameters
     verdict = judge(judged, examiner.trained, max(examiner.contexts), is_short=is_short)
     drawn = {each.name: each.folder / PICTURE for each in entered if each.name in found}
@@ -169,7 +169,7 @@ def _complete(
     entered: Sequence[Contestant], examiner: Examiner, folder: Path, console: Console | None
 ) -> tuple[dict[str, Findings], dict[str, str]]:
     """Train and examine all models. A scheme may fail; the native model, the reference, must not."""
-    found: dict[str, Findings] = {UNTRAINED: examiner.untrained(folder / "untrained")}
+    found: dict[str, Findings] = {ORIGINAL: examiner.untrained(folder / "untrained")}
     failed: dict[str, str] = {}
     began, done = time.monotonic(), 0
     for number, each in enumerate(entered):

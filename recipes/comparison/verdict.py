@@ -4,8 +4,9 @@
 2. The leaders at a length are the model with the lowest perplexity and all models that do not differ from it.
 3. If the native model is a leader, it is recommended, because it costs nothing. Otherwise the leader with the shortest
    training step is; among those not significantly slower, the one with the smallest memory.
-4. A scheme reads longer texts if its perplexity at the longest is at most `HOLDS` times its own at the trained length.
-   It loses on them if the ratio is above `HOLDS` and significantly above 1; otherwise the windows are too few to tell.
+4. A scheme reads longer texts if the 95 % interval of its perplexity at the longest, by its own at the trained length,
+   ends at or below `HOLDS`. It loses on them if the ratio is above `HOLDS` and significantly above 1. Otherwise the
+   windows are too few to tell.
 5. One scheme is recommended for both uses if the native model is recommended at the trained length and the ratio of the
    scheme recommended beyond to it is at most `ACCEPTABLE` at that length.
 6. After fewer than `SHORT` tokens per parameter of the model, the headline says that it is provisional.
@@ -163,9 +164,9 @@ def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest
     """Return the sentences on what the model for longer texts loses there and at the trained length."""
     native = found[NATIVE]
     growth, noun = found[far].growth(farthest, trained), native.perplexity.quantity.noun
-    if growth.mean <= HOLDS:
+    if growth.high <= HOLDS:
         holds = "it reads longer texts"
-    elif growth.low > 1:
+    elif growth.low > 1 and growth.mean > HOLDS:
         holds = "even this model loses on longer texts"
     else:
         windows = native.perplexity.samples.shape[-1]
