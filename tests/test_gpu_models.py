@@ -19,6 +19,7 @@ from torch import Tensor
 import hf_posenc
 from hf_posenc.recipes.runs import run as runs
 from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.training.fit_bias import fit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,6 +140,15 @@ def test_a_run(scheme: str, precision: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["transfer"]["accepted"]
     native, before, after = (outcome.measurements.curve(name).at(64).mean for name in ("native", "before", "after"))
     assert native < after < before
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_fit_is_that_of_the_cpu(architecture: str) -> None:
+    there, here = pair((architecture, "kerple", {}))
+    ids = tokens(architecture, 8, 40)
+    wanted, found = fit(there, ids=ids, steps=2), fit(here, ids=ids.cuda(), steps=2)
+    assert abs(found.after - wanted.after) < 1e-3 * abs(wanted.before)
+    assert {p.device.type for p in here.parameters()} == {"cuda"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -135,7 +135,12 @@ def fit(
     with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
         start = None if judged is None else _loss(model, judged, corrupt)
         for scheme, errors in found.items():
-            sums += _minimise(scheme, errors, block, steps)
+            # Operands are on the CPU: they are many, and the parameters few.
+            home = next(scheme.parameters()).device
+            try:
+                sums += _minimise(scheme.cpu(), errors, block, steps)
+            finally:
+                scheme.to(home)
         before, after, spread = (sums / len(found) if reads else (sums / len(found)).sqrt()).tolist()
         if judged is None or start is None:
             accepted, sentence = after < before, f"fit: the error of the bias went from {before:.4g} to {after:.4g}."
