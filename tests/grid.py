@@ -24,7 +24,7 @@ CROSSED = {
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
-# Tests on the trained checkpoints of three architectures, and behind them on random models of all others: one in ten.
+# Tests on the trained checkpoints of three architectures, and behind them on random models of others: one in six.
 TRAINED_FIRST = {"test_matrix": 3}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
 ONE_MORE = {"test_encoders", "test_families", "test_vit"}
@@ -77,7 +77,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
         for number, ((name, _), cases) in enumerate(subjects.items()):
             if name in FIRSTS and name not in met:
                 trained = TRAINED_FIRST.get(cases[0].path.stem, 0)
-                step = 10 if trained else 5
+                step = 6 if trained else 5
                 few = cases[:trained] + cases[trained + number % step :: step] if len(cases) > 5 else cases
                 for case in cases:
                     case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)

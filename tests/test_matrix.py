@@ -7,6 +7,7 @@ run on demand.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,15 @@ def _fits(architecture: str, name: str) -> bool:
 
 # What does not generate, on tiny models of the other architectures too: one scheme for each set of seams.
 OTHERS = [pytest.param((a, *c), id=_id((a, *c))) for c in DEFAULTS if c[0] in FIRSTS for a in TINY if _fits(a, c[0])]
-everywhere = pytest.mark.parametrize("case", PARAMETERS + OTHERS, indirect=True)
-everywhere_by_scheme = pytest.mark.parametrize("case", DEFAULT + OTHERS, indirect=True)
+_TURN = itertools.count()
+
+
+def everywhere(cases: list[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test by cases, and by a third of the others, in turn.
+
+    So each pair of a scheme and an architecture meets a third of the tests, and no pair is left out.
+    """
+    return pytest.mark.parametrize("case", cases + OTHERS[next(_TURN) % 3 :: 3], indirect=True)
 
 
 @pytest.fixture(params=PARAMETERS)
@@ -134,7 +142,7 @@ def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 12, **options: Any)
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-@everywhere
+@everywhere(PARAMETERS)
 def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     model.train()
@@ -160,7 +168,7 @@ def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]
     assert [name for name, p in fresh.items() if torch.equal(p, before[name])] == []
 
 
-@everywhere_by_scheme
+@everywhere(DEFAULT)
 def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     assert all(p.ndim >= 1 for p in new_parameters(model).values())
@@ -334,7 +342,7 @@ def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]
     torch.testing.assert_close(torch.cat(parts, dim=1), once, **SAME)
 
 
-@everywhere
+@everywhere(PARAMETERS)
 def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 4, 40)
@@ -362,7 +370,7 @@ def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
     assert (exact - rounded).pow(2).mean().sqrt() < 0.05 * exact.pow(2).mean().sqrt()
 
 
-@everywhere_by_scheme
+@everywhere(DEFAULT)
 def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 19)
@@ -381,7 +389,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
         torch.testing.assert_close(again[name], gradient, atol=atol, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@everywhere_by_scheme
+@everywhere(DEFAULT)
 def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -397,7 +405,7 @@ def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
         assert torch.equal(logits(model, architecture, ids), before)
 
 
-@everywhere
+@everywhere(PARAMETERS)
 def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -437,7 +445,7 @@ def test_attentions_of_all_layers_and_their_gradients(case: tuple[str, str, dict
         assert weights.grad.abs().sum() > 0
 
 
-@everywhere
+@everywhere(PARAMETERS)
 def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 37)
@@ -469,7 +477,7 @@ def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pyte
         torch.testing.assert_close(eager, other, **SAME)
 
 
-@everywhere
+@everywhere(PARAMETERS)
 def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case
     original = stock(architecture)
@@ -487,7 +495,7 @@ def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) 
     assert plan.parameters == sum(p.numel() for p in new_parameters(original).values())
 
 
-@everywhere_by_scheme
+@everywhere(DEFAULT)
 def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case
     model, other = stock(architecture), stock(architecture)
@@ -521,7 +529,7 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
     assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
 
 
-@everywhere_by_scheme
+@everywhere(DEFAULT)
 def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
     model, _ = _patched(case)
     seen = hf_posenc.verify(model)
