@@ -110,10 +110,9 @@ def machine() -> str:
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
-    if torch.cuda.is_available():
-        cpu = torch.cuda.get_device_name()
+    where = f"{torch.cuda.get_device_name()}, {cpu}" if torch.cuda.is_available() else cpu
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    return f"{cpu}, Python {platform.python_version()}, {packages}, {datetime.date.today()}"
+    return f"{where}, Python {platform.python_version()}, {packages}, {datetime.date.today()}"
 
 
 if __name__ == "__main__":

@@ -824,6 +824,9 @@ def test_blocks_are_of_bounded_size() -> None:
         rows = blocks_module.rows_per_block(batch, heads, keys, torch.device("cpu"))
         assert 16 <= rows <= 128
         assert rows == 16 or rows * batch * heads * keys <= 2**22
+        # On a GPU as many as fit.
+        rows = blocks_module.rows_per_block(batch, heads, keys, torch.device("cuda"))
+        assert rows == 16 or rows <= 2**25 / (batch * heads * keys) < rows + 1
 
 
 # Schemes whose logits depend on more than one pair of query and key have slow references in a file of their own.

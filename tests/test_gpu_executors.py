@@ -315,7 +315,6 @@ def test_blocks_without_a_visible_key_are_skipped(
     assert torch.equal(got.to_dense().bool().expand(2, HEADS, -1, -1), blocks.any(-1).any(3))
     whole = BlockMask.from_kv_blocks(got.full_kv_num_blocks, got.full_kv_indices).to_dense().bool()
     assert torch.equal(whole.expand(2, HEADS, -1, -1), blocks.all(-1).all(3))
-    assert int(got.full_kv_num_blocks.expand(2, HEADS, -1).sum()) == int(blocks.all(-1).all(3).sum())
 
 
 def test_one_compiled_function_serves_a_structure() -> None:

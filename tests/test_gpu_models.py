@@ -36,14 +36,17 @@ distillation: {share: 1.0}
 training: {steps: 10, length: 64, batch_size: 4}
 evaluation: {contexts: [64], windows: 4}
 """
-# Convolutions round to 10 bits otherwise.
-torch.backends.cudnn.allow_tf32 = False
 # As long as kernels pay.
 LONG = 150
 
 
+@pytest.fixture(autouse=True)
+def _convolutions_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # they round to 10 bits otherwise
+
+
 def pair(case: tuple[str, str, dict[str, Any]]) -> tuple[Any, Any]:
-    """Return a converted model on the CPU, and one with its weights that was converted on the GPU."""
+    """Return a model that was converted on the CPU, and one with the same weights that was converted on the GPU."""
     architecture, name, options = case
     options = {**stacks_for(architecture, name), **options}
     there = moved(hf_posenc.patch(stock(architecture), name, **options))
@@ -106,7 +109,7 @@ def test_a_static_cache_is_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kerple", "fire", "fox", "cope", "stick_breaking", "rope"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_texts_take_the_kernels(name: str, dtype: torch.dtype) -> None:
+def test_long_texts(name: str, dtype: torch.dtype) -> None:
     there, here = pair(("llama", name, {}))
     ids = tokens("llama", 2, LONG)
     mask = torch.ones_like(ids)

@@ -1,7 +1,7 @@
 """Every scheme on every architecture, through everything a user does with a model.
 
-The cases come from the registry: a new scheme is tested by existing. Nothing is skipped; tests/grid.py says which cases
-run on demand.
+The cases come from the registry: a new scheme is tested by existing. Nothing is skipped: tests/grid.py says which cases
+run on demand, and `everywhere` which tests meet a scheme on a random architecture.
 """
 
 from __future__ import annotations

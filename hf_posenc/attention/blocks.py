@@ -26,7 +26,7 @@ _DENSE_LOGITS = 2**19
 # only. They must never weigh on memory.
 _LOGITS_IN_CACHE, _LOGITS_AT_MOST = 2**19, 2**22
 _FEW_ROWS = 64
-# Elsewhere a block must be worth its launches: 128 MiB of float32.
+# On a GPU each block costs launches of kernels, so blocks are large: 128 MiB of float32. Other sizes were not tried.
 _LOGITS_ON_DEVICE = 2**25
 
 
