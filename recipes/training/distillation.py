@@ -18,8 +18,8 @@ from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import is_masked, trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 
-# Numbers of logits that a divergence is computed of at once.
-_NUMBERS_AT_ONCE = 2**20
+# Numbers of logits that a divergence is computed of at once; on a GPU each piece costs launches of kernels.
+_NUMBERS_AT_ONCE, _NUMBERS_ON_DEVICE = 2**20, 2**26
 
 
 class Teacher:
@@ -311,7 +311,8 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
         """Compute divergence and gradient."""
         slopes, found = torch.empty_like(logits, memory_format=torch.contiguous_format), []
-        size = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+        at_once = _NUMBERS_AT_ONCE if logits.device.type == "cpu" else _NUMBERS_ON_DEVICE
+        size = max(1, at_once // logits.shape[-1])
         pieces = (torch.split(x.flatten(0, -2), size) for x in (logits, wanted, slopes))
         for one, other, slope in zip(*pieces, strict=True):
             # At least float32, since the differences of log-probabilities are small.
