@@ -70,7 +70,8 @@ def of_share(values: Tensor) -> Interval:
     shrink = 1 + _Z**2 / count
     centre = (mean + _Z**2 / (2 * count)) / shrink
     half = _Z * math.sqrt(max(mean * (1 - mean), 0.0) / count + (_Z / (2 * count)) ** 2) / shrink
-    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+    # Rounding can put an end that equals the mean on its other side.
+    return Interval(mean, min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half)))
 
 
 def _student(freedom: int) -> float:

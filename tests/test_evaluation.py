@@ -545,6 +545,8 @@ def test_intervals() -> None:
     nothing, half = intervals.of_share(torch.zeros(16)), intervals.of_share(torch.tensor([0.0, 1.0] * 8))
     assert (nothing.low, nothing.high) == pytest.approx((0, 0.1936), abs=1e-4)
     assert (half.low, half.high) == pytest.approx((0.2800, 0.7200), abs=1e-4)
+    for right in map(intervals.of_share, (torch.ones(n, dtype=torch.float64) for n in (4, 10, 50))):
+        assert right.low <= right.mean <= right.high, "rounding must not put an end on the wrong side"
     assert math.isnan(intervals.of_mean(values[:1]).low)
     assert intervals.of_exponential(torch.tensor([1e9])).mean == math.inf
     # A model that diverged must not look like one that was not measured.

@@ -381,6 +381,10 @@ def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyP
         call = padded_call()
         assert Tried(as_the_reference).passed(call)
         assert Tried(does_not_compile).passed(call), "it is tried once"
+        other = Tried(does_not_compile)
+        monkeypatch.setattr(other, "form", lambda call: "another form")
+        with pytest.warns(UserWarning, match="does not run"):
+            assert not other.passed(call), "each form is tried"
 
 
 @pytest.mark.parametrize(

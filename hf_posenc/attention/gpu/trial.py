@@ -26,7 +26,8 @@ from hf_posenc.structures import Bias, KeyScan
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The oldest GPUs whose matrix units multiply bfloat16.
 _CAPABILITY = (8, 0)
-_ROWS = 64
+# torch has another kernel for fewer queries than that.
+_ROWS = 128
 # Tolerance relative to the root mean square, by bytes of a number: half precision rounds operands, and GPUs may
 # multiply float32 with 10 bits.
 _TOLERANCE = {8: 1e-6, 4: 5e-3, 2: 5e-2}
@@ -71,7 +72,8 @@ class CompiledExecutor(Executor):
         """Whether the executor equals the reference in the first call of this kind."""
         of_scheme = (type(call.scheme), repr(call.scheme.options()))
         masked = (call.mask.rule, call.mask.keep is None)
-        kind = (self.name, *of_scheme, call.q.dtype, call.device, call.q.shape[-1], *masked, torch.is_grad_enabled())
+        shape = (call.q.dtype, call.device, call.q.shape[-1], call.queries < _ROWS)
+        kind = (self.name, self.form(call), *of_scheme, *shape, *masked, torch.is_grad_enabled())
         if kind not in _RESULTS:
             problem = _difference(self, call)
             _RESULTS[kind] = problem is None
