@@ -1,8 +1,9 @@
 """The grid: cases that repeat what another case of the same test shows.
 
 Tests are M + N, as the product is. A test that crosses schemes with architectures or the like runs one scheme for each
-set of seams with all of them, and every other scheme (or set of options) with one of them, in turn. The rest is marked
-`grid`. What runs with all of them is marked `seams`, too: that is enough to see whether another transformers behaves.
+set of seams with all of them (one in six of the trained and random models), and every other scheme (or set of options)
+with one of them, in turn; of tests of whole models, every other scheme meets a third. The rest is marked `grid`. What
+runs for a set of seams is marked `seams`, too: that is enough to see whether another transformers behaves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ CROSSED = {
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
-# Tests on the trained checkpoints of three architectures, and behind them on random models of others: one in six.
+# Of these every scheme takes part in every test: they are about schemes.
+ALONE = {"test_attend", "test_engine"}
+# Tests on the trained checkpoints of three architectures, of which one in turn, and behind them on random models of
+# others: one in six.
 TRAINED_FIRST = {"test_matrix": 3}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
 ONE_MORE = {"test_encoders", "test_families", "test_vit"}
@@ -70,19 +74,21 @@ def mark(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.seams)
         if hasattr(item, "callspec") and item.path.stem in CROSSED:
             tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(_subject(item), []).append(item)
-    for subjects in tests.values():
+    for turn, subjects in enumerate(tests.values()):
         if None in subjects:
             continue  # not a test of schemes
         met: set[str] = set()
         for number, ((name, _), cases) in enumerate(subjects.items()):
+            file = cases[0].path.stem
             if name in FIRSTS and name not in met:
-                trained = TRAINED_FIRST.get(cases[0].path.stem, 0)
-                step = 6 if trained else 5
-                few = cases[:trained] + cases[trained + number % step :: step] if len(cases) > 5 else cases
+                trained = TRAINED_FIRST.get(file, 0)
+                few = [*cases[:trained][number % 3 :][:1], *cases[trained + number % 5 :: 6 if trained else 5]]
+                few = few if trained or len(cases) > 5 else cases
                 for case in cases:
                     case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)
             else:
-                repeated = set(cases) if cases[0].path.stem in ONE_MORE else set(cases) - {cases[number % len(cases)]}
-                for case in repeated:
-                    case.add_marker(pytest.mark.grid)
+                absent = file in ONE_MORE or (file not in ALONE and (turn + number) % 3)
+                for case in cases:
+                    if absent or case is not cases[number % len(cases)]:
+                        case.add_marker(pytest.mark.grid)
             met.add(name)

@@ -37,8 +37,13 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def patched(scheme: str, architecture: str = "llama") -> PreTrainedModel:
-    return hf_posenc.patch(models.tiny(architecture), scheme).eval()
+def patched(scheme: str) -> PreTrainedModel:
+    """Return a model of one layer, since tracing takes seconds for each; of two if a state goes from layer to layer."""
+    model = models.tiny("llama")
+    if hf_posenc.schemes()[scheme].cls.carry is hf_posenc.Scheme.carry:
+        del model.model.layers[1:]
+        model.config.num_hidden_layers = 1
+    return hf_posenc.patch(model, scheme).eval()
 
 
 def ids(rows: int, length: int) -> Tensor:

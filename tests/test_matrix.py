@@ -33,7 +33,6 @@ from models import (
 )
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
-from variants import VARIANTS
 
 import hf_posenc
 from hf_posenc.attention import blocks
@@ -75,10 +74,9 @@ IN_MODELS: list[tuple[str, dict[str, Any]]] = [
     ("transformer_xl", {"native": "keep", "init": "normal"}),
     ("xpos", {"native": "keep"}),
 ]
-CHOICES = [(name, options) for name, sets in VARIANTS.items() for options in sets if options] + IN_MODELS
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
 # Options change a scheme and nothing of an architecture: each set runs on one, in turn.
-IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(CHOICES)]
+IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(IN_MODELS)]
 CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS] + IN_TURN
 
 
@@ -102,6 +100,7 @@ def _fits(architecture: str, name: str) -> bool:
 # What does not generate, on tiny models of the other architectures too: one scheme for each set of seams.
 OTHERS = [pytest.param((a, *c), id=_id((a, *c))) for c in DEFAULTS if c[0] in FIRSTS for a in TINY if _fits(a, c[0])]
 _TURN = itertools.count()
+_SHARED: dict[str, tuple[PreTrainedModel, str]] = {}
 
 
 def everywhere(cases: list[Any]) -> pytest.MarkDecorator:
@@ -128,6 +127,13 @@ def _patched(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreT
     """Return a model whose new parameters are away from a start at which many schemes do nothing."""
     model, architecture = _started(case, **config)
     return moved(model), architecture
+
+
+def _shared(case: tuple[str, str, dict[str, Any]]) -> tuple[PreTrainedModel, str]:
+    """Return the model of `_patched` that others get, too: a test must leave it as it is."""
+    if (key := repr(case)) not in _SHARED:
+        _SHARED[key] = _patched(case)
+    return _SHARED[key]
 
 
 def _started(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
@@ -180,7 +186,7 @@ def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[s
 
 
 def test_cache_equals_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
     without = _decoded(model, ids, use_cache=False)
     assert torch.equal(_decoded(model, ids), without)
@@ -188,14 +194,14 @@ def test_cache_equals_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
 
 @by_scheme
 def test_static_cache_equals_growing_cache(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
     assert torch.equal(_decoded(model, ids, cache_implementation="static"), _decoded(model, ids))
 
 
 @by_scheme
 def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
     without = _decoded(model, ids, 8, num_beams=4, use_cache=False)
     assert torch.equal(_decoded(model, ids, 8, num_beams=4), without)
@@ -203,7 +209,7 @@ def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
 
 @by_scheme
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
     plain = _decoded(model, ids, 12)
     assert torch.equal(_decoded(model, ids, 12, prompt_lookup_num_tokens=3), plain)
@@ -217,7 +223,7 @@ def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
 
 
 def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids, pad = tokens(architecture, 2, 17), 6
     ids[0, :pad] = 0
     mask = torch.ones_like(ids)
@@ -253,7 +259,7 @@ def test_packed_rows_equal_separate_rows(case: tuple[str, str, dict[str, Any]], 
 @by_scheme
 def test_packed_rows_go_on_with_their_last_sequence(case: tuple[str, str, dict[str, Any]]) -> None:
     """A step after a packed prefill sees its own sequence and no other one; transformers shows it all of them."""
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids, lengths = tokens(architecture, 2, 20), (7, 9, 4)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     prefix = "decoder_" if architecture == "t5" else ""
@@ -285,7 +291,7 @@ def _cropped(cache: Any, removed: int) -> Any:
 
 def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None:
     """Position skipping: a jump is no boundary between sequences, with a mask as without one."""
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 16)
     positions = torch.cat([torch.arange(9), torch.arange(40, 47)])[None]
     call = {**inputs(architecture, ids), "position_ids": positions}
@@ -306,7 +312,7 @@ def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None
 
 @by_scheme
 def test_the_future_changes_nothing_before_it(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 23)
     changed = ids.clone()
     changed[:, 17:] = tokens(architecture, 2, 6, seed=1)
@@ -320,7 +326,7 @@ def test_the_future_changes_nothing_before_it(case: tuple[str, str, dict[str, An
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]], kind: str) -> None:
-    model, architecture = _patched(case)
+    model, architecture = _shared(case)
     ids = tokens(architecture, 2, 23)
     call: dict[str, Any] = {}
     if architecture == "t5":
@@ -531,6 +537,6 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
 
 @everywhere(DEFAULT)
 def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, _ = _patched(case)
+    model, _ = _shared(case)
     seen = hf_posenc.verify(model)
     assert [(group[0], group[1]) for group in seen.groups] == [(case[1], case[2].get("native", "remove"))]
