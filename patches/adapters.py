@@ -23,18 +23,19 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
-from safetensors import SafetensorError
 from torch import nn
 
-from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError, PosencError
+from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
 from hf_posenc.patches import auto, belonging, binding, record, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import refuse_wrapped
 
 # Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
 _SCHEMES = {surgery.OWN, surgery.SHARED}
+_DAMAGED = " If it is damaged, save it again."
 
 
 @dataclass
@@ -369,7 +370,7 @@ def _convert(model: Any, schemes: dict[str, Any]) -> None:
 
 def base_of(folder: str) -> str:
     """Return the path or name of the base model of a saved adapter, or raise `CheckpointError`."""
-    with _reading(folder):
+    with reading(f"The adapter in {folder}", advice=_DAMAGED):
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
         raise CheckpointError(
@@ -381,23 +382,8 @@ def base_of(folder: str) -> str:
 
 def merged(model: Any, folder: str) -> Any:
     """Load a saved adapter, of any type that PEFT has, onto its model, and merge it; raise if it does not fit."""
-    with _reading(folder):
+    with reading(f"The adapter in {folder}", advice=_DAMAGED):
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
-
-
-@contextlib.contextmanager
-def _reading(folder: str) -> Iterator[None]:
-    """Turn all errors of PEFT at a damaged adapter into one."""
-    try:
-        yield
-    except PosencError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        words = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The adapter in {folder} cannot be loaded ({type(error).__name__}: {words}). If it is damaged, save it "
-            "again."
-        ) from error
 
 
 def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:

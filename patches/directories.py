@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hf_posenc.errors import PosencError, StorageError
+from safetensors import SafetensorError
+
+from hf_posenc.errors import CheckpointError, PosencError, StorageError
 
 
 class OutputError(PosencError):
@@ -56,6 +58,18 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
             f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make "
             "room, raise the limit, or choose another disk, and try again."
         ) from error
+
+
+@contextlib.contextmanager
+def reading(what: str, kind: type[PosencError] = CheckpointError, advice: str = "") -> Iterator[None]:
+    """Raise one error of a kind, which ends with advice, where something to read is damaged or out of reach."""
+    try:
+        yield
+    except PosencError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        words = " ".join(str(error).split())
+        raise kind(f"{what} cannot be read ({type(error).__name__}: {words}).{advice}") from error
 
 
 def _full(error: BaseException | None) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.resources
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,8 +20,9 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME
 
-from hf_posenc.errors import ArchitectureError, CheckpointError, PosencError, RecipeError
+from hf_posenc.errors import ArchitectureError, CheckpointError, RecipeError
 from hf_posenc.patches.architecture import of_config, stated_length
+from hf_posenc.patches.directories import reading
 
 # Name of the built-in model.
 TINY_LLAMA = "tiny-llama"
@@ -96,19 +97,26 @@ def is_masked(model: Any) -> bool:
 
 
 def load_config(name: str) -> Any:
-    """Return the config of a language model; the errors are those of `load`."""
-    if name != TINY_LLAMA:
-        check_place(name)
-    try:
-        return AutoConfig.from_pretrained(place(name))
-    except PosencError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(name, error) from error
+    """Return the config of a model, given as in `load`; raise `CheckpointError` if it cannot be read."""
+    name = place(name)
+    check_place(name)
+    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
+        raise CheckpointError(f"There is no config.json in {name}. {_instead_of(Path(name))}")
+    with reading(f"The config of {name}"):
+        return AutoConfig.from_pretrained(name)
 
 
-def _unreadable(name: str, error: Exception) -> RecipeError:
-    return RecipeError(f"The model {name!r} cannot be loaded: {' '.join(str(error).split())}")
+def _instead_of(folder: Path) -> str:
+    """Return advice about a folder without a config, which is often the folder of a run."""
+    from hf_posenc.recipes.runs.run import MODEL, RECIPE
+
+    if (folder / MODEL / CONFIG_NAME).is_file():
+        return f"The model is in {folder / MODEL}: give that."
+    if (folder / MODEL / "adapter_config.json").is_file():
+        return f"The run trained an adapter, {folder / MODEL}: give the model that it is for."
+    if (folder / RECIPE).is_file():
+        return f"It holds a run that is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
+    return "Give the directory of a checkpoint."
 
 
 def load(name: str, **options: Any) -> tuple[Any, Any]:
@@ -119,16 +127,12 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
         **options: Keywords of the model's `from_pretrained`.
 
     Raises:
-        RecipeError: The model cannot be read.
-        CheckpointError: The tokenizer cannot be read, or there is no model of this name.
+        RecipeError: The model is no language model.
+        CheckpointError: The model or its tokenizer cannot be read, or there is no model of this name.
     """
     config, folder = load_config(name), place(name)
-    try:
+    with reading(f"The model {name!r}"):
         return language_class(name, config).from_pretrained(folder, **options).eval(), load_tokenizer(folder)
-    except PosencError:
-        raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise _unreadable(name, error) from error
 
 
 def load_tokenizer(name: str) -> Any:

@@ -105,11 +105,7 @@ def fitted(
     free, lengthen = available(device, processes), recipe.lengthen
     training, words = fitting(recipe.training, need(model, recipe, length, trained=trained), free, processes)
     if lengthen.steps:
-        settings = replace(
-            recipe.training,
-            batch_size=lengthen.batch_size or training.batch_size,
-            micro_batch_size=lengthen.micro_batch_size,
-        )
         wanted = need(model, recipe, lengthen.length or length, trained=trained)
-        lengthen = replace(lengthen, micro_batch_size=fitting(settings, wanted, free, processes)[0].micro_batch_size)
+        settings, _ = fitting(recipe.lengthening, wanted, free, processes)
+        lengthen = replace(lengthen, micro_batch_size=settings.micro_batch_size)
     return replace(recipe, training=training, lengthen=lengthen), words

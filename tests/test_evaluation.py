@@ -919,8 +919,8 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
     for number, (source, name, size, message, *commands) in enumerate(
         (
             (adapter, "adapter_model.safetensors", -100, "cannot be read (Error while deserializing", "eval", "plot"),
-            (adapter, "adapter_config.json", 40, "cannot be loaded (JSONDecodeError: ", "plot"),
-            (adapter, "adapter_config.json", 0, "cannot be loaded (JSONDecodeError: ", "eval"),
+            (adapter, "adapter_config.json", 40, "cannot be read (JSONDecodeError: ", "plot"),
+            (adapter, "adapter_config.json", 0, "cannot be read (JSONDecodeError: ", "eval"),
             (checkpoint, "model.safetensors", 500, "header", "eval"),
             (checkpoint, "tokenizer.json", 0, "save_pretrained writes, tokenizer.json", "plot", "convert"),
             (checkpoint, "tokenizer.json", 999, "save_pretrained writes, tokenizer.json", "eval", "train"),

@@ -64,7 +64,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         length, own = suitability.lengths(recipe, config)
         conversion = recipe.conversion
         if conversion.scheme is not None and source != "extend":
-            hf_posenc.plan(config, conversion.scheme, **run.selection(conversion))
+            hf_posenc.plan(config, conversion.scheme, **conversion.keywords)
         # A table of positions that stays has no rows beyond.
         if goals._Case(config, {}, {}, {}, documents=False).native == "table" and conversion.native != "remove":
             assert max(length, recipe.training.skip_to or 0) <= own

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.application import one_line
-from hf_posenc.errors import ArchitectureError, CheckpointError, PosencError
+from hf_posenc.errors import ArchitectureError, CheckpointError
+from hf_posenc.patches.directories import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,37 +15,10 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def load_config(model: str) -> PreTrainedConfig:
-    """Return the config of a checkpoint."""
-    from transformers import AutoConfig
-
-    from hf_posenc.recipes.loading import check_place
-
-    check_place(model)
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
-        raise CheckpointError(f"There is no config.json in {model}. {_instead_of(Path(model))}")
-    with _reading(model, "config"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
-    return config
-
-
-def _instead_of(folder: Path) -> str:
-    """Return advice about a folder without a config, which is often the folder of a run."""
-    from hf_posenc.recipes.runs.run import MODEL, RECIPE
-
-    if (folder / MODEL / "config.json").is_file():
-        return f"The model is in {folder / MODEL}: give that."
-    if (folder / MODEL / "adapter_config.json").is_file():
-        return f"The run trained an adapter, {folder / MODEL}: give the model that it is for."
-    if (folder / RECIPE).is_file():
-        return f"It holds a run that is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
-    return "Give the directory of a checkpoint."
-
-
 def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model of a checkpoint, in the class named by its config."""
     kind = _model_class(config)
-    with _reading(model, "weights"):
+    with reading(f"The weights of {model}"):
         loaded: PreTrainedModel = kind.from_pretrained(model, dtype=dtype)
     return loaded
 
@@ -68,26 +38,13 @@ def _model_class(config: PreTrainedConfig) -> Any:
     return named[0] if named else auto_class(config)
 
 
-@contextlib.contextmanager
-def _reading(model: str, what: str) -> Iterator[None]:
-    """Turn the errors of a damaged or unreachable checkpoint into one; our own errors pass unchanged."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except PosencError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"The {what} of {model} cannot be read: {one_line(error)}") from error
-
-
 def find_tokenizer(model: str) -> Any:
     """Return the tokenizer of a checkpoint, or `None` if it has none."""
     from transformers.utils import cached_file
 
     from hf_posenc.recipes.loading import load_tokenizer
 
-    with _reading(model, "tokenizer"):
+    with reading(f"The tokenizer of {model}"):
         if not any(cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES):
             return None
     return load_tokenizer(model)
@@ -104,7 +61,7 @@ def copy_companions(model: str, folder: Path) -> tuple[bool, str]:
     tokenizer, name = find_tokenizer(model), "preprocessor_config.json"
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    with _reading(model, "image processor"):
+    with reading(f"The image processor of {model}"):
         processor = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
         if processor:
             shutil.copyfile(processor, folder / name)
@@ -115,9 +72,9 @@ def copy_companions(model: str, folder: Path) -> tuple[bool, str]:
 def load_converted(directory: Path, otherwise: str) -> PreTrainedModel:
     """Return the model of a converted checkpoint; raise with a remedy if it is not converted."""
     from hf_posenc.patches import record
-    from hf_posenc.recipes.loading import place
+    from hf_posenc.recipes.loading import load_config
 
-    config = load_config(place(str(directory)))
+    config = load_config(str(directory))
     if not record.from_config(config):
         raise CheckpointError(
             f"{directory} is not a converted checkpoint: its config.json names no scheme. {otherwise}"

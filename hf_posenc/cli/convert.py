@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hf_posenc.cli.application import AsJson, app, listing, print_table, quiet, show, whole_directory, words
-from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_config, load_converted, load_model
+from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_converted, load_model
 from hf_posenc.errors import LayerSelectionError, OptionError
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def plan(
 ) -> None:
     """Print what a conversion would do. Only the model's config is read."""
     from hf_posenc.patches import plan as planning
-    from hf_posenc.recipes.loading import place
+    from hf_posenc.recipes.loading import load_config
 
     quiet()
     options = _scheme_options(scheme, option)
-    config = load_config(place(model))
+    config = load_config(model)
     found = planning.plan(config, scheme, native=native, layers=_layers(layers), stacks=_stacks(stacks), **options)
     show(found, as_json=as_json)
 
@@ -175,7 +175,7 @@ def convert(
     """Convert a checkpoint and save it. The printed plan says whether it needs training afterwards."""
     from hf_posenc.patches import patch as patching
     from hf_posenc.patches import plan as planning
-    from hf_posenc.recipes.loading import place
+    from hf_posenc.recipes.loading import load_config, place
 
     quiet()
     model = place(model)

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, whole_directory, words
-from hf_posenc.cli.checkpoints import load_config
 
 # Options that belong to a single measure.
 _OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
@@ -78,6 +77,7 @@ def evaluate(
     from hf_posenc.recipes.evaluation.report import DATA, is_report
     from hf_posenc.recipes.evaluation.request import Request
     from hf_posenc.recipes.evaluation.subjects import subjects
+    from hf_posenc.recipes.loading import load_config
 
     request = Request(
         models=tuple(models),
@@ -144,10 +144,10 @@ def compare(
     from rich.console import Console
 
     from hf_posenc.recipes.comparison.run import compare as run
-    from hf_posenc.recipes.loading import place
+    from hf_posenc.recipes.loading import load_config
 
     # A missing model is reported before anything else is read.
-    load_config(place(model))
+    load_config(model)
     try:
         found = run(
             model,

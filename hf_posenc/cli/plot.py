@@ -8,10 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hf_posenc.cli.application import app, listing, quiet, whole_directory, words
-from hf_posenc.cli.checkpoints import find_tokenizer, load_config, load_model
-
-# File of an adapter; file and subfolder of a training run.
-_ADAPTER, _RUN, _MODEL = "adapter_config.json", "recipe.yaml", "model"
+from hf_posenc.cli.checkpoints import find_tokenizer, load_model
 
 
 @app.command()
@@ -73,19 +70,16 @@ def plot(
 
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
-    from hf_posenc.recipes.loading import place
-
-    directory = place(directory)
-    run = Path(directory, _MODEL)
-    if Path(directory, _RUN).is_file() and run.is_dir():
-        directory = str(run)
-    if not Path(directory, _ADAPTER).is_file():
-        return load_model(directory, load_config(directory), "auto"), find_tokenizer(directory)
     from hf_posenc.patches import adapters
+    from hf_posenc.recipes.evaluation.subjects import Subject, model_in
+    from hf_posenc.recipes.loading import load_config
 
-    base = adapters.base_of(directory)
-    model = adapters.merged(load_model(base, load_config(base), "auto"), directory)
-    return model, find_tokenizer(directory) or find_tokenizer(base)
+    source = model_in(directory)
+    base = Subject("", source).base
+    model = load_model(base, load_config(base), "auto")
+    if base == source:
+        return model, find_tokenizer(source)
+    return adapters.merged(model, source), find_tokenizer(source) or find_tokenizer(base)
 
 
 def _write(drawn: dict[str, Any], folder: Path, form: str) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posenc.cli.application import app, handled, in_syntax_of, is_main, listing, print_table, quiet
-from hf_posenc.cli.checkpoints import load_config
 from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def recipes(
     from hf_posenc.recipes import goals, loading
 
     quiet()
-    config = load_config(loading.place(model))
+    config = loading.load_config(model)
     loading.language_class(model, config)
     found = goals.recommended(config)
     headers = ("recipe", "quality", "at 4x", "measured on")
@@ -230,7 +229,7 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc.recipes.schema import suitability
     from hf_posenc.recipes.training.stages import stages
 
-    config = load_config(loading.place(recipe.model))
+    config = loading.load_config(recipe.model)
     suitability.check_unconverted(recipe, config)
     length, _ = suitability.lengths(recipe, config)
     longest = max(length, (recipe.lengthen.length or length) if recipe.lengthen.steps else 0)
@@ -243,14 +242,7 @@ def _plan(recipe: Recipe) -> str:
             f"{'rope parameters:':<20} {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
         )
     if conversion.scheme is not None:
-        planned = planning.plan(
-            config,
-            conversion.scheme,
-            native="remove" if conversion.native == "remove" else "keep",
-            layers=conversion.layers,
-            stacks=conversion.stacks,
-            **conversion.options,
-        )
+        planned = planning.plan(config, conversion.scheme, **conversion.keywords)
         new = planned.parameters
         lines.append(in_syntax_of("train", str(planned)))
     model = planning.skeleton(config)

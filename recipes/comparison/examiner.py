@@ -30,7 +30,7 @@ from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs.measurements import Measurements
-from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN, selection
+from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.training.adapter import trained_dtype
 
 FINDINGS, PICTURE = "results.json", "overview.png"
@@ -131,7 +131,7 @@ class Examiner:
             return Cost((1.0,), 1.0, 0, 0, cache)
         # At the end of training, a handover is over.
         ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
-        planned = plan(native, conversion.scheme, **selection(ended))
+        planned = plan(native, conversion.scheme, **ended.keywords)
         batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
         for each in (model, native):
             each.train().requires_grad_(True)

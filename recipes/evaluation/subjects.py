@@ -97,7 +97,7 @@ def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
     names = (Path(source).resolve().name if Path(source).exists() else source for source, _ in pairs)
     short = [name + (f", {scheme} untrained" if scheme else "") for name, (_, scheme) in zip(names, pairs, strict=True)]
     return tuple(
-        Subject(name if short.count(name) == 1 else text, _model(source), scheme)
+        Subject(name if short.count(name) == 1 else text, model_in(source), scheme)
         for name, text, (source, scheme) in zip(short, given, pairs, strict=True)
     )
 
@@ -111,7 +111,7 @@ def _split(text: str) -> tuple[str, str | None]:
     return source, scheme
 
 
-def _model(source: str) -> str:
+def model_in(source: str) -> str:
     """Return the folder of a built-in model or of the model in a run; other sources unchanged."""
     source = loading.place(source)
     return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"

@@ -56,7 +56,7 @@ from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.runs.verdict import Verdict, judge
 from hf_posenc.recipes.schema import fields, suitability
-from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
 from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
@@ -236,10 +236,9 @@ class _Run:
         )
         planned = None
         if conversion.scheme is not None:
-            keywords = selection(conversion)
-            planned = plan(model, conversion.scheme, **keywords)
+            planned = plan(model, conversion.scheme, **conversion.keywords)
             local = native_scheme(model) if conversion.window is not None else None
-            patch(model, conversion.scheme, **keywords)
+            patch(model, conversion.scheme, **conversion.keywords)
             if conversion.window is not None:
                 _narrow(model, local, planned.layers, conversion.window)
         stock_rope = set_rope(model, conversion.rope) if conversion.rope else None
@@ -620,12 +619,6 @@ def _tokens(stage: Stage, length: int) -> int:
     """Return the tokens of a step."""
     training = stage.recipe.training
     return training.batch_size * (training.length or length)
-
-
-def selection(conversion: Conversion) -> dict[str, Any]:
-    """Return the keywords of `patch`."""
-    native = "keep" if conversion.native == "handover" else conversion.native
-    return {"native": native, "layers": conversion.layers, "stacks": conversion.stacks, **conversion.options}
 
 
 def _narrow(model: Any, scheme: str | None, converted: Mapping[str, Sequence[int]], window: int) -> None:

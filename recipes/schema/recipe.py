@@ -73,6 +73,12 @@ class Conversion(Section):
     stacks: Stacks | None = None
     fit: Name | None = None
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of `patch`."""
+        native = "keep" if self.native == "handover" else self.native
+        return {"native": native, "layers": self.layers, "stacks": self.stacks, **self.options}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
