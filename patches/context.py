@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import LARGEST_COUNT, Block
+from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.scheme import Scheme
 
 Result = TypeVar("Result")
@@ -36,6 +37,11 @@ class Switch:
     def is_disabled(self) -> bool:
         """Whether the running thread has disabled the patch of this module."""
         return id(self) in DISABLED.modules or self.posenc_replica_disabled
+
+    def strengths(self) -> Strengths:
+        """Return how strong the model's own encoding and the schemes are."""
+        found: Strengths = vars(self).get("posenc_strengths", FULL)
+        return found
 
     def _replicate_for_data_parallel(self) -> Any:
         # The threads that run replicas compute a part of the caller's forward.

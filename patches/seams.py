@@ -32,7 +32,6 @@ from hf_posenc.patches.context import (
     same_sequence,
     this_thread,
 )
-from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.strength import Blended
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Scheme
@@ -488,11 +487,6 @@ class PosencBody(Switch):
     def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
         """Return the masks for the layers, given that of packed sequences, `[B|1, 1, Q, K]`; `goes_on` from a cache."""
         return mask
-
-    def strengths(self) -> Strengths:
-        """Return how strong the model's own encoding and the schemes are."""
-        found: Strengths = vars(self).get("posenc_strengths", FULL)
-        return found
 
     def is_causal_stack(self) -> bool:
         """Whether tokens see earlier ones only."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.context import Context, Switch
-from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import CONTEXT, PosencBody
 
 
@@ -24,9 +23,8 @@ class PosencPositionTable(Switch, nn.Embedding):
         if self.is_disabled():
             return super().forward(input)
         if not vars(self).get("posenc_removed"):
-            strengths: Strengths = vars(self).get("posenc_strengths", FULL)
-            added = super().forward(input)
-            return added if strengths.native == 1 else added * strengths.native
+            added, native = super().forward(input), self.strengths().native
+            return added if native == 1 else added * native
         return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
 
 

@@ -16,7 +16,6 @@ from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.family import Family, add_family
-from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.patches.seams import CONTEXT, PosencBody
 
 
@@ -40,11 +39,11 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
             return stock
         if vars(self).get("posenc_removed"):
             return embeddings.new_zeros(1)
-        strengths: Strengths = vars(self).get("posenc_strengths", FULL)
         table: Tensor = self.position_embeddings
         if (height, width) != tuple(self.image_size):
             table = super().interpolate_pos_encoding(embeddings, height, width)
-        return table if strengths.native == 1 else table * strengths.native
+        native = self.strengths().native
+        return table if native == 1 else table * native
 
 
 class ViTBody(PosencBody):

@@ -52,13 +52,13 @@ def tokenizer() -> Any:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every text that is tokenised."""
     seen: list[str] = []
-    encode = preparation._encode
+    encode = preparation.encode
 
     def spy(tokenizer: Any, texts: list[str]) -> list[list[int]]:
         seen.extend(texts)
         return encode(tokenizer, texts)
 
-    monkeypatch.setattr(preparation, "_encode", spy)
+    monkeypatch.setattr(preparation, "encode", spy)
     return seen
 
 

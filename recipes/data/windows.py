@@ -149,7 +149,7 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
     count, end = 0, end_token(tokenizer)
     for batch in documents.iter(batch_size=_BATCH):
         texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text and text.strip(_NUL)]
-        parts = iter(_encode(tokenizer, [part for text in texts for part in text]))
+        parts = iter(encode(tokenizer, [part for text in texts for part in text]))
         for text in texts:
             ids = list(itertools.chain.from_iterable(itertools.islice(parts, len(text))))
             yield {"ids": [*ids, end]}
@@ -170,10 +170,11 @@ def _checked(text: Any) -> str | None:
     return text
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of texts, in which special tokens are plain text."""
     if not texts:
         return []
-    # Special tokens in the text are plain text; verbose=False avoids the warning for texts longer than the model reads.
+    # verbose=False avoids the warning for texts longer than the model reads.
     found: list[list[int]] = tokenizer(
         texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
     )["input_ids"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,6 +109,19 @@ def table_end(model: nn.Module) -> int | None:
                 # Some tables begin with rows for padding.
                 ends.append(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
     return min(ends, default=None)
+
+
+@contextlib.contextmanager
+def hooked(
+    modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Call functions before and after the forward of modules, for a while; the first gets keywords, too."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(after).remove)
+        yield
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from hf_posenc.errors import OptionError, RecipeError, suggest
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
+from hf_posenc.recipes.data.windows import encode
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, evaluate
@@ -119,7 +120,7 @@ class Request:
                     f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are "
                     "not measured by the same things. Evaluate them apart."
                 )
-            if _ids(other.tokenizer(), sample) != _ids(tokenizer, sample):
+            if encode(other.tokenizer(), [sample]) != encode(tokenizer, [sample]):
                 raise OptionError(
                     f"{other.name} makes other tokens of the text than {first.name}, so figures per token cannot be "
                     "compared. Evaluate models with the same tokenizer."
@@ -269,8 +270,3 @@ def _caution(found: Iterable[Subject], text: str) -> str:
     knowing = [subject.name for subject in found if subject.has_trained_on(text)]
     names = ", ".join(knowing)
     return f"{text} is in the training text of {names}. Give a text that no model has seen." if names else ""
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    return found

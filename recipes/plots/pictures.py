@@ -378,8 +378,7 @@ class Declared(Kind):
 
     def values(self, numbers: Numbers, part: Part, layer: Layer) -> Tensor:
         """Return numbers of one layer, per head and token `[H, S]`, or per head, query and key `[H, S, S]`."""
-        found = asked(part, layer)
-        values = numbers.of(layer.scheme, found.content, found.q, found.k, found.block)
+        values = numbers.of(layer.scheme, *asked(part, layer))
         assert values is not None
         return values[0].cpu()
 

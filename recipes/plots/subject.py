@@ -22,7 +22,7 @@ from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import evaluating, patch, unpatch
 from hf_posenc.patches.preparation import native_scheme, refuse_wrapped
 from hf_posenc.patches.seams import CONTEXT
-from hf_posenc.recipes.evaluation.predictions import eager
+from hf_posenc.recipes.evaluation.predictions import eager, hooked
 from hf_posenc.scheme import Scheme
 
 # Assumed length of a model that states none, in tokens.
@@ -296,31 +296,16 @@ def _see(
     Only the weights of the `last` queries are kept, or those of all.
     """
     bodies = architecture.stacks(model)
-    observers: dict[tuple[str, int], _Observer] = {}
+    found: dict[tuple[str, int], Seen] = {}
     encoded: dict[str, Tensor] = {}
-    with contextlib.ExitStack() as undo:
-        for stack, body in bodies.items():
-            for index, attention in enumerate(architecture.attentions(body)):
-                if surgery.is_patched(attention):
-                    observer = observers[stack, index] = _Observer(last)
-                    undo.callback(attention.register_forward_pre_hook(observer.before, with_kwargs=True).remove)
-                    undo.callback(attention.register_forward_hook(observer.after).remove)
-        undo.enter_context(eager(model))
-        for stack, body in bodies.items():
-            output = body(**inputs[stack], **encoded, output_attentions=True)
-            if stack == "encoder" and "decoder" in bodies:
-                encoded = {"encoder_hidden_states": output.last_hidden_state}
-    return {place: observer.seen for place, observer in observers.items() if observer.seen is not None}
+    places = {
+        attention: (stack, index)
+        for stack, body in bodies.items()
+        for index, attention in enumerate(architecture.attentions(body))
+        if surgery.is_patched(attention)
+    }
 
-
-class _Observer:
-    """Hooks of one attention module: they look at its inputs and at its weights."""
-
-    def __init__(self, last: int) -> None:
-        self.seen: Seen | None = None
-        self._last = last
-
-    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         context = kwargs[CONTEXT]
 
@@ -336,45 +321,31 @@ class _Observer:
             carried=None if context.passage is None else context.passage.carried,
             host=host,
         )
-        self.seen = Seen(tokens, q, k, v, q.new_empty(0))
+        found[places[module]] = Seen(tokens, q, k, v, q.new_empty(0))
 
-    def after(self, module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        assert self.seen is not None
-        self.seen = replace(self.seen, weights=output[-1][0, :, -self._last :].double())
+    def after(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        place = places[module]
+        found[place] = replace(found[place], weights=output[-1][0, :, -last:].double())
+
+    with hooked(places, before, after), eager(model):
+        for stack, body in bodies.items():
+            output = body(**inputs[stack], **encoded, output_attentions=True)
+            if stack == "encoder" and "decoder" in bodies:
+                encoded = {"encoder_hidden_states": output.last_hidden_state}
+    return found
 
 
 # -- what schemes compute ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """One layer's logits with and without positions; all float64.
-
-    Attributes:
-        content: Scaled products of queries and keys as `score` gets them (rotary schemes have rotated them), `[B, H, Q,
-            K]`.
-        plain: The same of queries and keys as they were projected.
-        logits: Result of `score`, unmasked.
-        q: Queries as `score` gets them, `[B, H, Q, D]`.
-        k: Keys likewise, `[B, G | H, K, D]`.
-        block: Block that `score` gets.
-    """
-
-    content: Tensor
-    plain: Tensor
-    logits: Tensor
-    q: Tensor
-    k: Tensor
-    block: Block
-
-
 @torch.no_grad()
-def asked(part: Part, layer: Layer) -> Asked:
-    """Ask a layer about the text or image that the model reads."""
+def asked(part: Part, layer: Layer) -> tuple[Tensor, Tensor, Tensor, Block]:
+    """Return the arguments of `score` of a layer, on the text or image that the model reads; all float64."""
     seen = part.seen(layer)
     return _ask(layer.scheme, seen.tokens, seen.q, seen.k, seen.v)
 
 
+@torch.no_grad()
 def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Tensor) -> Tensor:
     """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
 
@@ -387,18 +358,17 @@ def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Te
     """
     queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
     keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)
-    answer = _ask(scheme, replace(tokens, positions=positions, hidden=None), queries, keys, keys)
-    return (answer.logits - answer.plain)[0].cpu()
+    logits = scheme.score(*_ask(scheme, replace(tokens, positions=positions, hidden=None), queries, keys, keys))
+    assert scheme.geometry.scale is not None
+    return (logits - scheme.geometry.scale * grouped_matmul(queries, keys.mT))[0].cpu()
 
 
-@torch.no_grad()
-def _ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Asked:
-    """Run `project`, `recall` and `score` of a scheme, without the model's own encoding.
+def _ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Block]:
+    """Run `project` and `recall` of a scheme, without the model's own encoding; return the arguments of `score`.
 
     Tokens are those of the K keys; the Q queries are the last of them.
     """
-    scale = scheme.geometry.scale
-    assert scale is not None
+    assert scheme.geometry.scale is not None
     projected = scheme.project(tokens, q, k, v)
     keys = scheme.recall(projected.k, projected.state)
     places = tokens.positions
@@ -411,6 +381,4 @@ def _ask(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Ask
         own={name: tensor[:, k.shape[2] - q.shape[2] :] for name, tensor in projected.state.items()},
         tables=projected.tables,
     )
-    content = scale * grouped_matmul(projected.q, keys.mT)
-    logits = scheme.score(content, projected.q, keys, block)
-    return Asked(content, scale * grouped_matmul(q, k.mT), logits, projected.q, keys, block)
+    return scheme.geometry.scale * grouped_matmul(projected.q, keys.mT), projected.q, keys, block

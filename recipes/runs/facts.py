@@ -183,8 +183,9 @@ class Facts:
             versions=versions(),
             stages=tuple(stage.words(has_new=bool(plan and plan.parameters)) for stage in stages),
             other_tokens=sum(
-                settings.steps * settings.batch_size * (settings.length or trained_length)
-                for settings in (stage.recipe.training for stage in stages if stage.name != "training")
+                stage.recipe.training.steps * stage.tokens(trained_length)
+                for stage in stages
+                if stage.name != "training"
             ),
         )
 

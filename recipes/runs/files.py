@@ -104,7 +104,8 @@ class WholeCheckpoints(TrainerCallback):
 
 
 def _mark(checkpoint: Path) -> None:
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in sorted(_files(checkpoint))}
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
     (checkpoint / MARKER).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
 
 
@@ -114,7 +115,3 @@ def _is_complete(checkpoint: Path) -> bool:
         return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]

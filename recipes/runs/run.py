@@ -316,7 +316,7 @@ class _Run:
             checkpoints = self._checkpoints(stage)
             strength = Handover(conversion.handover).progress if is_main and conversion.native == "handover" else None
             text = "text_loss" if is_main and teacher is not None else "loss"
-            with Progress(self.console, _tokens(stage, length), text=text, strength=strength) as progress:
+            with Progress(self.console, stage.tokens(length), text=text, strength=strength) as progress:
                 trainer = adaptation_trainer(
                     model,
                     stage.recipe,
@@ -386,7 +386,7 @@ class _Run:
                 best.load(result)
             else:
                 last = files.last(checkpoints.folder)
-                with Progress(self.console, _tokens(stage, facts.length), text="") as progress:
+                with Progress(self.console, stage.tokens(facts.length), text="") as progress:
                     trainer = adaptation_trainer(
                         transfer,
                         stage.recipe,
@@ -613,12 +613,6 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def _tokens(stage: Stage, length: int) -> int:
-    """Return the tokens of a step."""
-    training = stage.recipe.training
-    return training.batch_size * (training.length or length)
 
 
 def _narrow(model: Any, scheme: str | None, converted: Mapping[str, Sequence[int]], window: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.recipes.evaluation.predictions import table_end
+from hf_posenc.recipes.evaluation.predictions import hooked, table_end
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
@@ -225,11 +224,8 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
 
     bodies = of_model(model).stacks(model).values()
     attentions = [attention for body in bodies for attention in of_model(model).attentions(body)]
-    with contextlib.ExitStack() as stack:
-        for attention in filter(surgery.is_patched, attentions):
-            stack.callback(attention.register_forward_pre_hook(look, with_kwargs=True).remove)
-        for context in (evaluating(model), torch.no_grad(), disabled(model)):
-            stack.enter_context(context)
+    patched = list(filter(surgery.is_patched, attentions))
+    with hooked(patched, look), evaluating(model), torch.no_grad(), disabled(model):
         for body in bodies:
             body(input_ids=ids)
     return found

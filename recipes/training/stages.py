@@ -36,6 +36,11 @@ class Stage:
         """Name in words."""
         return _WORDS[self.name]
 
+    def tokens(self, length: int) -> int:
+        """Return the tokens of a step; `length` is that of windows whose length is null."""
+        training = self.recipe.training
+        return training.batch_size * (training.length or length)
+
     def words(self, *, has_new: bool) -> str:
         """Return the settings in words; without new weights, their rate is left out."""
         training = self.recipe.training

@@ -19,6 +19,7 @@ from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
+from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
@@ -193,7 +194,7 @@ class AttentionTransfer(nn.Module):
             # Later modules need no graph, since the next attention gets the original's input.
             return (output[0].detach(), *output[1:])
 
-        with _hooked(self.attentions, before, after), self._without_feed_forwards():
+        with hooked(self.attentions, before, after), self._without_feed_forwards():
             self._inner[0].base_model(**given, use_cache=False)
         sizes = [
             mean_of_counted(wrote.float().square().mean(-1), masks.get(stack)).clamp_min(1e-12)
@@ -218,7 +219,7 @@ class AttentionTransfer(nn.Module):
                 stack.enter_context(disabled(model))
                 if isinstance(self._model[0], PeftModel):
                     stack.enter_context(self._model[0].disable_adapter())
-            stack.enter_context(_hooked(self._original, before, after))
+            stack.enter_context(hooked(self._original, before, after))
             model.base_model(**given, use_cache=False)
         return [(read[attention], written[attention]) for attention in self._original]
 
@@ -492,12 +493,3 @@ def _cut(windows: Tensor, length: int | None) -> Tensor:
 def _inputs(ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None) -> Inputs:
     read = {"input_ids": ids if corrupt is None else corrupt(ids), "labels": ids}
     return read if positions is None else read | {"position_ids": positions}
-
-
-@contextlib.contextmanager
-def _hooked(attentions: Any, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for attention in attentions:
-            stack.callback(attention.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(attention.register_forward_hook(after).remove)
-        yield

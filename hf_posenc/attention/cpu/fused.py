@@ -176,11 +176,11 @@ def _parts(call: Call) -> Iterator[_Part]:
             yield _Part(0, split, TableBias(table, call))
         if split == call.queries:
             return
-        bias = PiecewiseBias(added, call)
+        bias = PiecewiseBias(added, call, call.keys)
     elif vectors is not None and regular:
         bias = ProductsBias(vectors, call)
     elif isinstance(added, PiecewiseLinear) and PiecewiseLookup.pays(call):
-        bias = PiecewiseLookup(added, call)
+        bias = PiecewiseLookup(added, call, call.reach + 1)
     else:
         assert added is not None
         bias = AnyBias(added, call)

@@ -33,7 +33,19 @@ class _Tables:
     bends: list[tuple[int, slice]]
 
 
-class PiecewiseBias(BlockBias):
+class _Straight(BlockBias):
+    """A bias of straight pieces, in causal calls, from features of so many distances."""
+
+    def __init__(self, added: PiecewiseLinear, call: Call, distances: int) -> None:
+        super().__init__(call)
+        feature = added.feature(torch.arange(distances, device=call.device), call.precise)
+        weight = added.weight(call.positions.query, call.precise)
+        ends, slope, offset = added.pieces(call.precise)
+        self.ends = ends.detach()
+        self.inputs = (feature, weight, slope, offset)
+
+
+class PiecewiseBias(_Straight):
     """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`.
 
     Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them.
@@ -47,14 +59,6 @@ class PiecewiseBias(BlockBias):
     backwards = True
     # From so many rows on the kernel takes 64 at a time, before 32.
     rows = 192
-
-    def __init__(self, added: PiecewiseLinear, call: Call) -> None:
-        super().__init__(call)
-        feature = added.feature(torch.arange(self.keys, device=call.device), call.precise)
-        weight = added.weight(call.positions.query, call.precise)
-        ends, slope, offset = added.pieces(call.precise)
-        self.ends = ends.detach()
-        self.inputs = (feature, weight, slope, offset)
 
     def prepare(self, slack: Tensor | None) -> None:
         self.feature, self.weight, self.slope, self.offset = self.inputs
@@ -160,7 +164,7 @@ class PiecewiseBias(BlockBias):
         d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
 
 
-class PiecewiseLookup(BlockBias):
+class PiecewiseLookup(_Straight):
     """The same function where slots do not tell distances, as in training with skipped positions, in causal calls.
 
     Each pair of tokens finds its piece.
@@ -168,15 +172,6 @@ class PiecewiseLookup(BlockBias):
 
     name = "straight pieces by index"
     rows = 64
-
-    def __init__(self, added: PiecewiseLinear, call: Call) -> None:
-        super().__init__(call)
-        dtype = call.precise
-        feature = added.feature(torch.arange(call.reach + 1, device=call.device), dtype)
-        weight = added.weight(call.positions.query, dtype)
-        ends, slope, offset = added.pieces(dtype)
-        self.ends = ends.detach()
-        self.inputs = (feature, weight, slope, offset)
 
     @staticmethod
     def pays(call: Call) -> bool:
