@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging as python_logging
 import os
 import tempfile
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     grid.mark(items)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is there to itself: each end of a training collects garbage, and would look at all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded() -> None:
     torch.manual_seed(0)
@@ -36,6 +43,16 @@ def _quiet_and_seeded() -> None:
     python_logging.getLogger("hf_posenc").setLevel(python_logging.NOTSET)  # the command line makes it quieter
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@pytest.fixture
+def plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw an empty picture: the true one has tests of its own, and takes a quarter of a short run."""
+    from matplotlib.figure import Figure
+
+    from hf_posenc.recipes.runs import report
+
+    monkeypatch.setattr(report, "run_figure", lambda *given, **options: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 BASE = """
 model: tiny-llama
 conversion: {scheme: fire, options: {threshold: 64.0}}
@@ -68,6 +70,31 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
     monkeypatch.setattr(saving.WholeCheckpoints, "on_save", stopping)
 
 
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
+    """A recipe with a text of its own, and its run, stopped after the first checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
+    recipe = Recipe.read(folder / "recipe.yaml", [f"data.source={shutil.copy(text_file(), folder / 'mine.txt')}"])
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            run.train(recipe, folder / "out")
+    return recipe, folder / "out"
+
+
+@pytest.fixture
+def stopped(stopped_once: tuple[Recipe, Path], tmp_path: Path) -> tuple[Recipe, Path]:
+    """The same recipe, and a run that may be changed."""
+    recipe, out = stopped_once
+    return recipe, shutil.copytree(out, tmp_path / "out")
+
+
+def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    new = {name: dataclasses.replace(getattr(recipe, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(recipe, **new)
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     [path] = [*folder.glob("*.safetensors")]
     return load_file(path)
@@ -104,6 +131,14 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(out / "model")) == model.config.vocab_size
     assert "hf-posenc train it" in (out / "model" / "README.md").read_text(encoding="utf-8")
     assert AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "checkpoint-4").config.use_cache
+    # Once finished, it is left alone.
+    written = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with Console().capture() as _, (tmp_path / "screen").open("w", encoding="utf-8") as screen:
+        again = run.train(recipe, out, console=Console(file=screen, width=300))
+        resumed = run.resume(out)
+    assert (again.already, resumed.already) == (True, True)
+    assert "finished" in (tmp_path / "screen").read_text(encoding="utf-8")
+    assert written == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
 def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: Path) -> None:
@@ -120,26 +155,8 @@ def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: P
         read("conversion.window=16")
 
 
-def test_a_finished_run_is_left_alone(read: Any, tmp_path: Path) -> None:
-    out, recipe = tmp_path / "out", read("training.steps=2")
-    run.train(recipe, out)
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with Console().capture() as _, (tmp_path / "screen").open("w", encoding="utf-8") as screen:
-        again = run.train(recipe, out, console=Console(file=screen, width=300))
-        resumed = run.resume(out)
-    assert again.already
-    assert resumed.already
-    assert "finished" in (tmp_path / "screen").read_text(encoding="utf-8")
-    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-
-
-def test_a_recipe_that_was_changed_since_is_not_resumed(
-    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, recipe = tmp_path / "out", read()
-    stop_after(monkeypatch, 1)
-    with pytest.raises(Stop):
-        run.train(recipe, out)
+def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, Path]) -> None:
+    recipe, out = stopped
     path = out / run.RECIPE
     path.write_text(recipe.text().replace("learning_rate: 0.001", "learning_rate: 0.002"), encoding="utf-8")
     with pytest.raises(
@@ -148,7 +165,7 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(
     ):
         run.resume(out)
     with pytest.raises(RecipeError, match=r"options was .* and is .*; training\.steps was 6 and is 7"):
-        run.train(read("training.steps=7", "conversion.options={}"), out)
+        run.train(changed(recipe, conversion={"options": {}}, training={"steps": 7}), out)
     # One that is cut short is YAML still.
     path.write_text(recipe.text().partition("evaluation:")[0], encoding="utf-8")
     with pytest.raises(RecipeError, match=r"evaluation\.contexts was \[64\] and is None"):
@@ -158,19 +175,16 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(
     assert Recipe.read(path) == recipe
 
 
-def test_a_text_that_was_changed_since_is_noticed(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, text, out = read(), tmp_path / "mine.txt", tmp_path / "out"
-    shutil.copy(given.data.source, text)
-    recipe = dataclasses.replace(given, data=dataclasses.replace(given.data, source=str(text)))
-    stop_after(monkeypatch, 1)
-    with pytest.raises(Stop):
-        run.train(recipe, out)
+def test_a_text_that_was_changed_since_is_noticed(stopped: tuple[Recipe, Path]) -> None:
+    recipe, out = stopped
+    text = Path(recipe.data.source)
     before = text.read_text(encoding="utf-8")
     text.write_text(f"{before}\nAnd more.\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"mine\.txt has other tokens than when the run in .*out began"):
-        run.resume(out)
-    text.write_text(before, encoding="utf-8")
-    assert run.resume(out).model.is_dir()
+    try:
+        with pytest.raises(RecipeError, match=r"mine\.txt has other tokens than when the run in .*out began"):
+            run.resume(out)
+    finally:
+        text.write_text(before, encoding="utf-8")
 
 
 def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +194,8 @@ def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatc
     text = Path(given.data.source).read_text(encoding="utf-8")
     (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
     (tmp_path / "held.txt").write_text(text[: len(text) // 4], encoding="utf-8")
-    data = dataclasses.replace(given.data, source="mine.txt", held_out="held.txt")
-    distillation = dataclasses.replace(given.distillation, teacher="mine")
-    relative = dataclasses.replace(given, model="mine", data=data, distillation=distillation)
+    texts = {"source": "mine.txt", "held_out": "held.txt"}
+    relative = dataclasses.replace(changed(given, data=texts, distillation={"teacher": "mine"}), model="mine")
     monkeypatch.chdir(tmp_path)
     stop_after(monkeypatch, 1)
     with pytest.raises(Stop):
@@ -197,11 +210,8 @@ def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatc
     assert run.train(relative, Path("out")).already
 
 
-def test_a_damaged_record_is_an_error(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, recipe = tmp_path / "out", read()
-    stop_after(monkeypatch, 1)
-    with pytest.raises(Stop):
-        run.train(recipe, out)
+def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
+    recipe, out = stopped
     for content in (b'{"command": "hf-po', b"[]", b'{"starts": 5}', b"\xff"):
         (out / run.RUN).write_bytes(content)
         for call in (lambda: run.resume(out), lambda: run.train(recipe, out)):
@@ -211,7 +221,7 @@ def test_a_damaged_record_is_an_error(read: Any, tmp_path: Path, monkeypatch: py
                 call()
     (out / run.RUN).unlink()
     with pytest.raises(RecipeError, match=r"training\.steps was 6 and is 7"):
-        run.train(read("training.steps=7"), out)
+        run.train(changed(recipe, training={"steps": 7}), out)
     assert run.resume(out).model.is_dir()
 
 
@@ -226,6 +236,12 @@ class Loaded(Exception):
     """Raised where a model would be loaded."""
 
 
+@pytest.fixture
+def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "load", lambda *args, **kwargs: (_ for _ in ()).throw(Loaded))
+
+
+@pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -238,10 +254,6 @@ class Loaded(Exception):
 def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
     change: str, message: str, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loading(*args: Any, **kwargs: Any) -> None:
-        raise Loaded
-
-    monkeypatch.setattr(run, "load", loading)
     for name in ("tensorboard", "trackio", "wandb"):
         monkeypatch.setattr(adapt, f"is_{name}_available", lambda: False)
     monkeypatch.setattr(run.processes(), "num_processes", 2)
@@ -250,12 +262,9 @@ def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
-def test_a_folder_that_cannot_be_written_is_noticed_first(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loading(*args: Any, **kwargs: Any) -> None:
-        raise Loaded
-
-    monkeypatch.setattr(run, "load", loading)
+def test_a_folder_that_cannot_be_written_is_noticed_first(read: Any) -> None:
     for out in (Path("/proc/out"), Path("/proc/self")):
         with pytest.raises(RecipeError, match=r"^/proc/\w+ (cannot be written|exists, and holds no run)"):
             run.train(read(), out)
@@ -301,14 +310,13 @@ def test_a_recipe_that_cannot_be_run_leaves_nothing(read: Any, tmp_path: Path) -
 def test_a_recipe_made_in_python_is_checked(read: Any, tmp_path: Path) -> None:
     recipe = read()
     for changes, words in (({"handover": 0.5}, "does nothing without"), ({"scheme": "fier"}, "Did you mean 'fire'")):
-        wrong = dataclasses.replace(recipe, conversion=dataclasses.replace(recipe.conversion, **changes))
         with pytest.raises(RecipeError, match=words):
-            run.train(wrong, tmp_path / "out")
+            run.train(changed(recipe, conversion=changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_another_teacher(read: Any, tmp_path: Path) -> None:
-    wanted = ["distillation.share=1", "distillation.hidden=1", "training.learning_rate=1e-9"]
+    wanted = ["distillation.share=1", "distillation.hidden=1", "training.learning_rate=1e-9", "training.steps=1"]
     wanted += ["training.scheme_learning_rate=1e-9", "conversion.scheme=null", "conversion.options={}"]
     # From itself there is nothing to learn; from a model that was trained there is.
     itself = run.train(read(*wanted, "distillation.teacher=tiny-llama"), tmp_path / "itself")
@@ -381,12 +389,9 @@ def test_a_stopped_run_ends_with_the_same_weights(
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert curves(tmp_path / "whole") == curves(tmp_path / "stopped")
-
-
-def test_an_adapter_is_saved_as_one(read: Any, tmp_path: Path) -> None:
-    outcome = run.train(read("adapter.kind=lora", "training.steps=2"), tmp_path / "out")
-    model = AutoPeftModelForCausalLM.from_pretrained(outcome.model)
-    assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
+    if recipe.adapter.kind == "lora":
+        model = AutoPeftModelForCausalLM.from_pretrained(whole.model)
+        assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
 
 
 def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:
@@ -545,23 +550,16 @@ def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None
     assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 
 
-def test_a_folder_is_written_by_one_process(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, recipe = tmp_path / "out", read("saving.every=1")
-    stop_after(monkeypatch, 1)
-    with pytest.raises(Stop):
-        run.train(recipe, out)
+def test_a_folder_is_written_by_one_process(stopped: tuple[Recipe, Path]) -> None:
+    _, out = stopped
 
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path != out / run.LOCK}
 
     before = times()
-    other = FileLock(out / run.LOCK)
-    other.acquire()
-    with pytest.raises(RecipeError, match="is being written by another process"):
+    with FileLock(out / run.LOCK), pytest.raises(RecipeError, match="is being written by another process"):
         run.resume(out)
     assert times() == before
-    other.release()
-    assert run.resume(out).model.is_dir()
 
 
 def test_of_two_new_runs_the_second_to_begin_gives_way(
@@ -571,12 +569,8 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
 
     def late(self: Any, facts: Any) -> None:
         (out / run.CHECKPOINTS).mkdir(parents=True)
-        other = FileLock(out / run.LOCK)
-        other.acquire()
-        try:
+        with FileLock(out / run.LOCK):
             claim(self, facts)
-        finally:
-            other.release()
 
     monkeypatch.setattr(run._Run, "_claim", late)
     with pytest.raises(RecipeError, match="is being written by another process"):
