@@ -276,25 +276,11 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
 
 def starts(model: Any) -> dict[int, str]:
     """Return the start of each group of a patched model, by id, as `describe_start` names it."""
-    architecture = of_model(model)
-    found = {}
-    for group in record.from_config(model.config):
-        schemes = schemes_of(architecture, model, group)
-        found[group.id] = describe_start(schemes, group.native)
-    return found
-
-
-def schemes_of(architecture: Architecture, model: nn.Module, group: record.Group) -> list[Scheme]:
-    """Return the schemes of a group in a patched model, each once."""
-    bodies = architecture.stacks(model)
-    found = {
-        scheme: None
-        for name, part in group.stacks.items()
-        if name in bodies
-        for layer in part.layers
-        for scheme in [surgery.scheme_of(bodies[name], architecture.attentions(bodies[name])[layer])]
-    }
-    return list(found)
+    groups = record.from_config(model.config)
+    schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
+    for _, body, _, attention in surgery.patched_layers(of_model(model), model):
+        schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
+    return {group.id: describe_start(list(schemes[group.id]), group.native) for group in groups}
 
 
 def describe_start(schemes: list[Scheme], native: str) -> str:

@@ -100,9 +100,10 @@ def unpatch(model: Model) -> Model:
     with surgery.all_or_nothing(model):
         belonging.own_configs(architecture, model)
         belonging.rename(model, stock=True)
+        for _, _, _, attention in surgery.patched_layers(architecture, model):
+            attention._modules.pop(surgery.OWN, None)
+            surgery.restore(attention)
         for body in architecture.stacks(model).values():
-            patched = {i for i, module in enumerate(architecture.attentions(body)) if surgery.is_patched(module)}
-            surgery.release(architecture, body, patched)
             surgery.drop_shared(body, set())
             surgery.settle_native(architecture, body)
             surgery.settle_layers(architecture, model, body)

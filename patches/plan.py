@@ -218,12 +218,11 @@ def verify(model: nn.Module) -> Verification:
         raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
     expected: Counter[nn.Module] = Counter()
     calls: Counter[nn.Module] = Counter()
-    for body in architecture.stacks(model).values():
-        for module in filter(surgery.is_patched, architecture.attentions(body)):
-            scheme = surgery.scheme_of(body, module)
-            # Once in its layer, once behind the feed-forward, and once where the embeddings are made.
-            expected[scheme] += 1 + (scheme.overrides("carry") and not scheme.geometry.last)
-            expected[scheme] += expected[scheme] == 1 and scheme.shared and scheme.overrides("embed")
+    for _, body, _, module in surgery.patched_layers(architecture, model):
+        scheme = surgery.scheme_of(body, module)
+        # Once in its layer, once behind the feed-forward, and once where the embeddings are made.
+        expected[scheme] += 1 + (scheme.overrides("carry") and not scheme.geometry.last)
+        expected[scheme] += expected[scheme] == 1 and scheme.shared and scheme.overrides("embed")
     with contextlib.ExitStack() as hooks:
         for scheme in expected:
             for inside in _outermost(scheme):
@@ -379,21 +378,17 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
     architecture = of_model(model)
     _check_enabled("explain", architecture, model)
-    groups = record.from_config(model.config)
+    names = {group.id: group.scheme for group in record.from_config(model.config)}
+    layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.patched_layers(architecture, model)]
     found: list[LayerExecution] = []
     try:
         with evaluating(model):
             for stack, body in architecture.stacks(model).items():
-                schemes = {
-                    layer: group.scheme
-                    for group in groups
-                    if stack in group.stacks
-                    for layer in group.stacks[stack].layers
-                }
+                own = [layer for layer in layers if layer[0] == stack]
                 sequence, step = _choices(body, architecture.example(body), length)
                 found += [
-                    LayerExecution(stack, layer, schemes[layer], str(whole), None if one is None else str(one))
-                    for layer, whole, one in zip(sorted(schemes), sequence, step, strict=True)
+                    LayerExecution(*layer, str(whole), None if one is None else str(one))
+                    for layer, whole, one in zip(own, sequence, step, strict=True)
                 ]
     except PositionError as error:
         raise PositionError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,11 +68,9 @@ def drop_native(model: PreTrainedModel) -> None:
     groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
     architecture = of_model(model)
     with surgery.all_or_nothing(model):
+        for _, _, _, attention in surgery.patched_layers(architecture, model):
+            attention.posenc_keeps_native = False
         for body in architecture.stacks(model).values():
-            attention: Any
-            for attention in architecture.attentions(body):
-                if surgery.is_patched(attention):
-                    attention.posenc_keeps_native = False
             surgery.settle_native(architecture, body)
         _write(model, groups, record.FULL)
 

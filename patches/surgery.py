@@ -78,6 +78,14 @@ def is_patched(module: object) -> bool:
     return getattr(type(module), "posenc_stock", None) is not None
 
 
+def patched_layers(architecture: Architecture, model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Any]]:
+    """Yield each layer that has a scheme: name of the stack, its body, index of the layer, and its attention."""
+    for name, body in architecture.stacks(model).items():
+        for layer, attention in enumerate(architecture.attentions(body)):
+            if is_patched(attention):
+                yield name, body, layer, attention
+
+
 def is_of_scheme(name: str) -> bool:
     """Whether a tensor is a weight of a positional scheme, by its name."""
     return not {OWN, SHARED}.isdisjoint(name.split("."))
@@ -259,15 +267,6 @@ def set_strengths(architecture: Architecture, model: nn.Module, strengths: Stren
                 module.posenc_strengths = strengths
 
 
-def release(architecture: Architecture, body: nn.Module, layers: set[int]) -> None:
-    """Give the chosen layers of a body their stock class back, without any scheme."""
-    attentions = architecture.attentions(body)
-    for layer in layers:
-        attention = attentions[layer]
-        attention._modules.pop(OWN, None)
-        restore(attention)
-
-
 def restore(target: Any) -> None:
     """Restore the stock class of an object, and remove the attributes of the patch."""
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
@@ -282,19 +281,10 @@ def check_record(architecture: Architecture, model: Any) -> None:
         ArchitectureError: They differ.
     """
     bodies = architecture.stacks(model)
-    named = {
-        (name, layer): group.id
-        for group in record.from_config(model.config)
-        for name, part in group.stacks.items()
-        if name in bodies
-        for layer in part.layers
-    }
-    patched = {
-        (name, layer): attention.posenc_group
-        for name, body in bodies.items()
-        for layer, attention in enumerate(architecture.attentions(body))
-        if is_patched(attention)
-    }
+    groups = record.from_config(model.config)
+    named = {place: group.id for group in groups for place in group.places() if place[0] in bodies}
+    layers = patched_layers(architecture, model)
+    patched = {(name, layer): attention.posenc_group for name, _, layer, attention in layers}
     if named != patched:
         raise ArchitectureError(
             f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and "

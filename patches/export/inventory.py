@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -48,17 +49,16 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
         ExportError: A scheme has no equivalent in stock models.
     """
     body = architecture.stacks(model)[name]
-    groups = {
-        layer: group for group in record.from_config(model.config) for stack, layer in group.places() if stack == name
-    }
+    groups = {group.id: group for group in record.from_config(model.config)}
     layers: list[Layer] = []
     known: dict[nn.Module, Equivalent] = {}
+    attention: Any
     for index, attention in enumerate(architecture.attentions(body)):
-        group = groups.get(index)
-        if group is None:
+        if not surgery.is_patched(attention):
             native = not surgery.native_removed(architecture, body)
             layers.append(Layer(native, Nothing(), f"layer {index} of the {name} (without a scheme)"))
             continue
+        group = groups[attention.posenc_group]
         scheme = surgery.scheme_of(body, attention)
         place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
         if scheme not in known:

@@ -298,12 +298,7 @@ def _see(
     bodies = architecture.stacks(model)
     found: dict[tuple[str, int], Seen] = {}
     encoded: dict[str, Tensor] = {}
-    places = {
-        attention: (stack, index)
-        for stack, body in bodies.items()
-        for index, attention in enumerate(architecture.attentions(body))
-        if surgery.is_patched(attention)
-    }
+    places = {attention: (stack, index) for stack, _, index, attention in surgery.patched_layers(architecture, model)}
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]

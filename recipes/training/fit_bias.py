@@ -160,36 +160,29 @@ def _wanted(
     heads = {} if ids is None else _heads(model, ids, block)
     wanted: dict[AdditiveBias, list[Error]] = {}
     biases: dict[str, Error] = {}
-    for group in record.from_config(model.config):
-        for name, stack in group.stacks.items():
-            body = architecture.stacks(model)[name]
-            for layer in stack.layers:
-                geometry, attention = architecture.geometry(body, layer), architecture.attentions(body)[layer]
-                if geometry.axes > 1:
-                    raise OptionError(
-                        f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} "
-                        "coordinates; only models of text are fitted."
-                    )
-                scheme = surgery.scheme_of(body, attention)
-                if not isinstance(scheme, AdditiveBias):
-                    raise OptionError(
-                        f"fit: {group.scheme} adds no bias of the distance alone. Fit one of {', '.join(additive())}."
-                    )
-                if not any(p.requires_grad for p in scheme.parameters()):
-                    if any(True for _ in scheme.parameters()):
-                        raise OptionError(
-                            f"fit: all parameters of {group.scheme} on layer {layer} of the {name} are frozen. "
-                            "Unfreeze them."
-                        )
-                    raise OptionError(
-                        f"fit: {group.scheme} has no parameters to fit with these options ({scheme.extra_repr()})."
-                    )
-                if attention in heads:
-                    error = _divergence(geometry, block, *heads.pop(attention))
-                else:
-                    # The same for all layers, also if the other scheme draws its start.
-                    error = biases[name] = biases.get(name) or _error(like, geometry, block, options)
-                wanted.setdefault(scheme, []).append(error)
+    groups = {group.id: group.scheme for group in record.from_config(model.config)}
+    for stack, body, layer, attention in surgery.patched_layers(architecture, model):
+        geometry, name = architecture.geometry(body, layer), groups[attention.posenc_group]
+        if geometry.axes > 1:
+            raise OptionError(
+                f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} coordinates; "
+                "only models of text are fitted."
+            )
+        scheme = surgery.scheme_of(body, attention)
+        if not isinstance(scheme, AdditiveBias):
+            raise OptionError(f"fit: {name} adds no bias of the distance alone. Fit one of {', '.join(additive())}.")
+        if not any(p.requires_grad for p in scheme.parameters()):
+            if any(True for _ in scheme.parameters()):
+                raise OptionError(
+                    f"fit: all parameters of {name} on layer {layer} of the {stack} are frozen. Unfreeze them."
+                )
+            raise OptionError(f"fit: {name} has no parameters to fit with these options ({scheme.extra_repr()}).")
+        if attention in heads:
+            error = _divergence(geometry, block, *heads.pop(attention))
+        else:
+            # The same for all layers, also if the other scheme draws its start.
+            error = biases[stack] = biases.get(stack) or _error(like, geometry, block, options)
+        wanted.setdefault(scheme, []).append(error)
     return wanted
 
 
@@ -222,11 +215,10 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
         q, k, _ = module.project_heads(args[0] if args else kwargs["hidden_states"])
         found[module] = q[:, :, rows].float().cpu(), k.float().cpu()
 
-    bodies = of_model(model).stacks(model).values()
-    attentions = [attention for body in bodies for attention in of_model(model).attentions(body)]
-    patched = list(filter(surgery.is_patched, attentions))
+    architecture = of_model(model)
+    patched = [attention for *_, attention in surgery.patched_layers(architecture, model)]
     with hooked(patched, look), evaluating(model), torch.no_grad(), disabled(model):
-        for body in bodies:
+        for body in architecture.stacks(model).values():
             body(input_ids=ids)
     return found
 

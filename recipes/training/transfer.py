@@ -450,17 +450,14 @@ def match(
 def _places(model: PreTrainedModel, architecture: Architecture) -> list[tuple[str, int]]:
     """Return stack and layer of each converted attention; raise if the native encoding does not act in attention."""
     found = []
-    for stack, body in architecture.stacks(model).items():
-        for layer, attention in enumerate(architecture.attentions(body)):
-            if not surgery.is_patched(attention):
-                continue
-            geometry = architecture.geometry(body, layer)
-            if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
-                raise OptionError(
-                    f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does "
-                    "not show what positions do in it. Start without; a handover takes such a model over."
-                )
-            found.append((stack, layer))
+    for stack, body, layer, _ in surgery.patched_layers(architecture, model):
+        geometry = architecture.geometry(body, layer)
+        if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
+            raise OptionError(
+                f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does not "
+                "show what positions do in it. Start without; a handover takes such a model over."
+            )
+        found.append((stack, layer))
     return found
 
 
