@@ -93,8 +93,7 @@ def unpatch(model: Model) -> Model:
         NotPatchedError: The model is not patched.
     """
     refuse_wrapped(model)
-    if not surgery.is_patched(model):
-        raise NotPatchedError(f"unpatch: the {type(model).__name__} is not patched. Nothing was done.")
+    surgery.check_patched("unpatch", model, "Nothing was done.")
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
     with surgery.all_or_nothing(model):

@@ -372,8 +372,7 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
         OptionError: The length is no positive number.
         PositionError: The model has no positions for that many tokens and one more.
     """
-    if not surgery.is_patched(model):
-        raise NotPatchedError(f"explain: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
+    surgery.check_patched("explain", model)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
     architecture = of_model(model)

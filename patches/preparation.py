@@ -264,9 +264,8 @@ def _kept(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> list[G
 # -- wrappers ----------------------------------------------------------------------------------------------------------
 
 
-def refuse_wrapped(model: object) -> None:
-    """Raise if the model is inside a wrapper, which would keep running the unpatched model."""
-    advice = "Patch the plain model first, then wrap it."
+def refuse_wrapped(model: object, advice: str = "Patch the plain model first, then wrap it.") -> None:
+    """Raise, with advice, if the model is inside a wrapper, which would keep running the unpatched model."""
     if not isinstance(model, nn.Module):
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):

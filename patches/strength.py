@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.patches import belonging, record, surgery
@@ -76,11 +76,7 @@ def drop_native(model: PreTrainedModel) -> None:
 
 
 def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
-    if not surgery.is_patched(model):
-        raise NotPatchedError(
-            f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first; of a wrapped model, "
-            "pass the one inside."
-        )
+    surgery.check_patched(caller, model)
     belonging.refuse_part(of_model(model), model)
     return record.from_config(model.config)
 

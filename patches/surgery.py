@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import ArchitectureError, LayerSelectionError
+from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import Group, Strengths
@@ -272,6 +272,14 @@ def restore(target: Any) -> None:
     for name in [name for name in vars(target) if name == "posenc" or name.startswith("posenc_")]:
         delattr(target, name)
     swap_class(target, stock_class(type(target)))
+
+
+def check_patched(
+    caller: str, model: object, advice: str = "Call hf_posenc.patch first; of a wrapped model, pass the one inside."
+) -> None:
+    """Raise `NotPatchedError`, which ends with advice, unless a model is patched."""
+    if not is_patched(model):
+        raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. {advice}")
 
 
 def check_record(architecture: Architecture, model: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
+from hf_posenc.errors import ExportError, WrappedModelError
 from hf_posenc.operands import LARGEST_COUNT, Geometry, is_count
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
@@ -124,11 +124,7 @@ def _check_model(model: object) -> Architecture:
         ) from error
     architecture = of_model(model)
     assert isinstance(model, PreTrainedModel)
-    if not surgery.is_patched(model):
-        raise NotPatchedError(
-            f"export_stock: the {type(model).__name__} is not patched: it is a stock model already. Use "
-            "save_pretrained."
-        )
+    surgery.check_patched("export_stock", model, "It is a stock model already: use save_pretrained.")
     strengths = record.strengths_from_config(model.config)
     if strengths != record.FULL:
         raise ExportError(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.attention import reach
-from hf_posenc.errors import NotPatchedError, WrappedModelError
+from hf_posenc.errors import NotPatchedError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.patches import record, surgery
@@ -232,12 +232,7 @@ def patched(model: Any) -> Iterator[bool]:
         ArchitectureError: It is of no known architecture.
         NotPatchedError: A stock model has an encoding that no scheme reproduces.
     """
-    try:
-        refuse_wrapped(model)
-    except WrappedModelError as error:
-        raise WrappedModelError(
-            f"{str(error).split('. ')[0]}. Draw the plain model: an adapter is merged by model.merge_and_unload()."
-        ) from None
+    refuse_wrapped(model, "Draw the plain model: an adapter is merged by model.merge_and_unload().")
     if surgery.is_patched(model):
         with evaluating(model):
             yield False

@@ -19,7 +19,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.evaluation.predictions import hooked, table_end
 from hf_posenc.recipes.loading import is_masked
-from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, mean_loss, verdict
+from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
@@ -105,7 +105,7 @@ def fit(
             or there are options for `like="native"`.
         ShapeError: `ids` are not windows of known tokens.
     """
-    check_model("fit", model)
+    surgery.check_patched("fit", model)
     if steps < 1 or (length is not None and length < 2):
         raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
     if like == "native" and options:

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import NotPatchedError, ShapeError
+from hf_posenc.errors import ShapeError
 from hf_posenc.patches.patch import evaluating
-from hf_posenc.patches.surgery import is_patched
 
 logger = logging.getLogger(__name__)
-
-
-def check_model(caller: str, model: PreTrainedModel) -> None:
-    """Raise `NotPatchedError` unless a model is patched."""
-    if not is_patched(model):
-        raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. Call hf_posenc.patch first.")
 
 
 def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: int) -> None:

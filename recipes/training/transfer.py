@@ -24,7 +24,7 @@ from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
 from hf_posenc.recipes.training.rates import rates
-from hf_posenc.recipes.training.starts import check_model, check_windows, held_out, kept, verdict
+from hf_posenc.recipes.training.starts import check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 
 Inputs = dict[str, Any]
@@ -392,7 +392,7 @@ def match(
             out of range, or `position_ids` are given for a model without positions.
         ShapeError: `ids` are not windows of at least two known tokens, or `position_ids` has another shape.
     """
-    check_model("match", model)
+    surgery.check_patched("match", model)
     numbers = (steps, batch_size, micro_batch_size or 1)
     if min(numbers) < 1 or any(rate is not None and rate <= 0 for rate in (learning_rate, scheme_learning_rate)):
         raise OptionError(
