@@ -165,6 +165,7 @@ def plan(
     parameters = [p for module in prepared.schemes for p in module.parameters()]
     per_token, per_sequence = _cache_bytes(prepared, model)
     start = describe_start(prepared.schemes, native)
+    bounds = [scheme.start_bound(native_kept=native == "keep") for scheme in prepared.schemes]
     return Plan(
         architecture=prepared.architecture.name,
         scheme=scheme,
@@ -174,7 +175,7 @@ def plan(
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         start=start,
-        start_tolerance=_tolerance(prepared.schemes, native),
+        start_tolerance=None if None in bounds else max(bound for bound in bounds if bound is not None),
         # A skeleton lies nowhere.
         executors=attention.executors(prepared.schemes[0], model.device if model.device.type == "cuda" else None),
         cache_bytes_per_token=per_token,
@@ -284,11 +285,6 @@ def _outermost(module: nn.Module) -> list[Scheme]:
     if isinstance(module, Scheme):
         return [module]
     return [scheme for child in module.children() for scheme in _outermost(child)]
-
-
-def _tolerance(schemes: list[Scheme], native: str) -> float | None:
-    bounds = [scheme.start_bound(native_kept=native == "keep") for scheme in schemes]
-    return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 
 def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:

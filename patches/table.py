@@ -84,8 +84,14 @@ class TableBody(PosencBody):
         return ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
-        table = table_of(self)
-        check_reach(table, context.reach, table.num_embeddings - first_row(table))
+        table, reach = table_of(self), context.reach
+        rows = table.num_embeddings - first_row(table)
+        # A traced graph has no numbers.
+        if reach >= rows and not torch.compiler.is_compiling() and not vars(table).get("posenc_removed"):
+            raise PositionError(
+                f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
+                "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+            )
         call = super().hand_down(call, context)
         return call | {"position_ids": call["position_ids"] + first_row(table)}
 
@@ -136,16 +142,3 @@ def table_of(body: object) -> nn.Embedding:
 def first_row(table: nn.Embedding) -> int:
     """Return the row of the first position: behind the row of padding, if there is one."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
-
-
-def check_reach(table: Any, reach: int, rows: int) -> None:
-    """Raise if a position is beyond a table of so many positions that is in use; a traced graph has no numbers.
-
-    Raises:
-        PositionError: It is.
-    """
-    if reach >= rows and not torch.compiler.is_compiling() and not vars(table).get("posenc_removed"):
-        raise PositionError(
-            f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
-            "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 # Quantile of the normal distribution for 95 %.
@@ -55,7 +56,8 @@ def of_mean_share(values: Tensor) -> Interval:
 def of_exponential(values: Tensor) -> Interval:
     """Return the interval for `exp` of the mean of samples `[n]`: a perplexity from losses in nats."""
     loss = of_mean(values)
-    return Interval(*(_exp(end) for end in (loss.mean, *loss.ends)))
+    # By torch: with that of a diverged model, math.exp would overflow.
+    return Interval(*torch.tensor((loss.mean, *loss.ends), dtype=torch.float64).exp().tolist())
 
 
 def of_share(values: Tensor) -> Interval:
@@ -89,8 +91,3 @@ def _student(freedom: int) -> float:
         (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
     )
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
-
-
-def _exp(loss: float) -> float:
-    # The loss of a diverged model would overflow exp.
-    return math.inf if loss > 700 else math.exp(loss)

@@ -42,7 +42,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (PosencError, OSError) as error:
-            typer.echo(f"hf-posenc: {in_syntax_of(ctx.invoked_subcommand, one_line(error))}", err=True)
+            message = " ".join(str(error).split()) or type(error).__name__
+            typer.echo(f"hf-posenc: {in_syntax_of(ctx.invoked_subcommand, message)}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -67,11 +68,6 @@ def in_syntax_of(command: str | None, message: str) -> str:
 def show(result: Any, *, as_json: bool) -> None:
     """Print a result of `plan`, `verify` or `explain`."""
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else in_syntax_of(None, str(result)))
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 # Width of a terminal, in characters, that is needed for all columns of a table.

@@ -37,10 +37,6 @@ class Stack:
     geometries: list[Geometry]
     layers: list[Layer]
 
-    def is_native(self) -> bool:
-        """Whether the stack computes its own encoding and nothing else."""
-        return all(layer.native and isinstance(layer.added, Nothing) for layer in self.layers)
-
 
 def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
     """Return the positional encodings of the layers of a stack.

@@ -16,6 +16,7 @@ from hf_posenc.patches.directories import OutputError, whole_directory
 from hf_posenc.patches.export.inventory import read_stack
 from hf_posenc.patches.export.restating import Draft, restate
 from hf_posenc.patches.preparation import refuse_wrapped
+from hf_posenc.structures import Nothing
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def stock_twin(
     draft = Draft(model, architecture)
     stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
     _check_options(stacks[0].geometries[0], max_head_dim, max_positions)
-    if max_positions is not None or not all(stack.is_native() for stack in stacks):
+    layers = [layer for stack in stacks for layer in stack.layers]
+    if max_positions is not None or not all(layer.native and isinstance(layer.added, Nothing) for layer in layers):
         restate(draft, stacks, max_head_dim=max_head_dim, max_positions=max_positions)
     before = stacks[0].geometries[0].head_dim
     export = Export(draft.kind.__name__, tuple(draft.changes), draft.head_dim or before, before, draft.positions)

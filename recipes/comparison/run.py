@@ -177,7 +177,7 @@ def _complete(
             left = (time.monotonic() - began) / max(done, 1) * (len(entered) - number)
             estimate = f", about {timedelta(seconds=round(left))} left for all" if done else ""
             console.rule(f"[bold]{each.name}[/bold] ({number + 1} of {len(entered)}{estimate})", align="left")
-        is_new = not run.is_finished(each.folder)
+        is_new = not (each.folder / run.MODEL).is_dir()
         try:
             again = shlex.join(["hf-posenc", "train", str(each.folder / run.RECIPE), "--out", "FOLDER"])
             run.train(each.recipe, each.folder, console=console, command=again)

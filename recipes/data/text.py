@@ -43,8 +43,10 @@ def builtin_text(split: Split) -> str:
 def _split_documents() -> tuple[tuple[str, ...], tuple[str, ...]]:
     train: list[str] = []
     heldout: list[str] = []
-    for name, document in [*_topic_documents(), *_module_documents()]:
-        (heldout if _is_heldout(name) else train).append(document)
+    of_topics = [(f"topic {name}", topics[name].strip()) for name in sorted(topics)]
+    for name, document in [*of_topics, *_module_documents()]:
+        # A checksum, since `hash` differs between processes.
+        (train if zlib.crc32(name.encode()) % 10 else heldout).append(document)
     seen = {_normalised(paragraph) for document in train for paragraph in document.split("\n\n")}
     fresh = (
         "\n\n".join(paragraph for paragraph in document.split("\n\n") if _normalised(paragraph) not in seen)
@@ -53,19 +55,9 @@ def _split_documents() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(train), tuple(document for document in fresh if document.strip())
 
 
-def _is_heldout(name: str) -> bool:
-    # A checksum, since `hash` differs between processes.
-    return zlib.crc32(name.encode()) % 10 == 0
-
-
 def _normalised(paragraph: str) -> str:
     # Quotations may be indented or wrapped differently.
     return " ".join(paragraph.split())
-
-
-def _topic_documents() -> Iterator[tuple[str, str]]:
-    for name in sorted(topics):
-        yield f"topic {name}", topics[name].strip()
 
 
 def _module_documents() -> Iterator[tuple[str, str]]:

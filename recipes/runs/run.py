@@ -172,11 +172,6 @@ def _say(console: Console | None, text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a finished run."""
-    return (folder / RECIPE).is_file() and (folder / MODEL).is_dir()
-
-
 class _Run:
     """Steps of one run."""
 

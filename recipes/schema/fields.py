@@ -149,7 +149,9 @@ def _message(kind: Any, path: Path, errors: list[ErrorDetails]) -> str:
                 if dataclasses.is_dataclass(_hint(kind, (section,)))
                 for entry in _known(kind, (section,))
             ]
-        return f"there is no key {key!r}. {_suggestion(path[-1], known)}"
+        renamed = _ELSEWHERE.get(path[-1])
+        hint = f"It is called {renamed!r} here." if renamed in known else suggest(path[-1], known)
+        return f"there is no key {key!r}. {hint}"
     if first["type"] == "dataclass_type":
         return f"{key or 'the recipe'} is {first['input']!r}; expected keys such as {', '.join(_known(kind, path))}."
     words = list(dict.fromkeys(map(_expected, errors)))
@@ -177,11 +179,6 @@ def _expected(error: ErrorDetails) -> str:
     words = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     limits = {name: f"{value:.10g}" for name, value in error.get("ctx", {}).items() if isinstance(value, (int, float))}
     return words.format(**limits) if error["type"] in _WORDS else words
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    renamed = _ELSEWHERE.get(name)
-    return f"It is called {renamed!r} here." if renamed in known else suggest(name, known)
 
 
 # -- YAML ----------------------------------------------------------------------------------------------------------

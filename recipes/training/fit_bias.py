@@ -127,7 +127,10 @@ def fit(
     # Only of a rotary model is the text read; a model with a table of positions may be unable to.
     reads = ids is not None and like == "native" and any(geometry.inv_freq is not None for geometry in geometries)
     far = length or min(1024, *(geometry.max_positions or 1024 for geometry in geometries))
-    block = _block(min(far, ids.shape[1]) if ids is not None and reads else far)
+    far = min(far, ids.shape[1]) if ids is not None and reads else far
+    # Some queries, evenly over the length, against all keys.
+    rows = torch.arange(1, _ROWS + 1)[None] * (far - 1) // _ROWS
+    block = Block(Positions(rows, torch.arange(far)[None]), reach=far - 1)
     # Check all schemes before changing one.
     found = _wanted(model, like, ids if reads else None, block, options)
     sums = torch.zeros(3, dtype=torch.float64)
@@ -197,12 +200,6 @@ def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tenso
 def additive() -> list[str]:
     """Return the names of the additive schemes."""
     return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
-
-
-def _block(length: int) -> Block:
-    """Return some queries, evenly over a length, against all keys."""
-    rows = torch.arange(1, _ROWS + 1)[None] * (length - 1) // _ROWS
-    return Block(Positions(rows, torch.arange(length)[None]), reach=length - 1)
 
 
 def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module, tuple[Tensor, Tensor]]:
