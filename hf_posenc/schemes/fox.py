@@ -164,10 +164,9 @@ class FoX(Scheme):
         return torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
 
     def added(self) -> Bias | None:
-        return KeyBias(self._bias, self._key_bias) if self.geometry.causal else Bias(self._bias)
-
-    def _key_bias(self, state: Mapping[str, Tensor]) -> Tensor:
-        return -state[_SUMS].transpose(1, 2)
+        if not self.geometry.causal:
+            return Bias(self._bias)
+        return KeyBias(self._bias, lambda state: -state[_SUMS].transpose(1, 2))
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return False

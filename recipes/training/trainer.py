@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
-from transformers.integrations import is_tensorboard_available, is_trackio_available, is_wandb_available
+from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping, content_generator, cut, draw_length
@@ -80,9 +80,8 @@ def adaptation_trainer(
 
 def check_loggers(loggers: Sequence[str]) -> None:
     """Raise `RecipeError` if a logger is not installed; the trainer would raise only after the data is prepared."""
-    known = {"tensorboard": is_tensorboard_available, "trackio": is_trackio_available, "wandb": is_wandb_available}
     for name in loggers:
-        if not known[name]():
+        if name not in get_available_reporting_integrations():
             raise RecipeError(
                 f"saving.loggers has {name!r}, which is not installed. Run pip install {name}, or leave it out."
             )
