@@ -394,6 +394,8 @@ class Adaptation:
             knows the trained positions only.
         symmetric: Whether an encoder cannot tell its two directions apart.
         encoder: Options for encoders.
+        rate: Factor of the learning rate of the scheme's weights in an attention transfer. Numbers that are added to
+            logits have far to go; weights that read hidden states have not.
     """
 
     native: Literal["remove", "keep", "handover"] = "remove"
@@ -404,3 +406,4 @@ class Adaptation:
     reach: int = 1
     symmetric: bool = False
     encoder: Mapping[str, Any] = field(default_factory=dict)
+    rate: float = 1.0

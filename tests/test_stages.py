@@ -24,7 +24,7 @@ from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.rates import rates
+from hf_posenc.recipes.training.rates import Stage, rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 SMALL = (
@@ -234,6 +234,19 @@ def test_rates_fall_with_size() -> None:
     for stage in ("transfer", "training", "lengthen"):
         assert rates(small, stage).model > 1.5 * rates(large, stage).model
         assert rates(large, stage).scheme > rates(large, stage).model
+
+
+def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
+    def scheme_rate(stage: Stage, *converted: tuple[str, list[int]]) -> float:
+        model = stock("llama")
+        for name, layers in converted:
+            hf_posenc.patch(model, name, layers=layers)
+        # Sizes differ a little.
+        return round(rates(model, stage).scheme / rates(model, stage).model)
+
+    table, gates = ("t5", [0, 1]), ("fox", [2, 3])
+    assert [scheme_rate("transfer", *some) for some in ([table], [gates], [table, gates])] == [40, 5, 5]
+    assert scheme_rate("training", table) == 5
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:

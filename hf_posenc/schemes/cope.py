@@ -48,7 +48,7 @@ class CoPE(Scheme):
     """
 
     neutral_options = {}
-    adaptation = Adaptation(native="keep", elsewhere="keep")
+    adaptation = Adaptation(native="keep", elsewhere="keep", rate=4)
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class FIRE(AdditiveBias):
 
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(
-        fit="native", elsewhere="handover", windows={"threshold": 0.5}, reach=8, encoder={"directed": True}
+        fit="native", elsewhere="handover", windows={"threshold": 0.5}, reach=8, encoder={"directed": True}, rate=8
     )
     init_L: Tensor
     _shared = False

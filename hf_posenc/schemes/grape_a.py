@@ -12,7 +12,7 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
-from hf_posenc.structures import Bias, Equivalent, Nothing, Numbers, Picture
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Nothing, Numbers, Picture
 
 # The slope of the penalty of each key, `[B, S, H]`.
 _RATES = "penalty_rates"
@@ -41,6 +41,7 @@ class GRAPEA(Scheme):
     """
 
     neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+    adaptation = Adaptation(rate=8)
 
     def __init__(self, geometry: Geometry, *, gate: bool = False) -> None:
         super().__init__(geometry)

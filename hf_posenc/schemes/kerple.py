@@ -38,7 +38,12 @@ class KERPLE(DistanceBias):
     """
 
     adaptation = Adaptation(
-        fit="native", options={"shared": False}, elsewhere="handover", symmetric=True, encoder={"directed": True}
+        fit="native",
+        options={"shared": False},
+        elsewhere="handover",
+        symmetric=True,
+        encoder={"directed": True},
+        rate=8,
     )
 
     portrait = Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"}))

@@ -36,7 +36,7 @@ class Shaw(Scheme):
     """
 
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1})
+    adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1}, rate=8)
 
     portrait = Portrait(span=40)
 

@@ -30,7 +30,7 @@ class T5Bias(DistanceBias):
 
     reproduces = "t5"
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover")
+    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
 
     portrait = Portrait(heads=3, span=512, log=True)
 

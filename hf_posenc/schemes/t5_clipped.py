@@ -33,7 +33,7 @@ class T5Clipped(GridBias):
 
     reproduces = "t5"
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover")
+    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
 
     portrait = Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48)
 

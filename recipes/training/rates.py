@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from hf_posenc.recipes.schema.recipe import Training
+from hf_posenc.scheme import Scheme
 
 # "fit" is a transfer that trains the scheme alone.
 Stage = Literal["fit", "transfer", "training", "lengthen"]
@@ -40,6 +41,8 @@ _RATES: dict[Stage, tuple[Rates, float]] = {
 def rates(model: nn.Module, stage: Stage) -> Rates:
     """Return the default learning rates of a stage for a model: a power of its number of parameters.
 
+    While attention alone is fitted, schemes have a factor of their own, `Adaptation.rate`.
+
     Args:
         model: Model, with all its weights.
         stage: Stage of the adaptation.
@@ -47,7 +50,9 @@ def rates(model: nn.Module, stage: Stage) -> Rates:
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
     factor = min(1.0, (_SIZE / max(1, size)) ** power)
-    return Rates(*(rate * factor for rate in found))
+    of_attention = stage in ("fit", "transfer")
+    own = [module.adaptation.rate for module in model.modules() if isinstance(module, Scheme)] if of_attention else []
+    return Rates(found.model * factor, found.scheme * factor * min(own, default=1.0))
 
 
 def with_rates(training: Training, model: nn.Module, stage: Stage = "training") -> Training:
