@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import build_pages as script
 import numpy
@@ -49,18 +48,11 @@ def test_a_page_is_complete(name: str) -> None:
 def test_facts_and_portrait_are_those_of_the_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    first, second = portrait(name), portrait(name)
+    drawn = portrait(name)
     assert torch.equal(torch.get_rng_state(), before)
-    for one, other in zip(first.axes, second.axes, strict=True):
-        for a, b in zip([*one.lines, *one.images], [*other.lines, *other.images], strict=True):
-            numpy.testing.assert_array_equal(_values(a), _values(b))
-    _has_labelled_axes(name, first)
-    monkeypatch.setattr(script, "portrait", lambda name: first)
+    _has_labelled_axes(name, drawn)
+    monkeypatch.setattr(script, "portrait", lambda name: drawn)
     assert _text(name) == script.current(PAGES / f"{name}.md"), "run python docs/build_pages.py"
-
-
-def _values(drawn: Any) -> numpy.ndarray:
-    return numpy.asarray(drawn.get_ydata() if hasattr(drawn, "get_ydata") else drawn.get_array())
 
 
 def _has_labelled_axes(name: str, figure: Figure) -> None:
