@@ -187,7 +187,11 @@ def whole_directory(
 def _temporary(folder: Path, final: Path) -> Iterator[Path]:
     """Make a directory for a while; errors about its files name the final one."""
     try:
-        folder.mkdir()
+        with storing(final):
+            folder.mkdir()
+    except OSError as error:
+        raise OutputError(f"{final} cannot be written: {error.strerror or error}. Choose another folder.") from error
+    try:
         yield folder
     except StorageError as error:
         raise StorageError(str(error).replace(str(folder), str(final))) from error

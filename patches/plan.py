@@ -352,7 +352,7 @@ def _check_enabled(call: str, architecture: Architecture, model: Any) -> None:
         raise NotPatchedError(f"{call}: the patch is disabled. Call it outside of hf_posenc.disabled.")
 
 
-def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
+def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation:
     """Say which executor computes the attention of each patched layer, by running the model once.
 
     The choice depends on the scheme, the length, the device, the dtype and the attention implementation of the model;
@@ -361,7 +361,7 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
 
     Args:
         model: A patched model.
-        length: Tokens of the sequence to run. Images have their own length.
+        length: Tokens of the sequence to run; `None` is 256, or fewer if the model states less. Images have their own.
 
     Raises:
         NotPatchedError: The model is not patched, or the patch is disabled.
@@ -369,9 +369,12 @@ def explain(model: PreTrainedModel, *, length: int = 256) -> Explanation:
         PositionError: The model has no positions for that many tokens and one more.
     """
     surgery.check_patched("explain", model)
+    architecture = of_model(model)
+    if length is None:
+        # One more token is run, too.
+        length = max(1, min(256, (architecture.trained_length(model.config) or 257) - 1))
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
-    architecture = of_model(model)
     _check_enabled("explain", architecture, model)
     names = {group.id: group.scheme for group in record.from_config(model.config)}
     layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.patched_layers(architecture, model)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hf_posenc.errors import OptionError, UnknownSchemeError
 
@@ -118,7 +118,7 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
     A new rope type leaves only base and rotated share of the old one.
 
     Raises:
-        OptionError: The model has no rotary encoding, or transformers refuses the parameters.
+        OptionError: The model has no rotary encoding, or a parameter is refused by transformers or has no effect.
     """
     config: Any = model.config
     before: dict[str, Any] | None = copy.deepcopy(getattr(config, "rope_parameters", None))
@@ -128,7 +128,18 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
     own = _parameters(config, kind)
     left = own if "rope_type" not in changes else {key: own[key] for key in _OF_ANY_TYPE if own.get(key) is not None}
     new = {**left, **changes}
+    rope_type = new.get("rope_type", "default")
+    # transformers ignores others.
+    known = {*own, "rope_type", *(_OF_ANY_TYPE if rope_type == "default" else RopeParameters.__annotations__)}
+    if unknown := changes.keys() - known:
+        raise OptionError(
+            f"The rope parameters {', '.join(sorted(unknown))} do nothing with rope_type {rope_type!r}. Give another "
+            f"rope_type, or some of {', '.join(sorted(known))}."
+        )
     _rebuild(model, {**before, kind: new} if kind else new)
+    if not all(each.isfinite().all() for name, each in model.named_buffers() if name.endswith("inv_freq")):
+        _rebuild(model, before)
+        raise OptionError(f"The rope parameters {new} give angles that are no numbers. Give others.")
     return before
 
 

@@ -477,6 +477,8 @@ BAD = {
     "truncated, converted": ("verify {cut}", ["truncated or damaged"]),
     "out exists": ("convert {llama} fire {converted}", ["exists and is not empty"]),
     "out is a file": ("convert {llama} fire {llama}/config.json", ["is a file"]),
+    # Its temporary name is longer than names may be.
+    "out that cannot be made": ("convert {llama} fire {empty}/" + 250 * "x", ["xxx cannot be written: "]),
     "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
     "unknown recipe": ("recipes show lama-fire", ["'lama-fire'", "Did you mean 'llama-fire'?"]),

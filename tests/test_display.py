@@ -19,6 +19,7 @@ import hf_posenc
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress, counting
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
+from hf_posenc.recipes.training.stages import Stage
 
 FACTS = Facts(
     model="tiny-llama",
@@ -72,6 +73,32 @@ def shown(facts: Facts) -> str:
 
 def test_header() -> None:
     assert shown(FACTS) == HEADER
+    once = dataclasses.replace(FACTS, steps=1, batch_size=1)
+    assert "(1 step x 1 window x 128 tokens)" in shown(once)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("training", [], "training: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
+        (
+            "training",
+            ["adapter.kind=scheme", "conversion.native=keep"],
+            "training: 5 steps x 1 window, rate 0.2 (scheme)",
+        ),
+        ("transfer", ["transfer.steps=5"], "attention transfer: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
+        (
+            "transfer",
+            ["transfer.steps=5", "projections=false"],
+            "attention transfer: 5 steps x 1 window, rate 0.2 (scheme)",
+        ),
+    ],
+)
+def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], said: str) -> None:
+    recipe = Recipe.read(
+        "swap", ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2", *keys]
+    )
+    assert Stage(name, recipe, 0).words(has_new=True) == said
 
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:

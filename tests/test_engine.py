@@ -552,6 +552,13 @@ def test_explain_names_the_executor_of_each_layer() -> None:
     assert {x.sequence for x in hf_posenc.explain(model, length=64).layers} == {"dense"}
 
 
+def test_explain_runs_no_more_tokens_than_a_table_has() -> None:
+    model = models.stock("gpt2")
+    places = model.config.n_positions
+    hf_posenc.patch(model, "alibi", native="keep")
+    assert hf_posenc.explain(model).length == min(256, places - 1)
+
+
 def test_explain_refuses_what_is_not_patched() -> None:
     model = models.stock("llama")
     with pytest.raises(NotPatchedError, match=r"explain: .*is not patched\. Call hf_posenc\.patch first"):

@@ -13,7 +13,7 @@ from models import DIRECTORIES, stock
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, ModernBertConfig, PreTrainedConfig
 
 import hf_posenc
-from hf_posenc import RecipeError, UnknownSchemeError
+from hf_posenc import OptionError, RecipeError, UnknownSchemeError
 from hf_posenc.patches.plan import skeleton
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import goals, library, memory
@@ -206,6 +206,20 @@ def test_rope_parameters_change_a_model_as_its_config_would(way: str) -> None:
     with native_rope(model, original):
         assert torch.equal(model(ids).logits, before)
     assert torch.equal(model(ids).logits, changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nosuch": 1}, "nosuch do nothing with rope_type 'default'"),
+        ({"factor": 4.0}, "factor do nothing with rope_type 'default'.*another rope_type"),
+        ({"rope_type": "linear", "factor": 4.0, "nosuch": 1}, "nosuch do nothing with rope_type 'linear'"),
+        ({"rope_theta": 0.0}, "angles that are no numbers"),
+    ],
+)
+def test_rope_parameters_without_effect_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        set_rope(stock("llama"), changes)
 
 
 def test_an_extended_model_is_a_stock_one_that_says_its_length(tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "tab in a value": ("", ["model=\tx: y\n\t- z"], ["is not a recipe's YAML"]),
     "unknown key in an override": ("", ["training.stpes=5"], ["'training.stpes=5': there is no key", "'steps'"]),
     "unknown section in an override": ("", ["trainig.steps=5"], ["'trainig.steps=5'", "no key 'trainig'"]),
+    "unknown key of a key": ("", ["options.stpes=5"], ["has no option 'stpes'"]),
     "renamed key in an override": ("", ["training.lr=5"], ["called 'learning_rate' here"]),
     "wrong value in an override": ("", ["training.steps=0"], ["'training.steps=0': training.steps is 0"]),
     "section as a value": ("", ["training=[5]"], ["'training=[5]': training.steps is [5]"]),

@@ -35,7 +35,8 @@ def measured(native: float, after: float, *, far: float = 3.0, noise: float = 0.
     ("after", "noise", "grade", "is_bad", "said"),
     [
         (1.95, 0.001, "better", False, "Fire is significantly better than the native model: at 128 tokens"),
-        (2.0, 0.1, "as good", False, "Fire is as good as the native model"),
+        (2.0, 0.1, "as good", False, "Fire is as good as the native model: at"),
+        (2.0, 1.0, "as good", False, "Fire is as good as the native model, as far as 8 windows can tell: at"),
         (2.05, 0.001, "worse", False, "Fire is significantly worse"),
         (2.5, 0.001, "worse", True, "not ready for use. Train it longer (steps=800), or with the native"),
         # Too few windows to be sure do not make a bad model a good one.

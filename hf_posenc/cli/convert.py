@@ -208,7 +208,9 @@ def verify(
 @app.command()
 def explain(
     directory: Converted,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the sequence to run.")] = 256,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the sequence to run: by default 256 or fewer.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which executor computes the attention of each layer of a converted checkpoint."""

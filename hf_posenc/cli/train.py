@@ -226,6 +226,7 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc.recipes import loading, memory
     from hf_posenc.recipes.data.windows import load_data
     from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.reports import counted
     from hf_posenc.recipes.schema import suitability
     from hf_posenc.recipes.training.stages import stages
 
@@ -249,8 +250,8 @@ def _plan(recipe: Recipe) -> str:
     for stage in stages(recipe, model):
         settings, name = stage.recipe.training, stage.title
         windows, tokens = settings.batch_size, settings.length or length
-        count = f"{windows:,} windows of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
-        lines.append(f"{f'{name}:':<20} {settings.steps:,} steps of {count}")
+        count = f"{counted(windows, 'window')} of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
+        lines.append(f"{f'{name}:':<20} {counted(settings.steps, 'step')} of {count}")
     lines.append(f"{'text:':<20} {recipe.data.source}")
     if training.skip_to is not None:
         lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")

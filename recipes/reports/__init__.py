@@ -24,6 +24,11 @@ _WIDTH = 100
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class Cell(NamedTuple):
     """A graded cell of a table: `"good"`, `"fair"` or `"poor"` is a colour in HTML and a word in Markdown."""
 

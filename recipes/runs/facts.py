@@ -18,7 +18,7 @@ from hf_posenc.errors import restated
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import Plan
-from hf_posenc.recipes.reports import versions
+from hf_posenc.recipes.reports import counted, versions
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
 from hf_posenc.recipes.training.stages import Stage
 
@@ -225,7 +225,7 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
+    return f"{device.type.upper()} with {counted(threads, 'thread')}"
 
 
 def _teacher(wanted: Distillation) -> str | None:
@@ -261,7 +261,7 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
     came_with = ", ".join(facts.came_with)
     as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
-    converted = " and ".join(f"{count} {name} layer{'s' * (count > 1)}" for name, count in facts.layers.items())
+    converted = " and ".join(counted(count, f"{name} layer") for name, count in facts.layers.items())
     yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
     options = {
         name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
@@ -273,7 +273,7 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "native", f"{facts.native}: {facts.fate}"
     yield "start", facts.start
     yield "trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"
-    steps = f"{facts.steps:,} steps x {facts.batch_size:,} windows x {facts.length:,} tokens"
+    steps = f"{counted(facts.steps, 'step')} x {counted(facts.batch_size, 'window')} x {facts.length:,} tokens"
     yield "tokens", f"{facts.tokens:,} ({steps}{' and the other stages' * bool(facts.other_tokens)})"
     yield from (("stage", words) for words in facts.stages)
     epochs = ""

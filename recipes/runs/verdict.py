@@ -2,7 +2,8 @@
 
 1. The trained model is compared with the native one, or with the control (the same training without a scheme) if there
    is one, at the measured length nearest the trained length, paired by window.
-2. It is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise.
+2. It is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise. If the
+   interval goes beyond `HOLDS`, that is said to be all that so few windows can tell.
 3. It is bad if its perplexity is above `HOLDS` times the other's, or no number.
 4. A run that was measured at shorter texts only than it is for says so.
 5. If it is worse at a shorter length and not at this one, it says so: a config may state more than a model was trained
@@ -72,6 +73,8 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     )
     words = "as good as" if grade == "as good" else f"{'significantly ' * is_sure}{grade} than"
     first = f"{facts.encoding or 'the trained model'} is {words} {other}"
+    if grade == "as good" and ratio.high > HOLDS:
+        first += f", as far as {after.samples.shape[-1]} windows can tell"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its perplexity is {RATIO.say(ratio)} of that one's"
     sentences = (

@@ -175,7 +175,7 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
     if scheme is not None and not any(parameter.requires_grad for parameter in scheme.parameters()):
         without = f"{name} has no weights with these options"
         if conversion.fit is not None:
-            yield f"conversion.fit is {conversion.fit!r}, but {without}. Leave fit out, or choose other options."
+            yield f"conversion.fit is {conversion.fit!r}, but {without}. Set conversion.fit to null, or other options."
         if recipe.adapter.kind == "scheme":
             yield (
                 f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."

@@ -100,8 +100,8 @@ def override(kind: type[Any], content: dict[str, Any], pairs: Sequence[str]) -> 
         if not (equals and all(path)):
             raise RecipeError(f"{pair!r}: expected KEY=VALUE, for instance training.steps=500.")
         value = parse(text, repr(pair))
-        if len(path) == 1:
-            path = _whole_path(kind, path[0], value)
+        if len(path) == 1 or path[0] not in _known(kind, ()):
+            path = (*_whole_path(kind, path[0], value), *path[1:])
         if any(path[: len(other)] == other[: len(path)] for other in given):
             raise RecipeError(f"{pair!r}: {'.'.join(path)} is given twice. Give each key once.")
         given[path] = pair
@@ -149,6 +149,7 @@ def _message(kind: Any, path: Path, errors: list[ErrorDetails]) -> str:
                 if dataclasses.is_dataclass(_hint(kind, (section,)))
                 for entry in _known(kind, (section,))
             ]
+            known = list(dict.fromkeys(known))
         renamed = _ELSEWHERE.get(path[-1])
         hint = f"It is called {renamed!r} here." if renamed in known else suggest(path[-1], known)
         return f"there is no key {key!r}. {hint}"

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import nn
 
+from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe
 from hf_posenc.recipes.training.rates import with_rates
 
@@ -44,9 +45,12 @@ class Stage:
     def words(self, *, has_new: bool) -> str:
         """Return the settings in words; without new weights, their rate is left out."""
         training = self.recipe.training
-        size = f"{training.steps:,} steps x {training.batch_size:,} windows"
+        size = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')}"
         rates = f"rate {training.learning_rate:.2g}"
-        if has_new:
+        is_fit = self.name == "transfer" and not self.recipe.transfer.projections
+        if is_fit or self.recipe.adapter.kind == "scheme":  # nothing of the model is trained
+            rates = f"rate {training.scheme_learning_rate:.2g} (scheme)"
+        elif has_new:
             rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
         return f"{self.title}: {size}, {rates}"
 

@@ -454,8 +454,9 @@ def _places(model: PreTrainedModel, architecture: Architecture) -> list[tuple[st
         geometry = architecture.geometry(body, layer)
         if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
             raise OptionError(
-                f"match: the {type(model).__name__} adds its own encoding to what it reads, so its attention does not "
-                "show what positions do in it. Start without; a handover takes such a model over."
+                f"The {type(model).__name__} adds its own encoding to what it reads, so its attention does not show "
+                "what positions do in it, and cannot be matched layer by layer. Convert it without that, or in a run "
+                "with conversion.native: handover."
             )
         found.append((stack, layer))
     return found
