@@ -94,24 +94,6 @@ def test_the_base_is_that_of_the_official_code(case: str) -> None:
         near("slopes", -slopes[0, :, 1, 0], VALUES["alibi.param.slopes"], ATOL[torch.float64])
 
 
-def test_float32_of_the_official_code() -> None:
-    scheme, places = official("fire", torch.float32), torch.arange(11)
-    q, k = VALUES["q"].float(), VALUES["k"].float()
-    got = logits_of(scheme, q @ k.mT / math.sqrt(8), places, places)
-    near("float32", got[..., SEEN], VALUES["fire.official_f32.logits"][..., SEEN], STATED["official_f32"])
-
-
-def test_fire_is_a_leaky_one_here_only() -> None:
-    """With ReLU, the base of the golden would be another function."""
-    inside, places = official("fire", torch.float64).base_bias, torch.arange(11)
-    alone = build("fire", geometry()).double()
-    alone.load_state_dict(inside.state_dict())
-    block = Block(Positions(places[None], places[None]), reach=10)
-    leaky, plain = (scheme.bias(block, torch.float64)[0] for scheme in (inside, alone))
-    assert (leaky - plain)[:, SEEN].abs().max() > 1e-4
-    near("B", leaky[:, SEEN], VALUES["fire.B"][:, SEEN], ATOL[torch.float64])
-
-
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 @every_choice
 def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
@@ -146,19 +128,6 @@ def test_a_mask_in_one_head_does_not_reach_the_others(options: dict[str, str]) -
         assert (got[:, 1] - plain[:, 1]).abs().max() > 1e-3
 
 
-@every_choice
-def test_heads_are_mixed(options: dict[str, str]) -> None:
-    scheme = moved(build("cape", geometry(), **options), 0.3).double()
-    places = torch.arange(5)
-    given = randn(1, 4, 5, 5).requires_grad_()
-    got = logits_of(scheme, given, places, places)
-    for head in range(4):
-        (gradient,) = torch.autograd.grad(got[0, head, 3, 1], given, retain_graph=True)
-        assert (gradient[0, :, 3, 1] != 0).all()
-        gradient[0, :, 3, 1] = 0
-        assert not gradient.any()
-
-
 def test_far_distances_enter_the_network_in_float32() -> None:
     # ALiBi at distance 4,095, slope 1/4: no bfloat16 number.
     scheme = moved(build("cape", geometry(), base="alibi"), 0.3)
@@ -170,17 +139,6 @@ def test_far_distances_enter_the_network_in_float32() -> None:
             got = logits_of(scheme, given, query, key)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
     assert torch.equal(logits_of(scheme.to(torch.bfloat16), given, query, key), got)
-
-
-@every_choice
-def test_parameters_are_named_as_in_the_official_code(options: dict[str, str]) -> None:
-    scheme = build("cape", geometry(), mlp_width=7, **options)
-    shapes = {name: tuple(value.shape) for name, value in scheme.named_parameters() if name.startswith("mlp2.")}
-    width = 8 if options["form"] == "concat_residual" and options["base"] != "nope" else 4
-    assert shapes == {"mlp2.0.weight": (7, width), "mlp2.0.bias": (7,), "mlp2.2.weight": (4, 7), "mlp2.2.bias": (4,)}
-    own = {name for name, _ in scheme.named_parameters() if not name.startswith("mlp2.")}
-    bare = build(options["base"], geometry(), **({"shared": False} if options["base"] != "nope" else {}))
-    assert own == {f"base_bias.{name}" for name, _ in bare.named_parameters()}
 
 
 def test_a_bag_of_words_is_warned_of() -> None:
