@@ -341,7 +341,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             "Position 8 is beyond the learned table of 8 ... larger num_positions"),
         (gpt2_keeping, run(torch.zeros(1, 129, dtype=torch.long)),
             "Position 128 is beyond the model's own table of 128 positions ... native='remove'"),
-        (gpt2_keeping, hf_posenc.explain, "length=256 and one more token ... pass a smaller length"),
+        (gpt2_keeping, lambda m: hf_posenc.explain(m, length=256),
+            "length=256 and one more token ... pass a smaller length"),
     ],
     errors.CacheError: [
         (alibi, go_on_disabled, "tokens of the patched model, and the patch is disabled ... empty cache"),
@@ -510,7 +511,7 @@ def test_patch_that_fails_after_the_first_stack_is_taken_back(monkeypatch: pytes
         patch(model, "fire")
 
 
-STEPS_OF_UNPATCH = [("release", 1), ("drop_shared", 1), ("settle_native", 1), ("restore", 2), ("restore", 5)]
+STEPS_OF_UNPATCH = [("drop_shared", 1), ("settle_native", 1), ("restore", 2), ("restore", 5)]
 PATCHED = {"fire": patched(llama, "fire"), "learned": patched(gpt2, "learned"), "fire_s": patched(t5, "fire_s")}
 
 

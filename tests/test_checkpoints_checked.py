@@ -201,9 +201,7 @@ CONVERSIONS: dict[str, Callable[[], Any]] = {
     "llama, hybrid": lambda: hf_posenc.patch(
         converted("llama", "kerple", moved=True, layers=[0]), "alibi", layers=[1, 2]
     ),
-    "llama, stick_breaking": lambda: converted("llama", "stick_breaking", moved=True),
     "llama, strengths": lambda: faded(converted("llama", "alibi", moved=True, native="keep")),
-    "gpt2, sinusoidal": lambda: converted("gpt2", "sinusoidal", moved=True),
     "t5, kerple": lambda: converted("t5", "kerple", moved=True),
     "vit, rope2d": lambda: converted("vit", "rope2d", moved=True),
 }

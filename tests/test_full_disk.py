@@ -27,6 +27,8 @@ from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.schema.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 resource = pytest.importorskip("resource", reason="Windows has no limit on files")
 
 RECIPE = """

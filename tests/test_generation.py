@@ -21,6 +21,8 @@ from hf_posenc.recipes.evaluation.generation import TASKS, compared
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:

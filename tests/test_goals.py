@@ -21,6 +21,8 @@ from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, Any] = {
     **{name: AutoConfig.from_pretrained(folder) for name, folder in DIRECTORIES.items()},

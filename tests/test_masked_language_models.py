@@ -33,6 +33,8 @@ from hf_posenc.recipes.schema.recipe import Data, Recipe
 from hf_posenc.recipes.schema.suitability import lengths
 from hf_posenc.recipes.training import distillation
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
 

@@ -25,6 +25,8 @@ from hf_posenc.recipes.training import transfer as matching
 from hf_posenc.recipes.training.transfer import match
 from hf_posenc.scheme import Scheme
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 
 def patched(architecture: str, name: str, **options: Any) -> Any:
     return hf_posenc.patch(stock(architecture), name, **stacks_for(architecture, name), **options)

@@ -254,8 +254,7 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
     change: str, message: str, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("tensorboard", "trackio", "wandb"):
-        monkeypatch.setattr(adapt, f"is_{name}_available", lambda: False)
+    monkeypatch.setattr(adapt, "get_available_reporting_integrations", list)
     monkeypatch.setattr(run.processes(), "num_processes", 2)
     with pytest.raises(RecipeError, match=message):
         run.train(read(change), tmp_path / "out")

@@ -27,6 +27,8 @@ from hf_posenc.recipes.training.layers import layer_costs
 from hf_posenc.recipes.training.rates import Stage, rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 SMALL = (
     *("conversion.fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
     *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),

@@ -11,6 +11,7 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,9 +49,15 @@ class Table:
 
 def render(template: str, kind: Literal["markdown", "html"] = "markdown", **values: Any) -> str:
     """Return a report as text, from the variables of its template; HTML needs the `folder` of the pictures."""
+    text = _environment(kind == "html").get_template(f"{template}.jinja").render(kind=kind, **values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+@cache
+def _environment(html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=kind == "html",
+        autoescape=html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -62,8 +69,7 @@ def render(template: str, kind: Literal["markdown", "html"] = "markdown", **valu
         "flow": lambda text: type(text)(" ").join(text.split()),
         "thousands": lambda number: f"{number:,}",
     }
-    text = environment.get_template(f"{template}.jinja").render(kind=kind, **values)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return environment
 
 
 def _markdown(table: Table) -> str:
