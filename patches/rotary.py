@@ -115,7 +115,7 @@ def rescaled(config: Any, way: str, factor: float, length: int) -> dict[str, Any
 def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Change the rope parameters of a stock model in place, in layers that read the whole text; return all it had.
 
-    A new rope type leaves only base and rotated share of the old one.
+    A new rope type leaves only base and rotated share of the old one. A model whose change is refused stays as it was.
 
     Raises:
         OptionError: The model has no rotary encoding, or a parameter is refused by transformers or has no effect.
@@ -129,17 +129,20 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
     left = own if "rope_type" not in changes else {key: own[key] for key in _OF_ANY_TYPE if own.get(key) is not None}
     new = {**left, **changes}
     rope_type = new.get("rope_type", "default")
-    # transformers ignores others.
+    # transformers ignores all others.
     known = {*own, "rope_type", *(_OF_ANY_TYPE if rope_type == "default" else RopeParameters.__annotations__)}
     if unknown := changes.keys() - known:
         raise OptionError(
             f"The rope parameters {', '.join(sorted(unknown))} do nothing with rope_type {rope_type!r}. Give another "
             f"rope_type, or some of {', '.join(sorted(known))}."
         )
-    _rebuild(model, {**before, kind: new} if kind else new)
-    if not all(each.isfinite().all() for name, each in model.named_buffers() if name.endswith("inv_freq")):
+    try:
+        _rebuild(model, {**before, kind: new} if kind else new)
+        if not all(each.isfinite().all() for name, each in model.named_buffers() if name.endswith("inv_freq")):
+            raise OptionError(f"The rope parameters {new} give angles that are no numbers. Give others.")
+    except OptionError:
         _rebuild(model, before)
-        raise OptionError(f"The rope parameters {new} give angles that are no numbers. Give others.")
+        raise
     return before
 
 

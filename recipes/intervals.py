@@ -56,7 +56,7 @@ def of_mean_share(values: Tensor) -> Interval:
 def of_exponential(values: Tensor) -> Interval:
     """Return the interval for `exp` of the mean of samples `[n]`: a perplexity from losses in nats."""
     loss = of_mean(values)
-    # By torch: with that of a diverged model, math.exp would overflow.
+    # With the loss of a diverged model, math.exp would overflow; torch returns infinity.
     return Interval(*torch.tensor((loss.mean, *loss.ends), dtype=torch.float64).exp().tolist())
 
 

@@ -217,11 +217,16 @@ def test_rope_parameters_change_a_model_as_its_config_would(way: str) -> None:
         ({"factor": 4.0}, "factor do nothing with rope_type 'default'.*another rope_type"),
         ({"rope_type": "linear", "factor": 4.0, "nosuch": 1}, "nosuch do nothing with rope_type 'linear'"),
         ({"rope_theta": 0.0}, "angles that are no numbers"),
+        ({"rope_type": "linear"}, "are refused by transformers"),
     ],
 )
-def test_rope_parameters_without_effect_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_rope_parameters_are_refused_and_nothing_changes(changes: dict[str, Any], said: str) -> None:
+    model = stock("llama")
+    before, angles = model.config.to_json_string(), model.model.rotary_emb.inv_freq.clone()
     with pytest.raises(OptionError, match=said):
-        set_rope(stock("llama"), changes)
+        set_rope(model, changes)
+    assert model.config.to_json_string() == before
+    assert torch.equal(model.model.rotary_emb.inv_freq, angles)
 
 
 def test_an_extended_model_is_a_stock_one_that_says_its_length(tmp_path: Path) -> None:

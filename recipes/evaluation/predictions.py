@@ -115,7 +115,7 @@ def table_end(model: nn.Module) -> int | None:
 def hooked(
     modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Call functions before and after the forward of modules, for a while; the first gets keywords, too."""
+    """Call `before` and `after` around the forward of modules in this context; `before` gets its keywords, too."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
