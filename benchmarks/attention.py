@@ -6,12 +6,11 @@
     python benchmarks/attention.py peers --output benchmarks/results/attention_peers
     python benchmarks/attention.py op --device cuda
 
-`op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is
-1; next to the schemes stand the same with a float mask S x S, what a user writes today for a custom bias, the
-textbook form ("eager"), and three
-yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own rotation; and the
-    kernel under torch's
-attention with a bias that costs nothing to make and learns nothing, a view of a table.
+`op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1.
+Next to the schemes stand the same with a float mask S x S, which a user writes today for a custom bias, the textbook
+form ("eager"), and three yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own
+rotation; and the kernel under torch's attention with a bias that costs nothing to make and learns nothing, a view of a
+table.
 `model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock
 model. `peers` is `op` for schemes that other packages have, and what these take (x-transformers where it is
 installed).
