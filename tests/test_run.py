@@ -24,7 +24,8 @@ from hf_posenc import CheckpointError, RecipeError
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files as saving
-from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs import run, stop
+from hf_posenc.recipes.runs.stop import STOP
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
@@ -391,6 +392,36 @@ def test_a_stopped_run_ends_with_the_same_weights(
     if recipe.adapter.kind == "lora":
         model = AutoPeftModelForCausalLM.from_pretrained(whole.model)
         assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_step(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = read("saving.every=1000", "transfer.steps=4")
+    whole = run.train(recipe, tmp_path / "whole")
+    step, answers = adapt.AdaptationTrainer.training_step, []
+
+    def then() -> None:
+        raise Stop
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if len(answers) < 2 and self.state.global_step == 1:
+            answers.extend([STOP.ask(then), STOP.ask(then)])
+            with monkeypatch.context() as later:
+                later.setattr(stop, "_ONCE", 0.0)
+                answers.append(STOP.ask(then))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(adapt.AdaptationTrainer, "training_step", training_step)
+    for stage in ("transfer", "."):
+        with pytest.raises(Stop):
+            run.train(recipe, tmp_path / "stopped")
+        assert [path.name for path in (tmp_path / "stopped" / "checkpoints" / stage).glob("check*")] == ["checkpoint-2"]
+        assert answers == [True, True, False]
+        answers.clear()
+    answers[:] = [True] * 3
+    resumed = run.train(recipe, tmp_path / "stopped")
+    assert not STOP.ask(then)
+    one, other = weights(whole.model), weights(resumed.model)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:

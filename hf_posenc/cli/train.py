@@ -179,11 +179,22 @@ def push(
 
 @contextlib.contextmanager
 def resumable(folder: Path, console: Console) -> Iterator[None]:
-    """Print how to continue a run when a signal stops it: Ctrl-C, or the end of a job."""
+    """Stop a run on a signal, Ctrl-C or the end of a job, and print how to continue it.
+
+    A run that is being trained finishes its step and saves a checkpoint first; a second signal stops it at once.
+    """
+    from hf_posenc.recipes.runs.stop import STOP
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Python swallows an exception raised while an object is deleted, and print may be what was interrupted. A run
-        # can be killed at any moment, so no cleanup is needed.
+        # print may be what was interrupted
+        if STOP.ask(lambda: end(number)):
+            os.write(2, b"\nhf-posenc: stopping after this step; the same once more stops at once.\n")
+        else:
+            end(number)
+
+    def end(number: int) -> None:
+        # Python swallows an exception raised while an object is deleted. A run can be killed at any moment, so no
+        # cleanup is needed.
         if console.is_terminal:
             os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
         if is_main():

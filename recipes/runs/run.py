@@ -54,6 +54,7 @@ from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress
+from hf_posenc.recipes.runs.stop import STOP
 from hf_posenc.recipes.runs.verdict import Verdict, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
@@ -319,7 +320,7 @@ class _Run:
                     folder=checkpoints.unfinished,
                     collate=windows.collate,
                     teacher=teacher if is_main else None,
-                    callbacks=[measuring, progress, checkpoints],
+                    callbacks=[measuring, progress, checkpoints, STOP],
                     saves_end=not ends,
                 )
                 if ends:
@@ -388,7 +389,7 @@ class _Run:
                         windows,
                         folder=checkpoints.unfinished,
                         collate=data.collate,
-                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints],
+                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints, STOP],
                     )
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
             found = best.restore()
