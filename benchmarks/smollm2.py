@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RESULTS / "smollm2.jsonl")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of each training")
     parser.add_argument(
-        "--transfer", type=int, default=200_000, help="tokens of the transfer before it, if there is one"
+        "--transfer", type=int, default=500_000, help="tokens of the transfer before it, if there is one"
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--batch", type=int, default=4, help="windows of a step")
