@@ -18,6 +18,7 @@ from hf_posenc import __version__, registry
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import TINY_LLAMA, load
 from hf_posenc.recipes.runs import run as runs
+from hf_posenc.recipes.runs.directory import MODEL
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Training
 
 CONTROL, RUN, MARKER = "control", "run", ".posenc-demo"
@@ -53,7 +54,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     length = original.config.max_position_embeddings
     text = load_data(recipe.data, tokenizer, length=length, seed=SEED).held_out
     models = {"original": original}
-    models |= {name: load(str(folder / place / runs.MODEL))[0] for name, place in ((CONTROL, CONTROL), (scheme, RUN))}
+    models |= {name: load(str(folder / place / MODEL))[0] for name, place in ((CONTROL, CONTROL), (scheme, RUN))}
     _print_samples(console, models, tokenizer, text[_PROSE : _PROSE + _PROMPT])
     (folder / MARKER).write_text(
         f"Written by hf-posenc {__version__} demo; the next demo may replace it.\n", encoding="utf-8"

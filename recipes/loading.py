@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME
 from hf_posenc.errors import ArchitectureError, CheckpointError, RecipeError
 from hf_posenc.patches.architecture import of_config, stated_length
 from hf_posenc.patches.directories import reading
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE
 
 # Name of the built-in model.
 TINY_LLAMA = "tiny-llama"
@@ -108,8 +109,6 @@ def load_config(name: str) -> Any:
 
 def _instead_of(folder: Path) -> str:
     """Return advice about a folder without a config, which is often the folder of a run."""
-    from hf_posenc.recipes.runs.run import MODEL, RECIPE
-
     if (folder / MODEL / CONFIG_NAME).is_file():
         return f"The model is in {folder / MODEL}: give that."
     if (folder / MODEL / "adapter_config.json").is_file():

@@ -24,7 +24,7 @@ from hf_posenc import cli
 from hf_posenc.errors import PosencError, RecipeError, StorageError
 from hf_posenc.patches.directories import storing
 from hf_posenc.recipes.data import sources
-from hf_posenc.recipes.runs import files, run
+from hf_posenc.recipes.runs import directory, files, run
 from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -163,7 +163,7 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with files_of_at_most(100), pytest.raises(StorageError, match=r"recipe\.yaml cannot be written") as raised:
         run.train(recipe, tmp_path / "new")
     assert "resume" not in str(raised.value)
-    assert set(content(tmp_path / "new")) == {run.LOCK}
+    assert set(content(tmp_path / "new")) == {directory.LOCK}
 
 
 COMMANDS: dict[str, tuple[Any, ...]] = {

@@ -18,7 +18,7 @@ import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs import directory, run
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training import fit_bias
 from hf_posenc.recipes.training import transfer as matching
@@ -260,7 +260,7 @@ def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: p
     recipe = Recipe.read("llama-kerple", [*small, "training.batch_size=2", "distillation={}"])
     console = Console(record=True, width=200, file=io.StringIO())
     run.train(recipe, tmp_path / "out", console=console)
-    record = json.loads((tmp_path / "out" / run.RUN).read_text(encoding="utf-8"))
+    record = json.loads((tmp_path / "out" / directory.RUN).read_text(encoding="utf-8"))
     sentence = record["fit"]["sentence"]
     assert record["fit"]["accepted"] is False
     assert "not changed" in sentence

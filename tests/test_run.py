@@ -23,8 +23,8 @@ import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
+from hf_posenc.recipes.runs import directory, run, stop
 from hf_posenc.recipes.runs import files as saving
-from hf_posenc.recipes.runs import run, stop
 from hf_posenc.recipes.runs.stop import STOP
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
@@ -158,7 +158,7 @@ def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: P
 
 def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
-    path = out / run.RECIPE
+    path = out / directory.RECIPE
     path.write_text(recipe.text().replace("learning_rate: 0.001", "learning_rate: 0.002"), encoding="utf-8")
     with pytest.raises(
         RecipeError,
@@ -214,13 +214,13 @@ def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatc
 def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
     for content in (b'{"command": "hf-po', b"[]", b'{"starts": 5}', b"\xff"):
-        (out / run.RUN).write_bytes(content)
+        (out / directory.RUN).write_bytes(content)
         for call in (lambda: run.resume(out), lambda: run.train(recipe, out)):
             with pytest.raises(
                 CheckpointError, match=r"run\.json cannot be read .*\. Remove the file to go on without"
             ):
                 call()
-    (out / run.RUN).unlink()
+    (out / directory.RUN).unlink()
     with pytest.raises(RecipeError, match=r"training\.steps was 6 and is 7"):
         run.train(changed(recipe, training={"steps": 7}), out)
     assert run.resume(out).model.is_dir()
@@ -228,7 +228,7 @@ def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
 
 @pytest.mark.parametrize("content", ["model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"])
 def test_a_damaged_recipe_of_a_run_is_an_error(content: str, tmp_path: Path) -> None:
-    (tmp_path / run.RECIPE).write_text(content, encoding="utf-8")
+    (tmp_path / directory.RECIPE).write_text(content, encoding="utf-8")
     with pytest.raises(RecipeError, match=r"recipe\.yaml"):
         run.resume(tmp_path)
 
@@ -584,10 +584,10 @@ def test_a_folder_is_written_by_one_process(stopped: tuple[Recipe, Path]) -> Non
     _, out = stopped
 
     def times() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path != out / run.LOCK}
+        return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path != out / directory.LOCK}
 
     before = times()
-    with FileLock(out / run.LOCK), pytest.raises(RecipeError, match="is being written by another process"):
+    with FileLock(out / directory.LOCK), pytest.raises(RecipeError, match="is being written by another process"):
         run.resume(out)
     assert times() == before
 
@@ -598,14 +598,14 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
     out, claim = tmp_path / "out", run._Run._claim
 
     def late(self: Any, facts: Any) -> None:
-        (out / run.CHECKPOINTS).mkdir(parents=True)
-        with FileLock(out / run.LOCK):
+        (out / directory.CHECKPOINTS).mkdir(parents=True)
+        with FileLock(out / directory.LOCK):
             claim(self, facts)
 
     monkeypatch.setattr(run._Run, "_claim", late)
     with pytest.raises(RecipeError, match="is being written by another process"):
         run.train(read(), out)
-    assert not (out / run.RECIPE).exists()
+    assert not (out / directory.RECIPE).exists()
 
 
 def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_path: Path) -> None:

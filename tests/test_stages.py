@@ -19,7 +19,7 @@ import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import memory
-from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs import directory, run
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import attach
@@ -82,7 +82,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     outcome = run.resume(out)
     expected, found = weights(whole.folder), weights(outcome.folder)
     assert found.keys() == expected.keys()
-    assert json.loads((outcome.folder / run.RUN).read_text(encoding="utf-8"))["transfer"]["accepted"]
+    assert json.loads((outcome.folder / directory.RUN).read_text(encoding="utf-8"))["transfer"]["accepted"]
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
@@ -105,7 +105,7 @@ def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[4].at(64).mean < course[0].at(64).mean
-    record = json.loads((whole.folder / run.RUN).read_text(encoding="utf-8"))
+    record = json.loads((whole.folder / directory.RUN).read_text(encoding="utf-8"))
     assert record["transfer"]["accepted"]
     assert len(record["transfer"]["after"]) == 4
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]

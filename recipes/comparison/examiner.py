@@ -29,8 +29,8 @@ from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request, chec
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
+from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.runs.measurements import Measurements
-from hf_posenc.recipes.runs.run import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.training.adapter import trained_dtype
 
 FINDINGS, PICTURE = "results.json", "overview.png"

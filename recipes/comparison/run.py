@@ -29,6 +29,7 @@ from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE
 from hf_posenc.recipes.runs.files import check_writable
 
 REQUEST, RUNS = "comparison.json", "runs"
@@ -177,9 +178,9 @@ def _complete(
             left = (time.monotonic() - began) / max(done, 1) * (len(entered) - number)
             estimate = f", about {timedelta(seconds=round(left))} left for all" if done else ""
             console.rule(f"[bold]{each.name}[/bold] ({number + 1} of {len(entered)}{estimate})", align="left")
-        is_new = not (each.folder / run.MODEL).is_dir()
+        is_new = not (each.folder / MODEL).is_dir()
         try:
-            again = shlex.join(["hf-posenc", "train", str(each.folder / run.RECIPE), "--out", "FOLDER"])
+            again = shlex.join(["hf-posenc", "train", str(each.folder / RECIPE), "--out", "FOLDER"])
             run.train(each.recipe, each.folder, console=console, command=again)
             found[each.name] = examiner.examine(each)
         # The failure of one scheme must not stop the others.

@@ -16,7 +16,7 @@ from hf_posenc.patches import adapters
 from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.data.sources import BUILTIN, expanded
-from hf_posenc.recipes.runs.run import MODEL, RECIPE
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 

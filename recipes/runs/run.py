@@ -1,13 +1,4 @@
-"""Run of a recipe: load, convert, train, measure and save a model in one folder, resumable at any point.
-
-OUT/recipe.yaml          full recipe
-OUT/run.json             command, versions, machine, counts, and the recipe again, to detect changes of recipe.yaml
-OUT/measurements.json    measurements so far
-OUT/checkpoints/         complete checkpoints to resume from
-OUT/logs/                TensorBoard logs, if requested
-OUT/table.md, OUT/perplexity.png, OUT/report.html
-OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
-"""
+"""Run of a recipe: load, convert, train, measure and save a model in one directory, resumable at any point."""
 
 from __future__ import annotations
 
@@ -28,13 +19,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import patch_environment
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, FileLock
 from rich.console import Console
 from torch.utils.data import Subset
 from transformers import TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_posenc.errors import CheckpointError, PosencError, RecipeError, StorageError
+from hf_posenc.errors import RecipeError, StorageError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
@@ -51,11 +42,29 @@ from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import is_masked, load, located
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
+from hf_posenc.recipes.runs.directory import (
+    CHECKPOINTS,
+    FIT,
+    KEPT,
+    LOCK,
+    LOGS,
+    MEASUREMENTS,
+    MICRO,
+    MODEL,
+    RECIPE,
+    RUN,
+    TEXT,
+    TRANSFER,
+    TRANSFERRED,
+    has_begun,
+    record_of,
+    take,
+)
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.runs.stop import STOP
-from hf_posenc.recipes.runs.verdict import Verdict, judge
+from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
@@ -66,20 +75,7 @@ from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
 
-RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
-CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 _LOGS_VARIABLE = "TENSORBOARD_LOGGING_DIR"
-# The file stays, but the lock ends with its process, even if that is killed.
-LOCK = f"{CHECKPOINTS}/.lock"
-
-# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches and of the text in run.json.
-_KEPT, _FIT, _TRANSFER, _MICRO, _TEXT = "recipe", "fit", "transfer", "micro_batch_sizes", "text"
-# Settings of a training that a control does without, or that change no result.
-_OF_A_SWAP = dict.fromkeys(
-    ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
-)
-# Result of the attention transfer, in its folder of checkpoints.
-TRANSFERRED = "transferred.safetensors"
 # Windows for `fit`; tokens that judge the transfer.
 _FITTED = 16
 _JUDGED = 2048
@@ -131,7 +127,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
     lock = FileLock(folder / LOCK, blocking=False)
     try:
         if together.is_main_process:
-            _take(lock, folder)
+            take(lock, folder)
         measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
         if (folder / MODEL).is_dir():
             _say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
@@ -187,18 +183,18 @@ class _Run:
     ) -> None:
         self.lock = lock
         self.recipe, self.folder, self.console, self.text = recipe, folder, console, ""
-        record = _record(folder)
+        record = record_of(folder)
         self.command = command or record.get("command", "")
-        self.fitted: dict[str, Any] | None = record.get(_FIT)
+        self.fitted: dict[str, Any] | None = record.get(FIT)
         self.measurements = measurements
         self.processes = processes()
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
-        self.transferred: dict[str, Any] | None = record.get(_TRANSFER)
+        self.transferred: dict[str, Any] | None = record.get(TRANSFER)
         # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
         transfer = folder / CHECKPOINTS / "transfer"
         has_begun = self.checkpoint or files.last(transfer) or (transfer / TRANSFERRED).is_file()
-        kept = record.get(_MICRO, {}) if has_begun else {}
+        kept = record.get(MICRO, {}) if has_begun else {}
         self.micro: dict[str, int | None] = kept.get(str(self.processes.num_processes), {})
 
     def complete(self) -> Outcome:
@@ -222,7 +218,7 @@ class _Run:
 
         data = prepared(length)
         self.text = _digest(data)
-        if _has_begun(self.folder) and _record(self.folder).get(_TEXT, self.text) != self.text:
+        if has_begun(self.folder) and record_of(self.folder).get(TEXT, self.text) != self.text:
             raise RecipeError(
                 f"The text of {recipe.data.source} has other tokens than when the run in {self.folder} began, so "
                 "measurements before and after could not be compared. Put it back, or train in another folder."
@@ -330,7 +326,7 @@ class _Run:
             log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
             pace = progress.pace
         assert trainer is not None
-        verdict = judge(self.measurements, facts, _control(self.folder, recipe, self.text))
+        verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
         if evaluation.prompts:
             facts = replace(facts, writes=self._compare(model, tokenizer, data))
         results = report.Results(self.recipe, self.measurements, facts, log, pace, verdict)
@@ -395,7 +391,7 @@ class _Run:
             found = best.restore()
         self.transferred = asdict(found)
         if self.processes.is_main_process:
-            self._write_record({**_record(self.folder), _TRANSFER: self.transferred})
+            self._write_record({**record_of(self.folder), TRANSFER: self.transferred})
             if not result.is_file():
                 checkpoints.folder.mkdir(exist_ok=True)
                 with published(result) as unfinished:
@@ -455,7 +451,7 @@ class _Run:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
         if self.processes.is_main_process:
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            _take(self.lock, self.folder)
+            take(self.lock, self.folder)
             files.clear(self.folder)
             files.clear(self.folder / CHECKPOINTS)
             write_text(self.folder / RECIPE, self.recipe.text())
@@ -474,10 +470,10 @@ class _Run:
             "cpus": os.cpu_count(),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        there = _record(self.folder)
-        micro = {**there.get(_MICRO, {}), str(self.processes.num_processes): self.micro}
-        verdicts = {_FIT: self.fitted, _TRANSFER: self.transferred}
-        known = {**verdicts, _MICRO: micro, _TEXT: self.text, _KEPT: asdict(self.recipe)}
+        there = record_of(self.folder)
+        micro = {**there.get(MICRO, {}), str(self.processes.num_processes): self.micro}
+        verdicts = {FIT: self.fitted, TRANSFER: self.transferred}
+        known = {**verdicts, MICRO: micro, TEXT: self.text, KEPT: asdict(self.recipe)}
         return {**asdict(facts), **known, "starts": [*there.get("starts", []), start]}
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, results: report.Results) -> None:
@@ -503,26 +499,12 @@ class _Run:
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
-def _take(lock: BaseFileLock, folder: Path) -> None:
-    """Lock the folder of a run if it exists and is not locked yet; raise if another process has the lock."""
-    if lock.is_locked or not (folder / CHECKPOINTS).is_dir():
-        return
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RecipeError(
-            f"{folder} is being written by another process. Wait until that ends, stop it, or choose another folder."
-        ) from None
-    except OSError:
-        pass  # The file system has no locks, or is read-only.
-
-
 def _check_folder(folder: Path, recipe: Recipe) -> None:
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"{folder} exists and is a file. Choose another name for the run.")
     if not folder.parent.is_dir():
         raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
-    if _has_begun(folder):
+    if has_begun(folder):
         changes = "; ".join(f"{key} was {there!r} and is {here!r}" for key, there, here in _changes(folder, recipe))
         if changes:
             raise RecipeError(
@@ -548,64 +530,18 @@ def _located(recipe: Recipe) -> Recipe:
     )
 
 
-def _has_begun(folder: Path) -> bool:
-    """Whether a folder holds a recipe and results of its run."""
-    made = (
-        (folder / MEASUREMENTS).exists()
-        or (folder / MODEL).exists()
-        or any((folder / CHECKPOINTS).glob("checkpoint-*"))
-    )
-    return (folder / RECIPE).is_file() and made
-
-
 def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """Return the keys in which a recipe differs from the one the run began with, with old and new values."""
-    kept = _record(folder).get(_KEPT)
+    kept = record_of(folder).get(KEPT)
     # Without run.json, recipe.yaml says what there was.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
     before, now = _by_key(_located(there)), _by_key(recipe)
     return [(key, before[key], value) for key, value in now.items() if value != before[key]]
 
 
-def _control(folder: Path, recipe: Recipe, text: str) -> Measurements | None:
-    """Return the measurements of a finished run next to this one, which trained the same and changed no encoding."""
-
-    def training(each: Recipe) -> list[Any]:
-        stages = ({**asdict(part), **_OF_A_SWAP} for part in (each.training, each.lengthen))
-        return [each.model, each.data, each.adapter, *stages]
-
-    changes = recipe.conversion.scheme is not None or recipe.conversion.rope
-    folder = folder.resolve()
-    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
-        if path.parent != folder and (path.parent / MODEL).is_dir():
-            with contextlib.suppress(PosencError):
-                other = Recipe.read(path)
-                alike = training(other) == training(recipe) and _record(path.parent).get(_TEXT, text) == text
-                if other.conversion.scheme is None and not other.conversion.rope and alike:
-                    return Measurements.load(path.parent / MEASUREMENTS, writes=False)
-    return None
-
-
 def _by_key(recipe: Recipe) -> dict[str, Any]:
     sections = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(recipe).items()}
     return {f"{name}.{key}".rstrip("."): value for name, section in sections.items() for key, value in section.items()}
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json."""
-    path = folder / RUN
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
-            raise ValueError("no record of a run")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it "
-            "records of the run so far is lost, and nothing else."
-        ) from error
-    return found
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -12,17 +12,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+from hf_posenc.errors import PosencError
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RECIPE, TEXT, record_of
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.schema.recipe import Recipe
 
 HOLDS = 1.10
+# Settings of a training that a control does without, or that change no result.
+_OF_A_SWAP = dict.fromkeys(
+    ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
+)
 
 
 @dataclass(frozen=True)
@@ -145,3 +154,22 @@ def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
             "recipe with conversion={scheme: null} distillation={}, in a folder next to this one."
         )
     return "To compare it by other measures, use hf-posenc eval."
+
+
+def control_of(folder: Path, recipe: Recipe, text: str) -> Measurements | None:
+    """Return the measurements of a finished run next to this one, which trained the same and changed no encoding."""
+
+    def training(each: Recipe) -> list[Any]:
+        stages = ({**asdict(part), **_OF_A_SWAP} for part in (each.training, each.lengthen))
+        return [each.model, each.data, each.adapter, *stages]
+
+    changes = recipe.conversion.scheme is not None or recipe.conversion.rope
+    folder = folder.resolve()
+    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
+        if path.parent != folder and (path.parent / MODEL).is_dir():
+            with contextlib.suppress(PosencError):
+                other = Recipe.read(path)
+                alike = training(other) == training(recipe) and record_of(path.parent).get(TEXT, text) == text
+                if other.conversion.scheme is None and not other.conversion.rope and alike:
+                    return Measurements.load(path.parent / MEASUREMENTS, writes=False)
+    return None
