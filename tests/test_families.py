@@ -24,10 +24,11 @@ from hf_posenc import attention
 from hf_posenc.attention import blocks, sdpa
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.ops.rotations import turn_pairs
-from hf_posenc.patches import family
+from hf_posenc.patches import probe
 from hf_posenc.patches.architecture import architectures, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
-from hf_posenc.patches.family import Facts, Family, add_family
+from hf_posenc.patches.family import Family, add_family
+from hf_posenc.patches.probe import Facts
 
 NAMES = list(DECODERS)
 
@@ -239,8 +240,8 @@ def test_facts_follow_code_that_is_replaced_under_its_name(monkeypatch: pytest.M
     model, runs = make("olmo2"), []
     architecture, body = of_model(model), model.model
     modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
-    monkeypatch.setattr(family, "_FOUND", {})  # What an earlier test has read.
-    monkeypatch.setattr(family, "_probe", lambda *given, probe=family._probe: runs.append(given) or probe(*given))
+    monkeypatch.setattr(probe, "_FOUND", {})  # What an earlier test has read.
+    monkeypatch.setattr(probe, "_probe", lambda *given, found=probe._probe: runs.append(given) or found(*given))
 
     def read() -> Facts:
         return architecture.facts(body, 0)

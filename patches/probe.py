@@ -1,0 +1,320 @@
+"""Facts about an attention of transformers, read from its forward on the meta device.
+
+A family is patched by calling its stock forward with an attention function of our own, which is registered here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_posenc.errors import ArchitectureError
+from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.patches.rotary import native_frequencies
+
+# The attention function of patched layers, and the keyword under which it finds what to do with its operands.
+_FUNCTION = "hf_posenc"
+THEN = "posenc_then"
+
+Then = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _attention_function(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Hand the operands to the patched attention, or to the user's function where the patch is disabled."""
+    then: Then | None = keywords.pop(THEN, None)
+    if then is not None:
+        return then(query, key, value, attention_mask, **keywords)
+    stock = getattr(type(module), "posenc_stock", type(module))
+    eager = inspect.getmodule(stock).eager_attention_forward  # type: ignore[union-attr]
+    config = vars(module)["config"]
+    config = config.stock if isinstance(config, FamilyConfig) else config
+    chosen = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    return cast(tuple[Tensor, Tensor | None], chosen(module, query, key, value, attention_mask, **keywords))
+
+
+ALL_ATTENTION_FUNCTIONS.register(_FUNCTION, _attention_function)
+
+
+class FamilyConfig:
+    """A config as the attention module of a patched layer sees it: it names our attention function."""
+
+    _attn_implementation = _FUNCTION
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.stock = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+
+def kinds(config: Any, rotary: Any) -> list[tuple[str, dict[str, str], str]]:
+    """Return the types of layers with a rotation of their own: name, keywords and prefix of attributes of its module.
+
+    There is one, without a name, if all layers rotate alike.
+    """
+    if not kinds_vary(rotary):
+        return [("", {}, "")]
+    return [(kind, {"layer_type": kind}, f"{kind}_") for kind in dict.fromkeys(config.layer_types)]
+
+
+def kinds_vary(rotary: Any) -> bool:
+    return "layer_type" in inspect.signature(rotary.forward).parameters
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the stock code of an attention layer says about it.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Channels per head.
+        scale: Factor on products of queries and keys.
+        kind: Type of the layer, where each type has a rotation of its own, else empty.
+        inv_freq: Frequencies of its rotation; zero if it does not rotate, `None` if no layer of the model does.
+        scaling: Factor on rotated queries and keys.
+        layout: Pairing of channels.
+        rotates: Whether the layer rotates queries and keys.
+        window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    kind: str = ""
+    inv_freq: Tensor | None = None
+    scaling: float = 1.0
+    layout: Layout = "half"
+    rotates: bool = False
+    window: int | None = None
+
+
+# Keywords of attention functions that a patched attention honours, or that change nothing.
+_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache", "is_causal"}
+_KNOWN |= {"deterministic", "output_attentions"}
+
+
+class _Projected(Exception):
+    """Ends the forward of a probe, once the attention is done."""
+
+
+def read_facts(
+    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
+) -> Facts:
+    """Run the stock forward of a layer on the meta device, once for the same code and config; return what it shows.
+
+    Raises:
+        ArchitectureError: A fact that a scheme needs does not show.
+    """
+    code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
+    said = (index, type(config), repr(vars(config)), code)
+    if said not in _FOUND:
+        if len(_FOUND) == _MOST_FOUND:
+            del _FOUND[next(iter(_FOUND))]
+        _FOUND[said] = _probe(config, layer, attention, rotary, index)
+    facts = _FOUND[said]
+    # A scheme may write into what it gets.
+    return facts if facts.inv_freq is None else replace(facts, inv_freq=facts.inv_freq.clone())
+
+
+# Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
+_FOUND: dict[tuple[Any, ...], Facts] = {}
+_MOST_FOUND = 1024
+
+
+def _code(*classes: type | None) -> Iterator[Any]:
+    """Yield the functions of the modules of some classes, and their code: somebody may replace either."""
+    names = {kind.__module__ for given in classes if given for kind in given.__mro__ if issubclass(kind, nn.Module)}
+    for name in sorted(names):
+        for thing in vars(sys.modules[name]).values():
+            own = isinstance(thing, type) and thing.__module__ == name
+            for found in (thing, *vars(thing).values()) if own else (thing,):
+                function = getattr(found, "__func__", found)
+                if isinstance(function, FunctionType):
+                    yield function, function.__code__
+
+
+def _probe(
+    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
+) -> Facts:
+    given: dict[str, Any] = {"attention_mask": None}
+    kind = ""
+    if rotary is not None:
+        kind = config.layer_types[index] if kinds_vary(rotary) else ""
+        keywords = {"layer_type": kind} if kind else {}
+        try:
+            with torch.device("cpu"):
+                turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+        except Exception as error:  # of any kind: the code is not ours
+            refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
+        if len(turn) != 2:
+            refuse(attention, "rotates by something else than cosines and sines")
+        cos, sin = turn
+        angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
+        given["position_embeddings"] = (angles, angles)
+    module = blank_module(layer, config, index)
+    hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
+    inner: Any = next(child for child in module.modules() if isinstance(child, attention))
+    inner.config = FamilyConfig(config)
+    calls: list[dict[str, Any]] = []
+
+    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
+        calls.append(keywords | {"query": query, "key": key, "value": value})
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+    def end(*args: Any) -> NoReturn:
+        raise _Projected
+
+    inner.register_forward_hook(end)
+    try:
+        with torch.enable_grad():
+            module(hidden, **given, **{THEN: take})
+    except _Projected:
+        pass
+    except Exception as error:  # of any kind: the code is not ours
+        refuse(attention, f"does not run without a model around it ({type(error).__name__}: {error})")
+    if not calls:
+        refuse(attention, "gets no keywords from its layer, or hands none to the attention function of its config")
+    if len(calls) > 1:
+        refuse(attention, f"calls the attention function {len(calls)} times")
+    (found,) = calls
+    query, key, value = (found.pop(name) for name in ("query", "key", "value"))
+    unknown = sorted(name for name in found if name not in _KNOWN and found[name] is not None)
+    if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:
+        refuse(attention, f"passes {', '.join(unknown) or 'values of another shape than keys'} to attention")
+    size = query.shape[-1]
+    scale = size**-0.5 if found.get("scaling") is None else float(found["scaling"])
+    window = _window(config, attention, index, found.get("sliding_window"))
+    facts = Facts(query.shape[1], key.shape[1], size, scale, kind, window=window)
+    if rotary is None:
+        return facts
+    rotates = _depends(query.grad_fn, angles)
+    if rotates:
+        _check_rotation(attention, query, angles)
+    inv_freq, scaling = native_frequencies(config, rotary, kind)
+    if not rotates:
+        return replace(facts, inv_freq=torch.zeros_like(inv_freq))
+    layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
+    return replace(facts, inv_freq=inv_freq, scaling=scaling, layout=layout, rotates=True)
+
+
+def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:
+    """Return a stock module of a layer, on the meta device."""
+    numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(kind).parameters else {}
+    try:
+        with torch.device("meta"):
+            return kind(config, **numbered)
+    except TypeError as error:
+        refuse(kind, f"is not built from its config alone ({error})")
+
+
+def masks_have_windows(attention: type[nn.Module]) -> bool:
+    """Whether models with this attention make sliding-window masks."""
+    makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
+    return any("sliding" in name or "chunked" in name for name in makers)
+
+
+def _window(config: Any, attention: type[nn.Module], index: int, told: int | None) -> int | None:
+    """Return the window of the masks that a model makes for a layer, unless its attention function is told."""
+    if not masks_have_windows(attention):
+        if told is not None:
+            refuse(attention, f"tells the attention function of a window, {told}, that the masks do not have")
+        return None
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    kind = "sliding_attention" if kinds is None else kinds[index]
+    if kind not in ("full_attention", "sliding_attention"):
+        refuse(attention, f"has masks of the type {kind}")
+    return None if told is not None or kind == "full_attention" else getattr(config, "sliding_window", None)
+
+
+def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys `[B, H, S, D]` as a stock attention does."""
+    turn: Any = inspect.getmodule(attention).apply_rotary_pos_emb  # type: ignore[union-attr]
+    if not _cuts(attention):
+        found: tuple[Tensor, Tensor] = turn(q, k, *cos_sin)
+        return found
+    # The attention itself takes the first channels and leaves the others.
+    width = cos_sin[0].shape[-1]
+    of_q, of_k = turn(q[..., :width], k[..., :width], *cos_sin)
+    return torch.cat((of_q, q[..., width:]), dim=-1), torch.cat((of_k, k[..., width:]), dim=-1)
+
+
+@functools.cache
+def _cuts(attention: type) -> bool:
+    """Whether an attention rotates a part of the channels that it cuts off itself."""
+    return "rotary_ndims" in inspect.unwrap(attention.forward).__code__.co_names  # type: ignore[attr-defined]
+
+
+def _check_rotation(attention: type, query: Tensor, angles: Tensor) -> None:
+    """Raise unless queries come straight from the rotation that `turned` repeats, as autograd has it on record."""
+    if "apply_rotary_pos_emb" not in inspect.unwrap(attention.forward).__code__.co_names:  # type: ignore[attr-defined]
+        refuse(attention, "rotates by another function than apply_rotary_pos_emb")
+    with torch.enable_grad():
+        channels = torch.zeros(query.shape, device="meta", requires_grad=True)
+        try:
+            expected = turned(attention, channels, channels, (angles, angles))[0]
+        except Exception as error:  # of any kind: the code is not ours
+            refuse(attention, f"does not rotate queries together with keys ({type(error).__name__}: {error})")
+    if not _same_steps(query.grad_fn, expected.grad_fn):
+        refuse(attention, "does something between the rotation of queries and the attention function")
+
+
+def _same_steps(found: Any, expected: Any) -> bool:
+    """Whether the operations that led to a tensor end in the expected ones."""
+    if expected is None or hasattr(expected, "variable"):
+        return True
+    if found is None or found.name() != expected.name():
+        return False
+    return all(
+        _same_steps(one, other)
+        for (one, _), (other, _) in zip(found.next_functions, expected.next_functions, strict=False)
+    )
+
+
+def _depends(step: Any, leaf: Tensor) -> bool:
+    """Whether an operation depends on a leaf of autograd's graph."""
+    open_steps, seen = [step], set()
+    while open_steps:
+        step = open_steps.pop()
+        if step is None or step in seen:
+            continue
+        if getattr(step, "variable", None) is leaf:
+            return True
+        seen.add(step)
+        open_steps += [other for other, _ in step.next_functions]
+    return False
+
+
+def _layout(attention: type, cos_sin: tuple[Tensor, Tensor], inv_freq: Tensor, scaling: float, size: int) -> Layout:
+    """Return the pairing of channels that turns every channel at position 1 as the stock rotation does."""
+    with torch.device("cpu"):
+        channels = torch.eye(size)[None, :, None]
+        stock = turned(attention, channels, channels, cos_sin)[0]
+    own = (part[None, None, None] * scaling for part in (inv_freq.cos(), inv_freq.sin()))
+    of_cos, of_sin = own
+    layouts: tuple[Layout, ...] = ("half", "interleaved")
+    for layout in layouts:
+        if torch.allclose(turn_pairs(channels, of_cos, of_sin, layout), stock, atol=1e-5):
+            return layout
+    refuse(attention, "rotates channels in another way than in pairs (i, i + d/2) or (2i, 2i + 1)")
+
+
+def refuse(attention: type, why: str) -> NoReturn:
+    raise ArchitectureError(
+        f"Cannot patch {attention.__name__}: it {why}, so it is no family that can be read from its code. Write its "
+        "architecture by hand, see docs/own_architecture.md."
+    )
