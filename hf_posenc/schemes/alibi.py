@@ -56,7 +56,8 @@ class ALiBi(GridBias):
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if self.log_slopes is None:
-            slope = self._slopes.to(distance.device, dtype)
+            # A copy that blocks would wait until the GPU has done all that is queued.
+            slope = self._slopes.to(distance.device, dtype, non_blocking=True)
         else:
             slope = self.log_slopes.to(distance.device, dtype).exp()
         return -slope[:, None] * distance.abs().to(dtype)

@@ -165,7 +165,8 @@ class Disentangled(Scheme):
     def rows(self, distance: Tensor) -> Tensor:
         """Return the row d(i, j) of P for each distance (query minus key), int64 of the same shape."""
         far = self.max_distance
-        return self._rows.to(distance.device)[distance.clamp(-far, far) + far]
+        # A copy that blocks would wait until the GPU has done all that is queued.
+        return self._rows.to(distance.device, non_blocking=True)[distance.clamp(-far, far) + far]
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)

@@ -64,7 +64,9 @@ class GRAPEA(Scheme):
         with torch.autocast(k.device.type, enabled=False):
             directions = F.normalize(self.u.to(precise), dim=-1).view(k.shape[1], -1, k.shape[-1])
             opened = torch.einsum("bgsd,grd->bsgr", k.to(precise), directions).flatten(2) * k.shape[-1] ** -0.5
-            scale = F.softplus(self.omega.to(precise)) * self._slopes.to(k.device, precise)
+            # A copy that blocks would wait until the GPU has done all that is queued.
+            slope = self._slopes.to(k.device, precise, non_blocking=True)
+            scale = F.softplus(self.omega.to(precise)) * slope
             return Projection(q, k, v, {_RATES: self.gated((scale * F.softplus(opened)).mT, 1).mT})
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:

@@ -175,7 +175,8 @@ class Buckets:
 
     def __call__(self, distance: Tensor) -> Tensor:
         """Return the bucket of each distance (query minus key), int64 of the same shape."""
-        lookup = self.lookup.to(distance.device)
+        # A copy that blocks would wait until the GPU has done all that is queued.
+        lookup = self.lookup.to(distance.device, non_blocking=True)
         if self.causal:
             return lookup[distance.clamp(0, self.max_distance)]
         return lookup[distance.abs().clamp_max(self.max_distance)] + (distance < 0) * self.per_side
