@@ -120,7 +120,7 @@ BREAKS = [
     Break("beams do not take their state with them", "matrix:beam_search",
         "self._map_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))",
         "pass"),
-    Break("a static cache writes state one slot too early", "matrix:static_cache",
+    Break("a static cache writes state one slot too early", "matrix:caches_equal",
         "+ self.cumulative_length - new.shape[_TOKENS]",
         "+ self.cumulative_length - new.shape[_TOKENS] - (self.cumulative_length > new.shape[_TOKENS])"),
     Break("a cache that a stock model has filled is taken", "bad_input",

@@ -7,11 +7,13 @@ run on demand, and `everywhere` which tests meet a scheme on a random architectu
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from grid import FIRSTS
@@ -28,7 +30,6 @@ from models import (
     moved,
     new_parameters,
     stacks_for,
-    stock,
     tokens,
 )
 from torch import Tensor
@@ -37,6 +38,9 @@ from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache
 import hf_posenc
 from hf_posenc.attention import blocks
 from hf_posenc.patches.architecture import architectures
+
+# What is tested here shows in two layers as in all of a checkpoint.
+stock = functools.partial(models.stock, num_hidden_layers=2)
 
 # What a model makes of options, and those of `patch`; each runs through the same tests as a scheme of its own.
 IN_MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -142,7 +146,7 @@ def _started(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreT
     return hf_posenc.patch(stock(architecture, **config), name, **options), architecture
 
 
-def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 12, **options: Any) -> Tensor:
+def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 8, **options: Any) -> Tensor:
     """Generate exactly `new` tokens, greedily unless told otherwise."""
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -158,6 +162,9 @@ def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) 
     assert [name for name, p in trained.items() if p.grad is None] == []
     assert all(torch.isfinite(p.grad).all() for p in fresh.values())
     assert [name for name, p in fresh.items() if not p.grad.any()] == []
+    # So that they can be sharded and loaded.
+    assert all(p.ndim >= 1 for p in fresh.values())
+    assert {name for name, _ in model.named_buffers() if "hf_posenc" in name} <= set(model.state_dict())
 
 
 def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
@@ -174,52 +181,38 @@ def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]
     assert [name for name, p in fresh.items() if torch.equal(p, before[name])] == []
 
 
-@everywhere(DEFAULT)
-def test_parameters_can_be_sharded_and_stay_float32(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, _ = _patched(case)
-    assert all(p.ndim >= 1 for p in new_parameters(model).values())
-    persistent = set(model.state_dict())
-    assert {name for name, _ in model.named_buffers() if "hf_posenc" in name} <= persistent
-    for half in (torch.bfloat16, torch.float16):
-        model.to(half)
-        assert {p.dtype for p in new_parameters(model).values()} <= {torch.float32}
-
-
-def test_cache_equals_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
+def test_caches_equal_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
     without = _decoded(model, ids, use_cache=False)
-    assert torch.equal(_decoded(model, ids), without)
-
-
-@by_scheme
-def test_static_cache_equals_growing_cache(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _shared(case)
-    ids = tokens(architecture, 2, 11)
-    assert torch.equal(_decoded(model, ids, cache_implementation="static"), _decoded(model, ids))
+    for options in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(_decoded(model, ids, **options), without), options
 
 
 @by_scheme
 def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
-    without = _decoded(model, ids, 8, num_beams=4, use_cache=False)
-    assert torch.equal(_decoded(model, ids, 8, num_beams=4), without)
+    options = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
+    found, want = (_decoded(model, ids, 6, use_cache=cached, **options) for cached in (True, False))
+    assert torch.equal(found.sequences, want.sequences)
+    # With the state of other beams, the best text may be the same, and is less likely.
+    torch.testing.assert_close(found.sequences_scores, want.sequences_scores, **SAME)
 
 
 @by_scheme
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
     ids = tokens(architecture, 1, 7).repeat(1, 3)  # repetition gives prompt lookup something to find
-    plain = _decoded(model, ids, 12)
-    assert torch.equal(_decoded(model, ids, 12, prompt_lookup_num_tokens=3), plain)
+    plain = _decoded(model, ids)
+    assert torch.equal(_decoded(model, ids, prompt_lookup_num_tokens=3), plain)
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         # The assistant must sometimes be wrong, or nothing would ever be cropped.
         assistant.get_input_embeddings().weight.mul_(
             1 + 0.2 * torch.randn_like(assistant.get_input_embeddings().weight)
         )
-    assert torch.equal(_decoded(model, ids, 12, assistant_model=assistant), plain)
+    assert torch.equal(_decoded(model, ids, assistant_model=assistant), plain)
 
 
 def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]]) -> None:
@@ -310,22 +303,9 @@ def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None
         assert (difference > 1e-6) == ("block_length" not in case[2]), "the first token is not seen, or hidden ones are"
 
 
-@by_scheme
-def test_the_future_changes_nothing_before_it(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, architecture = _shared(case)
-    ids = tokens(architecture, 2, 23)
-    changed = ids.clone()
-    changed[:, 17:] = tokens(architecture, 2, 6, seed=1)
-    name = "decoder_input_ids" if architecture == "t5" else "input_ids"
-    call = {"encoder_outputs": model.get_encoder()(ids)} if architecture == "t5" else {}
-    with torch.no_grad():
-        before, after = (model(**call, **{name: x}, use_cache=False).logits for x in (ids, changed))
-    assert torch.equal(before[:, :17], after[:, :17])
-    assert not torch.equal(before[:, 17:], after[:, 17:])
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]], kind: str) -> None:
+    """So what comes changes nothing before it, either."""
     model, architecture = _shared(case)
     ids = tokens(architecture, 2, 23)
     call: dict[str, Any] = {}
@@ -360,7 +340,9 @@ def test_bfloat16_is_as_close_as_the_stock_model(case: tuple[str, str, dict[str,
 
     def error(candidate: PreTrainedModel) -> float:
         exact = logits(candidate, architecture, ids)
-        rounded = logits(copy.deepcopy(candidate).to(torch.bfloat16), architecture, ids)
+        half = copy.deepcopy(candidate).to(torch.bfloat16)
+        assert {p.dtype for p in new_parameters(half).values()} <= {torch.float32}
+        rounded = logits(half, architecture, ids)
         return float((exact - rounded).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
     assert error(model) <= 2 * error(original)
@@ -372,6 +354,7 @@ def test_float16_runs(case: tuple[str, str, dict[str, Any]]) -> None:
     ids = tokens(architecture, 2, 15)
     exact = logits(model, architecture, ids)
     rounded = logits(model.to(torch.float16), architecture, ids)
+    assert {p.dtype for p in new_parameters(model).values()} <= {torch.float32}
     assert torch.isfinite(rounded).all()
     assert (exact - rounded).pow(2).mean().sqrt() < 0.05 * exact.pow(2).mean().sqrt()
 
@@ -406,7 +389,6 @@ def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
             for parameter in twin.parameters():
                 parameter.add_(0.1)
         assert not torch.equal(logits(twin, architecture, ids), before)
-        assert torch.equal(logits(model, architecture, ids), before)
         hf_posenc.unpatch(twin)
         assert torch.equal(logits(model, architecture, ids), before)
 
@@ -425,7 +407,8 @@ def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
         n: p.requires_grad for n, p in model.named_parameters()
     }
-    hf_posenc.verify(loaded)
+    seen = hf_posenc.verify(loaded)
+    assert [(group[0], group[1]) for group in seen.groups] == [(case[1], case[2].get("native", "remove"))]
     with pytest.raises((KeyError, ValueError, StrictDataclassError)):
         type(stock(architecture)).from_pretrained(tmp_path)
 
@@ -533,10 +516,3 @@ def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert [key for module in model.modules() for key in vars(module) if "posenc" in key] == []
     assert torch.equal(logits(other, architecture, ids), before), "a second model changed"
-
-
-@everywhere(DEFAULT)
-def test_verify_sees_every_scheme(case: tuple[str, str, dict[str, Any]]) -> None:
-    model, _ = _shared(case)
-    seen = hf_posenc.verify(model)
-    assert [(group[0], group[1]) for group in seen.groups] == [(case[1], case[2].get("native", "remove"))]
