@@ -32,14 +32,15 @@ NATIVE, CONTROL = "native", "native + training"
 UNTAUGHT = ["distillation={}"]
 KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
 KEPT = ["conversion.native=keep", *KEEPS, *UNTAUGHT]
-# Attention transfer, then the predictions of the converted model and nothing else. This model is the trained control,
-# since the original cannot teach what the control has learned from the text.
+# Attention transfer in steps of one window, then nothing but the predictions of the model that is converted: the trained
+# control, since the original cannot teach what the control has learned from the text.
 REPLACED = [
     "model={control}",
     "conversion.native=remove",
     "conversion.fit=null",
     "distillation={share: 1.0}",
     "transfer.steps={transfer}",
+    "transfer.batch_size=1",
 ]
 REMOVED = [*REPLACED, "conversion.options={}"]
 # The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
@@ -151,7 +152,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     recipe, own = CONVERSIONS[name]
     folder = folder_of(name, arguments)
     step = arguments.batch * arguments.length
-    transfer = arguments.transfer // step
+    transfer = arguments.transfer // arguments.length
     changes = {
         "model": arguments.model,
         "data.source": arguments.train,
@@ -182,7 +183,7 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "recipe": recipe,
         "changes": own + arguments.changes,
         "tokens": changes["training.steps"] * step,
-        "transfer": transfer * step * (REPLACED[-1] in own),
+        "transfer": transfer * arguments.length * (REPLACED[-1] in own),
         "seed": arguments.seed,
         "batch": arguments.batch,
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
