@@ -394,8 +394,8 @@ def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path)
     tmp_path = tmp_path / "my run"
     tmp_path.mkdir()
     program = (
-        "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli.train import resumable\n"
-        f"with resumable(pathlib.Path({str(tmp_path)!r}), Console()):\n"
+        "import pathlib, time\nfrom rich.console import Console\nfrom hf_posenc.cli.train import _resumable\n"
+        f"with _resumable(Console(), pathlib.Path({str(tmp_path)!r})):\n"
         "    print('running', flush=True)\n    time.sleep(60)\n"
     )
     if begun:

@@ -7,7 +7,10 @@ import dataclasses
 import gc
 import json
 import math
+import os
 import re
+import signal
+import sys
 import weakref
 from html.parser import HTMLParser
 from pathlib import Path
@@ -350,7 +353,9 @@ def _plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.grid  # trains several models
 @pytest.mark.usefixtures("_plain_pictures")
-def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_comparison_goes_on_and_reports_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: tiny-llama\nconversion: {scheme: nope}\nadapter: {kind: lora, targets: [nowhere]}\n")
     out = tmp_path / "out"
@@ -362,13 +367,16 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(tmp_path: Path, mon
     typed += ["--samples", "4", "--out", str(out)]
 
     def stop(*given: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
+        other = CliRunner().invoke(cli.app, typed)
+        assert "another process" in other.output
+        os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
         patched.setattr(examining, "step_ratios", stop)
+        patched.setattr("os._exit", sys.exit)
         stopped = CliRunner().invoke(cli.app, typed)
-    assert stopped.exit_code == 130, stopped.output
-    assert "run the same command again to continue" in stopped.output
+    assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
+    assert "stopped; the same command goes on" in capfd.readouterr().err
     done = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     assert out / "runs" / NATIVE / "results.json" in done
     assert out / "runs" / "alibi" / "model" / "model.safetensors" in done

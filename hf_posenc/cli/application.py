@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +22,9 @@ from typer.core import TyperGroup
 from hf_posenc import __version__
 from hf_posenc.errors import OptionError, PosencError, restated
 from hf_posenc.patches import directories
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Word = TypeVar("Word")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -156,6 +159,40 @@ def handled(handler: Callable[[int, FrameType | None], None], *signals: signal.S
     finally:
         for number, old in zip(signals, before, strict=True):
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
+    """Stop a run on a signal, Ctrl-C or the end of a job, and print how to continue it.
+
+    A run that is being trained finishes its step and saves a checkpoint first; a second signal stops it at once.
+
+    Args:
+        console: The console of the run.
+        begun: The file that is there as soon as a run can be continued.
+        again: What continues it.
+    """
+    from hf_posenc.recipes.runs.stop import STOP
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # print may be what was interrupted
+        if STOP.ask(lambda: end(number)):
+            os.write(2, b"\nhf-posenc: stopping after this step; the same once more stops at once.\n")
+        else:
+            end(number)
+
+    def end(number: int) -> None:
+        # Python swallows an exception raised while an object is deleted. A run can be killed at any moment, so no
+        # cleanup is needed.
+        if console.is_terminal:
+            os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
+        if is_main():
+            rest = f"; {again} goes on." if begun.is_file() else " before there was anything to go on with."
+            os.write(2, f"hf-posenc: stopped{rest}\n".encode())
+        os._exit(128 + number)
+
+    with handled(stop, signal.SIGINT, signal.SIGTERM):
+        yield
 
 
 def whole_directory(

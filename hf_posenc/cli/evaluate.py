@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, whole_directory, words
+from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, resumable, whole_directory, words
 
 # Options that belong to a single measure.
 _OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
@@ -143,12 +143,14 @@ def compare(
     quiet()
     from rich.console import Console
 
+    from hf_posenc.recipes.comparison.run import REQUEST
     from hf_posenc.recipes.comparison.run import compare as run
     from hf_posenc.recipes.loading import load_config
 
     # A missing model is reported before anything else is read.
     load_config(model)
-    try:
+    console = Console()
+    with resumable(console, out / REQUEST, "the same command"):
         found = run(
             model,
             out,
@@ -157,12 +159,9 @@ def compare(
             overrides=overrides or [],
             measures=None if measures is None else words("--measures", measures, str),
             samples=samples,
-            console=Console(),
+            console=console,
             command=context.obj,
         )
-    except KeyboardInterrupt:
-        typer.echo("hf-posenc: stopped; run the same command again to continue.", err=True)
-        raise typer.Exit(130) from None
     typer.echo("\n".join(("", *found.verdict.sentences, "")))
     typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.html'}")
     for name, reason in found.failed.items():

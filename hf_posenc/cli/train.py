@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import signal
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posenc.cli.application import app, handled, in_syntax_of, is_main, listing, print_table, quiet
+from hf_posenc.cli.application import app, in_syntax_of, is_main, listing, print_table, quiet, resumable
 from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
@@ -147,7 +143,7 @@ def train(
     from hf_posenc.recipes.runs import run
 
     console = Console()
-    with resumable(out, console):
+    with _resumable(console, out):
         _say_what_is_there(run.train(read, out, console=console, command=context.obj))
 
 
@@ -160,7 +156,7 @@ def resume(directory: Folder) -> None:
     from hf_posenc.recipes.runs import run
 
     console = Console()
-    with resumable(directory, console):
+    with _resumable(console, directory):
         _say_what_is_there(run.resume(directory, console=console))
 
 
@@ -177,35 +173,8 @@ def push(
     typer.echo(f"pushed to {pushing.push(directory, repository, private=private, revision=revision)}")
 
 
-@contextlib.contextmanager
-def resumable(folder: Path, console: Console) -> Iterator[None]:
-    """Stop a run on a signal, Ctrl-C or the end of a job, and print how to continue it.
-
-    A run that is being trained finishes its step and saves a checkpoint first; a second signal stops it at once.
-    """
-    from hf_posenc.recipes.runs.stop import STOP
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        # print may be what was interrupted
-        if STOP.ask(lambda: end(number)):
-            os.write(2, b"\nhf-posenc: stopping after this step; the same once more stops at once.\n")
-        else:
-            end(number)
-
-    def end(number: int) -> None:
-        # Python swallows an exception raised while an object is deleted. A run can be killed at any moment, so no
-        # cleanup is needed.
-        if console.is_terminal:
-            os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
-        if is_main():
-            begun = (folder / "recipe.yaml").is_file()
-            again = f"; hf-posenc resume {shlex.quote(str(folder))} goes on."
-            message = f"stopped{again if begun else ' before there was anything to go on with.'}"
-            os.write(2, f"hf-posenc: {message}\n".encode())
-        os._exit(128 + number)
-
-    with handled(stop, signal.SIGINT, signal.SIGTERM):
-        yield
+def _resumable(console: Console, folder: Path) -> AbstractContextManager[None]:
+    return resumable(console, folder / "recipe.yaml", f"hf-posenc resume {shlex.quote(str(folder))}")
 
 
 def _say_what_is_there(outcome: Outcome) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.runs.directory import MODEL, RECIPE
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE, take
 from hf_posenc.recipes.runs.files import check_writable
 
 REQUEST, RUNS = "comparison.json", "runs"
@@ -115,7 +116,13 @@ def compare(
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         write_text(folder / REQUEST, json.dumps(asked, indent=1) + "\n")
-    found, failed = _complete(entered, examiner, folder, console)
+    lock = FileLock(folder / RUNS / ".lock", blocking=False)
+    # Of two at once, each would report as failed what the other trains.
+    take(lock, folder)
+    try:
+        found, failed = _complete(entered, examiner, folder, console)
+    finally:
+        lock.release()
     settings = {
         "model": model,
         "budget": budget,

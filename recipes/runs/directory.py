@@ -30,8 +30,8 @@ KEPT, FIT, TRANSFER, MICRO, TEXT = "recipe", "fit", "transfer", "micro_batch_siz
 
 
 def take(lock: BaseFileLock, folder: Path) -> None:
-    """Lock the folder of a run if it exists and is not locked yet; raise if another process has the lock."""
-    if lock.is_locked or not (folder / CHECKPOINTS).is_dir():
+    """Lock a folder if the place of the lock exists and is not locked yet; raise if another process has the lock."""
+    if lock.is_locked or not Path(lock.lock_file).parent.is_dir():
         return
     try:
         lock.acquire()
