@@ -115,4 +115,4 @@ def restated(message: str, keyword: str, option: str) -> str:
 
     start = re.compile(r"(?<=An exact start: ).*?(?=\.$)")
     message = start.sub(lambda found: re.sub(r"(\w+)=(?:('[^']*')|([^ ,]+)),?", word, found[0]), message)
-    return re.sub(r"\b(native|layers|stacks)=(?:('[^']*')|(\[[^\]]*\]))", word, message)
+    return re.sub(r"(?<![\w.])(native|layers|stacks)=(?:('[^']*')|(\[[^\]]*\]))", word, message)

@@ -151,6 +151,7 @@ def test_remedies_are_in_the_syntax_of_the_command(checkpoints: dict[str, Path])
     assert "--stacks ['encoder']: a LlamaForCausalLM has" in refused.stderr
     words = "patch with native='keep', or layers=[0, 1]."
     assert in_syntax_of("train", words) == "patch with conversion.native=keep, or conversion.layers=[0, 1]."
+    assert in_syntax_of("train", "conversion.layers=[]: expected") == "conversion.layers=[]: expected"
     assert in_syntax_of("plan", "got native='x'.") == "got --native x."
 
 

@@ -242,6 +242,7 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "a.jsonl", "held_out": "number.jsonl"}, "A row of the text holds the int 5"),
         ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
         ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
+        ({"source": "latin.txt"}, r"latin\.txt cannot be read: .* Save it in UTF-8\."),
         ({"source": "mixed"}, "files of 2 kinds, json, text"),
         ({"source": "~no-such-user/a.txt"}, "no file or folder ~no-such-user/a.txt"),
         ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),
@@ -264,6 +265,7 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Pat
     (tmp_path / "spaces.jsonl").write_text('{"text": ""}\n' * 3, encoding="utf-8")
     (tmp_path / "nulls.jsonl").write_text('{"text": null}\n', encoding="utf-8")
     (tmp_path / "zeros.txt").write_bytes(bytes(3000))
+    (tmp_path / "latin.txt").write_text("A café. ", encoding="latin-1")
     (tmp_path / "zeros.jsonl").write_text('{"text": "\\u0000\\u0000"}\n' * 3, encoding="utf-8")
     write(tmp_path / "other.jsonl", DOCUMENTS, "body")
     write(tmp_path / "numbers.parquet", [1, 2, 3])

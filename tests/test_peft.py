@@ -25,7 +25,7 @@ from transformers import Trainer
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig, RecipeError
 from hf_posenc.recipes.schema.recipe import Adapter
-from hf_posenc.recipes.training.adapter import attach, quantization
+from hf_posenc.recipes.training.adapter import attach, check_targets, quantization
 
 pytestmark = [
     # What PEFT says of layers that it adapts well.
@@ -346,6 +346,8 @@ def test_the_adapter_of_a_recipe(architecture: str) -> None:
 
     model = base()
     assert attach(model, Adapter()) is model
+    with pytest.raises(RecipeError, match=r"adapter\.rank is 100000; expected at most"):
+        check_targets(model, Adapter(kind="lora", rank=100_000))
     lora = attach(model, Adapter(kind="lora", rank=3, alpha=6.0, dropout=0.5))
     config = lora.peft_config["default"]
     assert isinstance(config, PosencLoraConfig)

@@ -293,6 +293,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["training.schedule=polynomial", "training.steps=4", "training.warmup=0.9"],
         ["warmup is 0.9", "all of the 4 steps"],
     ),
+    "a step at rate 0": ("", ["training.steps=1", "training.warmup=0.6"], ["warmup is 0.6", "the only step"]),
     "windows in a handover": (
         "",
         ["conversion={scheme: nope, native: handover, layers: 'every:2', window: 8}"],

@@ -170,7 +170,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
     Args:
         console: The console of the run.
         begun: The file that is there as soon as a run can be continued.
-        again: What continues it.
+        again: Command that continues it.
     """
     from hf_posenc.recipes.runs.stop import STOP
 

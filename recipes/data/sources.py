@@ -168,7 +168,8 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if isinstance(cause, SchemaInferenceError):  # The file has no rows.
             raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error
-        raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}") from error
+        advice = ". Save it in UTF-8." if isinstance(cause, UnicodeDecodeError) else ""
+        raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}{advice}") from error
     if first is None:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
     if column not in first:

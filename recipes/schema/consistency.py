@@ -117,6 +117,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and "
             "training.schedule: polynomial has none left to lower them. Give less warmup, or another schedule."
         )
+    if training.steps == warmup_steps(training) == 1 and training.schedule != "constant":
+        yield (
+            f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
+            "Give less warmup, or more steps."
+        )
     if training.skip_to is not None and training.mixed_lengths is not None:
         yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
     yield from _of_windows(training, data)

@@ -73,8 +73,13 @@ def attach(model: Any, adapter: Adapter) -> Any:
     return get_peft_model(model, config(model, adapter))
 
 
-def check_targets(model: nn.Module, adapter: Adapter) -> None:
-    """Raise `RecipeError` for LoRA targets that do not exist; PEFT would raise only after the data is prepared."""
+def check_targets(model: Any, adapter: Adapter) -> None:
+    """Raise `RecipeError` for LoRA targets that do not exist, and for a rank that no weight can have.
+
+    PEFT would raise only after the data is prepared, and make matrices of any rank.
+    """
+    if adapter.kind == "lora" and adapter.rank > (size := model.config.get_text_config().hidden_size):
+        raise RecipeError(f"adapter.rank is {adapter.rank}; expected at most {size}, the width of the model.")
     # Modules that PEFT supports, except in schemes, whose weights are trained directly.
     names = [
         name
