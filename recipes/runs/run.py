@@ -246,6 +246,13 @@ class _Run:
         with native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext():
             teacher = _teacher(model, recipe)
         plans = stages(recipe, model)
+        # What is wrong with the batches or the text of a later stage is said before the first one.
+        texts = {recipe.training.length: data}
+        for stage in plans:
+            settings = stage.recipe.training
+            divide_batch(settings, self.processes.num_processes, section=stage.name)
+            if settings.length not in texts:
+                texts[settings.length] = prepared(settings.length or length)
         refused = [self.fitted["sentence"]] if self.fitted is not None and not self.fitted["accepted"] else []
         facts = Facts.of(
             model,
@@ -274,13 +281,6 @@ class _Run:
             with self._precise():
                 return context_curve(model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt)
 
-        # What is wrong with the batches or the text of a later stage is said before the first one.
-        texts = {recipe.training.length: data}
-        for stage in plans:
-            settings = stage.recipe.training
-            divide_batch(settings, self.processes.num_processes, section=stage.name)
-            if settings.length not in texts:
-                texts[settings.length] = prepared(settings.length or length)
         log: list[dict[str, Any]] = []
         pace, trainer = None, None
         for stage in plans:
