@@ -32,8 +32,8 @@ NATIVE, CONTROL = "native", "native + training"
 UNTAUGHT = ["distillation={}"]
 KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
 KEPT = ["conversion.native=keep", *KEEPS, *UNTAUGHT]
-# Attention transfer in steps of one window, then nothing but the predictions of the model that is converted: the trained
-# control, since the original cannot teach what the control has learned from the text.
+# Attention transfer in steps of one window, then nothing but the predictions of the model that is converted: of the
+# trained control, since the original cannot teach what the control has learned from the text.
 REPLACED = [
     "model={control}",
     "conversion.native=remove",
