@@ -236,6 +236,10 @@ def test_rates_fall_with_size() -> None:
     for stage in ("transfer", "training", "lengthen"):
         assert rates(small, stage).model > 1.5 * rates(large, stage).model
         assert rates(large, stage).scheme > rates(large, stage).model
+        few = rates(large, stage, tokens=2048 // 64).model / rates(large, stage).model
+        assert few == pytest.approx(1 if stage == "transfer" else 1 / 8)
+        assert rates(large, stage, tokens=4096) == rates(large, stage)
+        assert rates(small, stage, tokens=32) == rates(small, stage)
 
 
 def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:

@@ -118,7 +118,8 @@ class Training(Section):
         length: Tokens per window; null is the model's trained length.
         batch_size: Windows per optimizer step, over all processes; the training is the same on any number of them.
         micro_batch_size: Windows per forward of one process, to save memory; null is its whole share of the batch.
-        learning_rate: Peak learning rate of the model's own weights; null follows from the model's size.
+        learning_rate: Peak learning rate of the model's own weights; null follows from the model's size, and from
+            the tokens of a step where they are few.
         scheme_learning_rate: Peak learning rate of the scheme's weights, which are new; null likewise.
         weight_decay: Weight decay of the model's own matrices.
         warmup: Share of the steps over which the learning rates rise.
