@@ -253,10 +253,15 @@ class Family(Architecture):
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
         body = next(module for module in model.modules() if isinstance(module, self.body))
-        attention: Any = self.attentions(body)[0]
+        self.attentions(body)  # raises where a layer has none
+        return {"decoder" if self._is_causal(body) else "encoder": body}
+
+    def _is_causal(self, body: nn.Module) -> bool:
+        # The first one alone: this is asked for each layer.
+        attention: Any = next(module for module in body.modules() if isinstance(module, self.attention))
         if not hasattr(attention, "is_causal"):
             refuse(self.attention, "does not say whether it is causal")
-        return {"decoder" if attention.is_causal else "encoder": body}
+        return bool(attention.is_causal)
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
         found = [module for module in body.modules() if isinstance(module, self.layer)]
@@ -306,7 +311,7 @@ class Family(Architecture):
             hidden_size=config.hidden_size,
             scale=facts.scale,
             layer=layer,
-            causal="decoder" in self.stacks(body),
+            causal=self._is_causal(body),
             inv_freq=facts.inv_freq,
             layout=facts.layout,
             max_positions=stated_length(config),

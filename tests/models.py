@@ -127,9 +127,14 @@ def _original(architecture: str, **config: Any) -> PreTrainedModel:
 
 
 def stock(architecture: str, **config: Any) -> PreTrainedModel:
-    """Return a fresh copy of a checkpoint, where there is one; attention implementation and the like go into the
-    config."""
+    """Return a fresh copy of a checkpoint, where there is one: its first two layers, unless the config says more."""
+    config = {"num_hidden_layers": 2, **config}
     return copy.deepcopy(_original(architecture, **config)) if architecture in DIRECTORIES else tiny(architecture)
+
+
+def checkpoint(architecture: str) -> PreTrainedModel:
+    """Return a fresh copy of a checkpoint with all of its layers, for what only a trained model shows."""
+    return copy.deepcopy(_original(architecture))
 
 
 def tokens(architecture: str, rows: int, length: int, seed: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import stock
+from models import checkpoint
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,15 +44,15 @@ ONES, FOUR_D = torch.ones_like(IDS), torch.zeros(2, 1, 7, 6)
 
 
 def llama() -> Any:
-    return stock("llama")
+    return checkpoint("llama")
 
 
 def gpt2() -> Any:
-    return stock("gpt2")
+    return checkpoint("gpt2")
 
 
 def t5() -> Any:
-    return stock("t5")
+    return checkpoint("t5")
 
 
 def altered(change: Callable[[Any], object], make: Callable[[], Any] = llama) -> Callable[[], Any]:

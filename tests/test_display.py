@@ -147,7 +147,7 @@ def test_facts_of_a_conversion() -> None:
     assert added > 0
     assert (found.parameters, found.trained_parameters) == (own + added, own + added)
     assert (found.tokens, found.source) == (105, "text.txt")
-    assert (found.scheme, found.layers, found.fate, found.start) == ("fire", {"decoder": 4}, "removed", "break")
+    assert (found.scheme, found.layers, found.fate, found.start) == ("fire", {"decoder": 2}, "removed", "break")
     assert found.options["decoder"]["width"] == 32
     assert found.cautions
     assert found.teacher is None

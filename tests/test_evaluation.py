@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from models import DIRECTORIES, stock
+from models import DIRECTORIES, checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def test_perplexity_equals_a_plain_loop(kind: str, scheme: str | None, ids: Tens
 
 @pytest.mark.parametrize("scheme", [None, "fire"])
 def test_perplexity_of_an_encoder_decoder_equals_a_plain_loop(scheme: str | None, ids: Tensor) -> None:
-    model = stock("t5")
+    model = checkpoint("t5")
     if scheme:
         hf_posenc.patch(model, scheme)
     corrupted: list[Tensor] = []
@@ -193,10 +193,10 @@ def heldout(architecture: str) -> Tensor:
 
 
 def test_trained_models_use_their_context() -> None:
-    curve = context_curve(stock("llama"), heldout("llama"), (32, 128), windows=16, targets=32)
+    curve = context_curve(checkpoint("llama"), heldout("llama"), (32, 128), windows=16, targets=32)
     assert curve.at(128).mean < 0.95 * curve.at(32).mean
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
-    curve = context_curve(stock("t5"), heldout("t5"), (64, 256), windows=8, targets=32, corrupt=corrupt)
+    curve = context_curve(checkpoint("t5"), heldout("t5"), (64, 256), windows=8, targets=32, corrupt=corrupt)
     assert curve.at(64).mean < 3
     assert curve.at(256).mean > 1.5 * curve.at(64).mean
 
@@ -224,7 +224,7 @@ def test_impossible_curves_are_refused(ids: Tensor) -> None:
     with pytest.raises(ShapeError, match=r"has the token \d+; the LlamaForCausalLM knows 0 to \d+"):
         context_curve(small(), ids + 10**6, (32,), windows=2, targets=16)
     with pytest.raises(OptionError, match="encoder of T5ForConditionalGeneration must not read"):
-        context_curve(stock("t5"), ids, (32,), windows=2, targets=16)
+        context_curve(checkpoint("t5"), ids, (32,), windows=2, targets=16)
     with pytest.raises(OptionError, match="LlamaForCausalLM has no encoder"):
         context_curve(small(), ids, (32,), windows=2, targets=16, corrupt=lambda rows: rows)
 
@@ -349,7 +349,7 @@ def test_needle_stands_where_it_should(ids: Tensor) -> None:
 
 
 def test_an_encoder_reads_the_text_and_the_decoder_writes_the_key(ids: Tensor) -> None:
-    model = stock("t5")
+    model = checkpoint("t5")
     measure = NeedleRetrieval(ids, (40,), depths=(0.5,), samples=2)
     whole, rank = measure(model)
     assert whole.samples.shape == rank.samples.shape == (1, 1, 2)
@@ -521,12 +521,12 @@ def test_attention_that_shares_no_key_is_a_bit_apart(ids: Tensor) -> None:
     assert similarity._distance(near, far).item() == pytest.approx(1, abs=1e-6)
     # The nearest of all pairs.
     assert similarity._distance(torch.cat([near, far], 1), far).item() == pytest.approx(0, abs=1e-6)
-    t5, corrupt = stock("t5"), Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
+    t5, corrupt = checkpoint("t5"), Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
     (found,) = AttentionSimilarity(t5, ids, 12, windows=1, corrupt=corrupt)(t5)
     layers = t5.config.num_hidden_layers
     assert list(found.axes["layer"])[::layers] == ["encoder 1", "decoder 1"]
     with pytest.raises(ShapeError, match="compared layer by layer"):
-        AttentionSimilarity(small(), ids, 8)(stock("llama"))
+        AttentionSimilarity(small(), ids, 8)(checkpoint("llama"))
 
 
 # -- intervals and report ----------------------------------------------------------------------------------------------
@@ -744,7 +744,7 @@ def test_command(tmp_path: Path) -> None:
     content = json.loads((out / "report.json").read_text())
     assert [part["name"] for part in content["sections"]] == arguments[10].split(",")
     ids = token_ids(read_text(str(text)), TOKENIZER)
-    (expected,) = ContextPerplexity(ids, (64, 128), windows=2)(stock("llama"))
+    (expected,) = ContextPerplexity(ids, (64, 128), windows=2)(checkpoint("llama"))
     (grid,) = content["sections"][0]["models"]["tiny_llama"]
     assert torch.tensor(grid["samples"]).tolist() == expected.samples.float().tolist()
     assert f"{len(ids):,} tokens" in content["settings"]["text"]
@@ -829,12 +829,12 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     assert [section.name for section in report.sections] == ["perplexity"]
     ids = token_ids(read_text(str(request.text)), AutoTokenizer.from_pretrained(DIRECTORIES["t5"]))
     corrupt = Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
-    (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(stock("t5"))
+    (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=corrupt)(checkpoint("t5"))
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
 
 
 def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:
-    model = stock("llama").to(torch.bfloat16)
+    model = checkpoint("llama").to(torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
     for name in ("half", "whole"):
         model.save_pretrained(tmp_path / name)
@@ -849,7 +849,7 @@ def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> N
     from peft import get_peft_model
 
     ids = torch.arange(30, 50)[None]
-    converted = hf_posenc.patch(stock("llama"), "kerple")
+    converted = hf_posenc.patch(checkpoint("llama"), "kerple")
     adapted = get_peft_model(converted, PosencLoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.peft_config["default"].base_model_name_or_path = str(DIRECTORIES["llama"])
     adapted.save_pretrained(tmp_path / "run" / "model")
@@ -858,11 +858,11 @@ def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> N
     with torch.no_grad():
         loaded = adapter.load(torch.device("cpu"))
         torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-4, rtol=1e-4)
-        assert not torch.equal(loaded(ids).logits, stock("llama")(ids).logits)
+        assert not torch.equal(loaded(ids).logits, checkpoint("llama")(ids).logits)
         assert torch.equal(
-            untrained.load(torch.device("cpu"))(ids).logits, hf_posenc.patch(stock("llama"), "alibi")(ids).logits
+            untrained.load(torch.device("cpu"))(ids).logits, hf_posenc.patch(checkpoint("llama"), "alibi")(ids).logits
         )
-        assert torch.equal(plain.load(torch.device("cpu"))(ids).logits, stock("llama")(ids).logits)
+        assert torch.equal(plain.load(torch.device("cpu"))(ids).logits, checkpoint("llama")(ids).logits)
     assert adapter.tokenizer().get_vocab() == plain.tokenizer().get_vocab()
 
 
@@ -912,7 +912,7 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
 
     adapter, checkpoint = tmp_path / "adapter", DIRECTORIES["llama"]
     adapted = get_peft_model(
-        hf_posenc.patch(stock("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
+        hf_posenc.patch(checkpoint("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
     )
     adapted.peft_config["default"].base_model_name_or_path = str(checkpoint)
     adapted.save_pretrained(adapter)
@@ -952,7 +952,7 @@ def test_evaluating_changes_neither_the_callers_random_numbers_nor_modes() -> No
         reports.append(request.run().sections[0].markdown())
         assert torch.equal(torch.get_rng_state(), drawn)
     assert reports[0] == reports[1]
-    model = stock("llama").train()
+    model = checkpoint("llama").train()
     model.get_output_embeddings().eval()
     before = [module.training for module in model.modules()]
     hf_posenc.evaluate({"a": model}, [InductionCopy(torch.arange(30), (8,), samples=1)])
@@ -971,12 +971,12 @@ def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(ids: 
     first = Counted(ids, (64,), windows=2, corrupt=lambda rows: rows)
     for other, said in (
         (InductionCopy(torch.arange(30), (8,), samples=1), "InductionCopy is not defined for T5"),
-        (AttentionSimilarity(stock("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
+        (AttentionSimilarity(checkpoint("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
     ):
         with pytest.raises(OptionError, match=said):
-            hf_posenc.evaluate({"a": stock("t5")}, [first, other])
+            hf_posenc.evaluate({"a": checkpoint("t5")}, [first, other])
     with pytest.raises(OptionError, match="ContextPerplexity\\(corrupt=None\\)"):
-        ContextPerplexity(ids, (64,), windows=2)(stock("t5"))
+        ContextPerplexity(ids, (64,), windows=2)(checkpoint("t5"))
     assert not Counted.taken
 
 

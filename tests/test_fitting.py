@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SAME, logits, loss, stock, tokens
+from models import SAME, checkpoint, logits, loss, stock, tokens
 from transformers import ViTConfig, ViTModel
 
 import hf_posenc
@@ -20,7 +20,7 @@ from hf_posenc.recipes.training.fit_bias import additive, fit
 
 def patched(architecture: str, scheme: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return hf_posenc.patch(stock(architecture), scheme, **options)
+    return hf_posenc.patch(checkpoint(architecture), scheme, **options)
 
 
 def text_windows(count: int) -> torch.Tensor:

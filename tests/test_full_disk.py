@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES, stock, text_file
+from models import DIRECTORIES, checkpoint, text_file
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
@@ -117,7 +117,7 @@ def test_nothing_else_is_a_full_disk(error: Exception, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shards", ["5GB", "500KB"])
 def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "fire")
+    model = hf_posenc.patch(checkpoint("llama"), "fire")
     model.save_pretrained(tmp_path / "old", max_shard_size=shards)
     before = content(tmp_path)
     with torch.no_grad():
@@ -177,7 +177,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_say_it_in_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "builtin_documents", lambda split: [topics["assert"] * 20])
-    hf_posenc.patch(stock("llama"), "rope").save_pretrained(tmp_path / "converted")
+    hf_posenc.patch(checkpoint("llama"), "rope").save_pretrained(tmp_path / "converted")
     places = {"OUT": tmp_path / "out", "CONVERTED": tmp_path / "converted"}
     arguments = [str(places.get(word, word)) for word in COMMANDS[command]]
     with files_of_at_most(500):

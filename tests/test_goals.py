@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIRECTORIES, stock
+from models import DIRECTORIES, checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, ModernBertConfig, PreTrainedConfig
 
 import hf_posenc
@@ -169,7 +169,8 @@ def test_a_short_try_of_a_long_model_is_measured_where_it_can_be() -> None:
 
 
 def test_a_converted_model_is_trained_on_as_it_is() -> None:
-    assert [each.words for each in goals.recommended(hf_posenc.patch(stock("llama"), "alibi").config)] == ["control"]
+    config = hf_posenc.patch(checkpoint("llama"), "alibi").config
+    assert [each.words for each in goals.recommended(config)] == ["control"]
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:
@@ -197,7 +198,7 @@ def test_extending_takes_what_the_native_encoding_has() -> None:
 
 @pytest.mark.parametrize("way", goals.ROPES)
 def test_rope_parameters_change_a_model_as_its_config_would(way: str) -> None:
-    model, ids = stock("llama"), torch.arange(20, 320)[None]
+    model, ids = checkpoint("llama"), torch.arange(20, 320)[None]
     before = model(ids).logits
     original = set_rope(model, read("llama", "extend", f"by={way}").conversion.rope)
     changed = model(ids).logits
@@ -221,7 +222,7 @@ def test_rope_parameters_change_a_model_as_its_config_would(way: str) -> None:
     ],
 )
 def test_rope_parameters_are_refused_and_nothing_changes(changes: dict[str, Any], said: str) -> None:
-    model = stock("llama")
+    model = checkpoint("llama")
     before, angles = model.config.to_json_string(), model.model.rotary_emb.inv_freq.clone()
     with pytest.raises(OptionError, match=said):
         set_rope(model, changes)
@@ -253,11 +254,11 @@ def test_rope_types_are_no_schemes_and_lead_to_extend() -> None:
 
 
 def test_micro_batches_fit_the_memory() -> None:
-    recipe = read("llama", "control")
-    need = memory.need(stock("llama"), recipe, 128)
-    weights = sum(weight.numel() for weight in stock("llama").parameters())
+    recipe, model = read("llama", "control"), checkpoint("llama")
+    need = memory.need(model, recipe, 128)
+    weights = sum(weight.numel() for weight in model.parameters())
     assert need.fixed == 16 * weights  # weights, gradients and two moments in float32
-    assert memory.need(stock("llama"), read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
+    assert memory.need(model, read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
     assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
     plenty, tight = 2 * need.of(8), int(1.01 * need.of(2) / 0.8)
     assert memory.fitting(Training(), need, plenty)[0] == Training()

@@ -114,25 +114,6 @@ def test_every_architecture_has_one_config() -> None:
         assert issubclass(twin, stock)
 
 
-@pytest.mark.grid  # compiles for half a minute; test_families.py traces one model
-def test_torch_compile_gives_the_same_logits() -> None:
-    # Tracing is what can go wrong; generating machine code takes a minute and adds nothing.
-    for scheme, layers in (("fire", 1), ("tape", 2)):
-        config = small("llama")
-        config.num_hidden_layers = layers  # each is traced
-        model = hf_posenc.patch(make(modeling_llama.LlamaForCausalLM, config), scheme)
-        before = first_output(model, ids())
-        compiled = torch.compile(model, backend="eager", fullgraph=False)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(input_ids=ids())[0], before)
-            torch.testing.assert_close(compiled(input_ids=ids(2, 7))[0], first_output(model, ids(2, 7)))
-            with hf_posenc.disabled(compiled):
-                stock = first_output(model, ids())
-                torch.testing.assert_close(compiled(input_ids=ids())[0], stock)
-            torch.testing.assert_close(compiled(input_ids=ids())[0], before)
-        torch.compiler.reset()
-
-
 def test_signatures_stay_those_of_the_stock_classes() -> None:
     """Trainers and `generate` look up arguments by name."""
     for architecture in architectures().values():

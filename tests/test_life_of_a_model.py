@@ -25,6 +25,8 @@ from hf_posenc import cli
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.1,
@@ -33,8 +35,6 @@ SIZES: dict[str, Any] = {
 MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("CausalLM", MIXED),
-    "mistral": ("CausalLM", {"sliding_window": 16}),
-    "qwen3": ("CausalLM", {}),
     "modernbert": ("MaskedLM", {"local_attention": 16, "global_attn_every_n_layers": 2}),
 }
 
@@ -87,7 +87,7 @@ def live(name: str, scheme: str, folder: Path, steps: int = 2, characters: int =
     return tuple(outcome.measurements.curve(which).samples.mean().exp().item() for which in ("before", "after"))
 
 
-@pytest.mark.parametrize(("name", "scheme"), once(zip(KINDS, ("fox", "kerple", "fox", "kerple"), strict=True)))
+@pytest.mark.parametrize(("name", "scheme"), once(zip(KINDS, ("fox", "kerple"), strict=True)))
 def test_from_a_stock_checkpoint_to_the_hub_and_back(name: str, scheme: str, tmp_path: Path) -> None:
     before, after = live(name, scheme, tmp_path)
     assert before != after

@@ -171,6 +171,7 @@ for folder, load in [(folder, load) for folder in folders for load in ways]:
 def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     save_file({"input_ids": ids}, tmp_path / "ids")
+    stock("llama").save_pretrained(tmp_path / "base")
     wanted, folders, edited = {}, {}, {}
     for kind, config in KINDS.items():
         model = moved(get_peft_model(plain(), config()), 0.05, only="")
@@ -184,17 +185,21 @@ def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
     def run(extra: str, ways: str, paths: Any) -> list[str]:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", LOAD_ALL.format(extra=extra, ways=ways)]
-            + [str(path) for path in (DIRECTORIES["llama"], tmp_path / "ids", *paths)],
+            + [str(path) for path in (tmp_path / "base", tmp_path / "ids", *paths)],
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
 
+    model = moved(get_peft_model(plain("kerple"), PosencLoraConfig(target_modules=[])), 0.05, only="")
+    wanted["scheme"], folders["scheme"] = logits(model, "llama", ids), tmp_path / "scheme"
+    model.save_pretrained(folders["scheme"])
     stock_model = "AutoModelForCausalLM.from_pretrained(base)"
     patched = f"hf_posenc.patch({stock_model}, 'alibi')"
-    load = f"[lambda folder: PeftModel.from_pretrained({patched}, folder)]"
-    assert run("import hf_posenc", load, folders.values()) == []
+    load = f"[lambda folder: PeftModel.from_pretrained({stock_model} if 'scheme' in folder else {patched}, folder)]"
+    # Elsewhere hf_posenc is imported first.
+    assert run("import peft\nimport hf_posenc", load, folders.values()) == []
     for kind, folder in folders.items():
         assert torch.equal(load_file(folder / "out")["logits"], wanted[kind]), kind
     both = [*folders.values(), *edited.values()]

@@ -449,7 +449,7 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
     },
     "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
 }
-PLACES = (0, 4_000, 100_000)
+PLACES = (0, 100_000)
 
 
 def small_llama(kind: str, limit: int = LONG) -> LlamaForCausalLM:

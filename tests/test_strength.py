@@ -105,7 +105,7 @@ def test_half_way_the_cache_is_right(case: tuple[PreTrainedModel, str, str]) -> 
     model, architecture, _ = case
     ids = tokens(architecture, 2, 11)
     hf_posenc.set_strength(model, native=0.5, scheme=0.5)
-    call: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "min_new_tokens": 12}
+    call: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6}
     without = model.generate(ids, use_cache=False, do_sample=False, **call)
     assert torch.equal(model.generate(ids, do_sample=False, **call), without)
 

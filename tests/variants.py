@@ -29,7 +29,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "disentangled": [
         {"max_distance": 60},
-        {"max_distance": 4, "p2c": False},
+        {"max_distance": 4, "p2c": False, "scale": "deberta"},
         {"max_distance": 20, "buckets": 8, "normalize": True, "scale": "deberta"},
         {"max_distance": 5, "c2p": False, "init": "zero"},
     ],
