@@ -910,20 +910,20 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
 def test_damaged_models_are_one_error(tmp_path: Path) -> None:
     from peft import get_peft_model
 
-    adapter, checkpoint = tmp_path / "adapter", DIRECTORIES["llama"]
+    adapter, base = tmp_path / "adapter", DIRECTORIES["llama"]
     adapted = get_peft_model(
         hf_posenc.patch(checkpoint("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
     )
-    adapted.peft_config["default"].base_model_name_or_path = str(checkpoint)
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(adapter)
     for number, (source, name, size, message, *commands) in enumerate(
         (
             (adapter, "adapter_model.safetensors", -100, "cannot be read (Error while deserializing", "eval", "plot"),
             (adapter, "adapter_config.json", 40, "cannot be read (JSONDecodeError: ", "plot"),
             (adapter, "adapter_config.json", 0, "cannot be read (JSONDecodeError: ", "eval"),
-            (checkpoint, "model.safetensors", 500, "header", "eval"),
-            (checkpoint, "tokenizer.json", 0, "save_pretrained writes, tokenizer.json", "plot", "convert"),
-            (checkpoint, "tokenizer.json", 999, "save_pretrained writes, tokenizer.json", "eval", "train"),
+            (base, "model.safetensors", 500, "header", "eval"),
+            (base, "tokenizer.json", 0, "save_pretrained writes, tokenizer.json", "plot", "convert"),
+            (base, "tokenizer.json", 999, "save_pretrained writes, tokenizer.json", "eval", "train"),
         )
     ):
         folder, out = tmp_path / str(number), str(tmp_path / "out")
