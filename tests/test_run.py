@@ -414,6 +414,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(read: Any, tmp_path: Path, m
     for stage in ("transfer", "."):
         with pytest.raises(Stop):
             run.train(recipe, tmp_path / "stopped")
+        assert not STOP.ask(then), "what failed is trained no more"
         assert [path.name for path in (tmp_path / "stopped" / "checkpoints" / stage).glob("check*")] == ["checkpoint-2"]
         assert answers == [True, True, False]
         answers.clear()

@@ -148,6 +148,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
             f"{error} Every complete checkpoint is kept: hf-posenc resume {shlex.quote(str(folder))} goes on."
         ) from error
     finally:
+        STOP.over()
         lock.release()
 
 

@@ -49,7 +49,11 @@ class Stop(TrainerCallback):
             self._then()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training = False
+        self.over()
+
+    def over(self) -> None:
+        """Say that nothing is being trained, also after a failure: from now on, `ask` would wait for nothing."""
+        self._training, self._then = False, None
 
 
 # Signals are for a process, too.
