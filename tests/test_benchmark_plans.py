@@ -29,6 +29,8 @@ def adaptation() -> ModuleType:
     return module
 
 
+# A benchmark of hours is started by hand, so the grid is early enough.
+@pytest.mark.grid
 @pytest.mark.parametrize("what", ["schemes", "levers"])
 @pytest.mark.parametrize("architecture", CHECKPOINTS)
 def test_every_run_has_a_recipe_that_reads(adaptation: ModuleType, what: str, architecture: str) -> None:

@@ -113,7 +113,7 @@ def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [("llama", ["data.packing=documents"]), ("t5", [])],
+    once([("llama", ["data.packing=documents"]), ("t5", [])]),
 )
 def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, changes: list[str], tmp_path: Path) -> None:
     """Of packed documents, and of an encoder-decoder."""
