@@ -76,7 +76,7 @@ def kinds_vary(rotary: Any) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the stock code of an attention layer says about it.
+    """Facts about an attention layer, read from its stock code.
 
     Attributes:
         heads: Query heads.
@@ -255,7 +255,7 @@ def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]
 
 @functools.cache
 def _cuts(attention: type) -> bool:
-    """Whether an attention rotates a part of the channels that it cuts off itself."""
+    """Whether an attention itself splits off the channels that it rotates."""
     return "rotary_ndims" in inspect.unwrap(attention.forward).__code__.co_names  # type: ignore[attr-defined]
 
 

@@ -85,7 +85,13 @@ def test_neighbouring_channels_turn_in_one_graph() -> None:
     model = hf_posenc.patch(models.tiny("gpt2"), "rope", layout="interleaved").eval()
     whole: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(whole(ids(2, 12)).logits, model(ids(2, 12)).logits, **SAME)
+        patched = model(ids(2, 12)).logits
+        torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
+        with hf_posenc.disabled(whole):
+            original = model(ids(2, 12)).logits
+            assert not torch.allclose(original, patched)
+            torch.testing.assert_close(whole(ids(2, 12)).logits, original, **SAME)
+        torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
 
 
 def test_a_second_length_runs_in_one_graph() -> None:

@@ -177,7 +177,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         # print may be what was interrupted
         if STOP.ask(lambda: end(number)):
-            os.write(2, b"\nhf-posenc: stopping after this step; the same once more stops at once.\n")
+            os.write(2, b"\nhf-posenc: saving after this step, then stopping. A second signal stops at once.\n")
         else:
             end(number)
 

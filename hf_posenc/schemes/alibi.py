@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
+from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
@@ -56,8 +57,7 @@ class ALiBi(GridBias):
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if self.log_slopes is None:
-            # A copy that blocks would wait until the GPU has done all that is queued.
-            slope = self._slopes.to(distance.device, dtype, non_blocking=True)
+            slope = placed(self._slopes, distance.device, dtype)
         else:
             slope = self.log_slopes.to(distance.device, dtype).exp()
         return -slope[:, None] * distance.abs().to(dtype)

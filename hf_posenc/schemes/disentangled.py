@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import LARGEST_COUNT, Block, Geometry, Projection, Tokens
+from hf_posenc.ops import placed
 from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
@@ -165,8 +166,7 @@ class Disentangled(Scheme):
     def rows(self, distance: Tensor) -> Tensor:
         """Return the row d(i, j) of P for each distance (query minus key), int64 of the same shape."""
         far = self.max_distance
-        # A copy that blocks would wait until the GPU has done all that is queued.
-        return self._rows.to(distance.device, non_blocking=True)[distance.clamp(-far, far) + far]
+        return placed(self._rows, distance.device)[distance.clamp(-far, far) + far]
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry
+from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent, Numbers, Picture
@@ -145,7 +146,7 @@ class FoPE(Annealed, RotaryScheme):
 
     def _own_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = self._table(place)
-        kept = (~self._clipped).nonzero()[:, 0].to(place.device) if self.clip else None
+        kept = placed((~self._clipped).nonzero()[:, 0], place.device) if self.clip else None
         if kept is not None:
             frequencies = frequencies - self.annealed(frequencies) * self._clipped.to(place)
         angles = place * frequencies  # [B|1, 1, S, M]
@@ -168,7 +169,7 @@ class FoPE(Annealed, RotaryScheme):
         return dominant.expand(*others.shape[:-1], -1).index_add(-1, kept, others)
 
     def _official_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        angles = place * self._table(place)[~self._clipped.to(place.device)]
+        angles = place * self._table(place)[~placed(self._clipped, place.device)]
         inputs, pairs = self.cos_coef.shape[1:]
         missing = self.rotary_dim // 2 - pairs
         step = -(-inputs // pairs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
@@ -64,9 +65,7 @@ class GRAPEA(Scheme):
         with torch.autocast(k.device.type, enabled=False):
             directions = F.normalize(self.u.to(precise), dim=-1).view(k.shape[1], -1, k.shape[-1])
             opened = torch.einsum("bgsd,grd->bsgr", k.to(precise), directions).flatten(2) * k.shape[-1] ** -0.5
-            # A copy that blocks would wait until the GPU has done all that is queued.
-            slope = self._slopes.to(k.device, precise, non_blocking=True)
-            scale = F.softplus(self.omega.to(precise)) * slope
+            scale = F.softplus(self.omega.to(precise)) * placed(self._slopes, k.device, precise)
             return Projection(q, k, v, {_RATES: self.gated((scale * F.softplus(opened)).mT, 1).mT})
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:

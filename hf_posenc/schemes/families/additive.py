@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, coordinates_of
+from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
 
@@ -175,8 +176,7 @@ class Buckets:
 
     def __call__(self, distance: Tensor) -> Tensor:
         """Return the bucket of each distance (query minus key), int64 of the same shape."""
-        # A copy that blocks would wait until the GPU has done all that is queued.
-        lookup = self.lookup.to(distance.device, non_blocking=True)
+        lookup = placed(self.lookup, distance.device)
         if self.causal:
             return lookup[distance.clamp(0, self.max_distance)]
         return lookup[distance.abs().clamp_max(self.max_distance)] + (distance < 0) * self.per_side
