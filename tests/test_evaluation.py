@@ -40,14 +40,12 @@ from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import (
     AssociativeRecall,
-    AttentionSimilarity,
     ContextPerplexity,
     Grid,
     InductionCopy,
     LengthGeneralisation,
     NeedleRetrieval,
     context_curve,
-    similarity,
     tasks,
 )
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
@@ -479,56 +477,6 @@ def test_tasks_are_seeded_and_as_long_as_asked_for() -> None:
         LengthGeneralisation(TOKENIZER, lengths=(30,), shots=2)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
-def divergence(p: Tensor, q: Tensor) -> float:
-    """The Jensen-Shannon divergence of two distributions in bits, term by term, with what is left to a sum of 1."""
-    p, q = (torch.cat([x, (1 - x.sum()).clamp(min=0)[None]]) for x in (p, q))
-    middle = (p + q) / 2
-    return sum(
-        float(a * math.log2(a / m)) / 2
-        for one in (p, q)
-        for a, m in zip(one.tolist(), middle.tolist(), strict=True)
-        if a > 0
-    )
-
-
-@pytest.mark.parametrize("scheme", ["alibi", "stick_breaking"])
-def test_attention_similarity_equals_the_definition(scheme: str, ids: Tensor) -> None:
-    native, model = small(), hf_posenc.patch(small(), scheme)
-    measure = AttentionSimilarity(native, ids, 8, windows=2)
-    (found,) = measure(model)
-    assert native.config._attn_implementation == "sdpa"
-    assert found.axes == {"layer": (1, 2)}
-    ours, theirs = (
-        similarity._patterns(one, torch.stack([row for row in measure._rows]), None) for one in (model, native)
-    )
-    assert bool(((ours[0].sum(-1) - 1).abs() > 0.01).any()) == (scheme == "stick_breaking")
-    for layer in range(2):
-        for row in range(2):
-            pairs = [
-                sum(divergence(one, other) for one, other in zip(a, b, strict=True)) / 8
-                for a in ours[layer][row].double()
-                for b in theirs[layer][row].double()
-            ]  # fmt: skip
-            assert found.samples[layer, row].item() == pytest.approx(min(pairs), abs=1e-4)
-    assert (measure(native)[0].samples < 1e-6).all()
-
-
-def test_attention_that_shares_no_key_is_a_bit_apart(ids: Tensor) -> None:
-    near, far = torch.eye(4)[None, None], torch.eye(4).roll(1, 1)[None, None]
-    assert similarity._distance(near, far).item() == pytest.approx(1, abs=1e-6)
-    # The nearest of all pairs.
-    assert similarity._distance(torch.cat([near, far], 1), far).item() == pytest.approx(0, abs=1e-6)
-    t5, corrupt = checkpoint("t5"), Denoising(AutoTokenizer.from_pretrained(DIRECTORIES["t5"])).corrupt
-    (found,) = AttentionSimilarity(t5, ids, 12, windows=1, corrupt=corrupt)(t5)
-    layers = t5.config.num_hidden_layers
-    assert list(found.axes["layer"])[::layers] == ["encoder 1", "decoder 1"]
-    with pytest.raises(ShapeError, match="compared layer by layer"):
-        AttentionSimilarity(small(), ids, 8)(checkpoint("llama"))
-
-
 # -- intervals and report ----------------------------------------------------------------------------------------------
 
 
@@ -601,14 +549,13 @@ def test_report_is_complete(tmp_path: Path) -> None:
             section("perplexity", {"tokens read": (1, 2, 4, 8)}, PERPLEXITY),
             section("needle", {"depth": (0.0, 1.0), "tokens read": (1, 2)}, successes("whole key", 0.1)),
             section("tasks", {"task": ("copy", "sort"), "length": (1, 2, 3)}, share("tokens")),
-            section("attention", {"layer": ("encoder 1", "decoder 1")}, share("some")),
         ),
         {"text": "mine.txt"},
     )
     report.write(tmp_path / "report")
     folder = tmp_path / "report"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "attention.png", "needle.png", "perplexity.png", "report.json", "report.md", "tasks.png",
+        "needle.png", "perplexity.png", "report.json", "report.md", "tasks.png",
     ]  # fmt: skip
     assert is_report(folder)
     (folder / "mine.png").touch()
@@ -734,12 +681,12 @@ def test_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = [
         "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
-        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation,tasks,attention",
+        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation,tasks",
         "--tasks", "copy", "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
     ]  # fmt: skip
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
-    assert "tiny_llama, alibi untrained: attention (100%" in result.stdout
+    assert "tiny_llama, alibi untrained: tasks (100%" in result.stdout
     assert re.search(r"^\| tiny_llama +\| ", result.stdout, re.M)
     content = json.loads((out / "report.json").read_text())
     assert [part["name"] for part in content["sections"]] == arguments[10].split(",")
@@ -969,12 +916,9 @@ def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(ids: 
             return super()._measure(*args)
 
     first = Counted(ids, (64,), windows=2, corrupt=lambda rows: rows)
-    for other, said in (
-        (InductionCopy(torch.arange(30), (8,), samples=1), "InductionCopy is not defined for T5"),
-        (AttentionSimilarity(checkpoint("t5"), ids, 64, windows=2), "AttentionSimilarity\\(corrupt=None\\)"),
-    ):
-        with pytest.raises(OptionError, match=said):
-            hf_posenc.evaluate({"a": checkpoint("t5")}, [first, other])
+    other = InductionCopy(torch.arange(30), (8,), samples=1)
+    with pytest.raises(OptionError, match="InductionCopy is not defined for T5"):
+        hf_posenc.evaluate({"a": checkpoint("t5")}, [first, other])
     with pytest.raises(OptionError, match="ContextPerplexity\\(corrupt=None\\)"):
         ContextPerplexity(ids, (64,), windows=2)(checkpoint("t5"))
     assert not Counted.taken

@@ -33,7 +33,7 @@ def evaluate(
         typer.Option(
             # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
             metavar="NAMES",
-            help="Some of perplexity, needle, induction, mqar, generation, tasks, attention. Default: the first four.",
+            help="Some of perplexity, needle, induction, mqar, generation, tasks. Default: the first four.",
         ),
     ] = None,
     text: Annotated[

@@ -76,8 +76,7 @@ class Examiner:
         self._native, self._console = control.recipe.model, console
         self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
         request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
-        first = Subject(NATIVE, str(control.folder / MODEL))
-        self._inputs = Inputs(request, first, tokenizer, data.held_out, data.corrupt, processes().device)
+        self._inputs = Inputs(request, tokenizer, data.held_out, data.corrupt, processes().device)
         self._measures = [MEASURES[name](self._inputs) for name in dict.fromkeys(("perplexity", *measures))]
         size = control.recipe.training.micro_batch_size or control.recipe.training.batch_size
         collate = data.collate or default_data_collator

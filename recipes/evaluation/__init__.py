@@ -3,7 +3,7 @@
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `generation`, `similarity`.
+Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `generation`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.tasks import LengthGeneralisation
 from hf_posenc.recipes.intervals import Interval
 
 __all__ = [
     "AssociativeRecall",
-    "AttentionSimilarity",
     "ContextPerplexity",
     "Generation",
     "Grid",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from hf_posenc.recipes.evaluation.measure import Measure, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
-from hf_posenc.recipes.evaluation.similarity import AttentionSimilarity
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
@@ -92,7 +91,7 @@ class Request:
         found = subjects(self.models)
         inputs = self._inputs(found)
         measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
-        models = {subject.name: partial(inputs.load, subject) for subject in found}
+        models = {subject.name: partial(subject.load, inputs.device, self.seed, inputs.dtype) for subject in found}
         caution = "" if self.text is None else _caution(found, self.text)
         if caution and console is not None:
             console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -139,7 +138,7 @@ class Request:
         # Models in half precision would differ from trained ones by rounding alone.
         dtypes = {each.config().dtype or torch.float32 for each in found}
         dtype = functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
-        return Inputs(filled, first, tokenizer, ids, corrupt, processes().device, dtype)
+        return Inputs(filled, tokenizer, ids, corrupt, processes().device, dtype)
 
     def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
         """Return the text in words, and its documents."""
@@ -167,7 +166,6 @@ class Inputs:
 
     Attributes:
         request: The request, with defaults filled in.
-        first: The reference model.
         tokenizer: The tokenizer of all models.
         ids: Token ids of the text, int64 `[tokens]`.
         corrupt: Function that corrupts the input of an encoder; `None` for causal models.
@@ -176,13 +174,11 @@ class Inputs:
     """
 
     request: Request
-    first: Subject
     tokenizer: Any
     ids: Tensor
     corrupt: Corruption | None
     device: torch.device
     dtype: torch.dtype | None = None
-    _reference: Any = field(default=None, init=False, repr=False)
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -197,17 +193,6 @@ class Inputs:
     def options(self, *names: str) -> dict[str, Any]:
         """Return options of a measure, which the request has by the same names."""
         return {name: getattr(self.request, name) for name in names}
-
-    def load(self, subject: Subject) -> Any:
-        """Return a model on the device; the first one is reused if it is kept as the reference."""
-        if subject is self.first and self._reference is not None:
-            return self._reference
-        return subject.load(self.device, self.request.seed, self.dtype)
-
-    def reference(self) -> Any:
-        """Return the first model, and keep it for comparisons."""
-        self._reference = self.load(self.first)
-        return self._reference
 
 
 def _perplexity(inputs: Inputs) -> Measure:
@@ -230,19 +215,6 @@ def _copying(inputs: Inputs, kind: type[InductionCopy], lengths: Sequence[int]) 
     return kind(inputs.symbols, lengths, **inputs.options("samples", "seed", "trained_length"))
 
 
-def _attention(inputs: Inputs) -> Measure:
-    # Attention matrices grow with the square of the length; within the trained length both models are reliable.
-    length = min(max(inputs.contexts), inputs.request.trained_length or _USUAL_LENGTH)
-    return AttentionSimilarity(
-        inputs.reference(),
-        inputs.ids,
-        length,
-        windows=inputs.request.samples,
-        corrupt=inputs.corrupt,
-        reference_name=inputs.first.name,
-    )
-
-
 MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "perplexity": _perplexity,
     "needle": _needle,
@@ -254,7 +226,6 @@ MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "tasks": lambda inputs: LengthGeneralisation(
         inputs.tokenizer, inputs.request.tasks, **inputs.options("lengths", "trained", "samples", "shots", "seed")
     ),
-    "attention": _attention,
 }
 
 
