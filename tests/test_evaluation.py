@@ -43,10 +43,8 @@ from hf_posenc.recipes.evaluation import (
     ContextPerplexity,
     Grid,
     InductionCopy,
-    LengthGeneralisation,
     NeedleRetrieval,
     context_curve,
-    tasks,
 )
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
 from hf_posenc.recipes.evaluation.measure import Workers
@@ -245,7 +243,7 @@ def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:
     assert context_curve(model, ids, (32,), windows=2, targets=16).write(32) == "inf"
 
 
-# -- retrieval, induction, tasks ---------------------------------------------------------------------------------------
+# -- retrieval and induction -------------------------------------------------------------------------------------------
 
 
 def test_needle_of_an_oracle_and_of_a_random_model(ids: Tensor) -> None:
@@ -392,89 +390,6 @@ class Recalls(Stub):
         place = (earlier * torch.arange(1, length + 1)).amax(-1).clamp_max(length - 1)
         logits = 50.0 * nn.functional.one_hot(input_ids.gather(1, place), self._vocabulary)
         return SimpleNamespace(logits=logits[:, -logits_to_keep:])
-
-
-def solve(prompt: str) -> str:
-    """Answer a task from its text, by other means than it was made with."""
-    numbers = list(map(int, re.findall(r"\d+", prompt)))
-    if prompt.startswith("If"):
-        values = {"1": 1}
-        for name, sign, value in re.findall(r"(\w) = ([+-]) (\w)", prompt):
-            values[name] = values[value] * (1 if sign == "+" else -1)
-        return "+" if values[re.findall(r"then (\w)", prompt)[0]] > 0 else "-"
-    body = prompt.split(":")[1].split(".")[0].split()
-    if prompt.startswith("Copy"):
-        return " ".join(body)
-    if prompt.startswith("Reverse"):
-        return " ".join(reversed(body))
-    if prompt.startswith("Sort"):
-        return " ".join(sorted(body))
-    if prompt.startswith("Evaluate"):
-        terms = re.findall(r"(\d) x \^ ([\d ]+?) (?=[+)])", prompt)
-        return str(sum(int(a) * numbers[0] ** int(b.replace(" ", "")) for a, b in terms) % 10)
-    if "%" in prompt:
-        return str(sum(numbers[:-1]) % 10)
-    if "+" in prompt:
-        return " ".join(str(sum(int(part.replace(" ", "")) for part in " ".join(body).split("+"))))
-    return "yes" if re.findall(r"in ([01 ]+)", prompt)[0].count("1") % 2 == 0 else "no"
-
-
-class Solves(Stub):
-    """Reads the last question with the tokenizer, and answers it."""
-
-    def next(self, tokens: list[int]) -> int:
-        text = TOKENIZER.decode(tokens)
-        shown, _, question = text.rpartition("\n\n")
-        prompt = question.split("Answer:")[0] + "Answer:"
-        whole = TOKENIZER(f"{shown}\n\n{prompt} {solve(prompt)}" if shown else f"{prompt} {solve(prompt)}")["input_ids"]
-        return whole[len(tokens)]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("shots", [0, 2])
-def test_tasks_of_an_oracle(shots: int) -> None:
-    measure = LengthGeneralisation(TOKENIZER, lengths=(2, 5), trained=2, samples=3, shots=shots)
-    whole, tokens = measure(Solves(len(TOKENIZER)))
-    assert whole.axes == {"task": tuple(tasks.TASKS), "length": (2, 5)}
-    assert (whole.samples == 1).all()
-    assert (tokens.samples == 1).all()
-
-
-class Begins(Solves):
-    """Knows how an answer begins, and no more."""
-
-    def next(self, tokens: list[int]) -> int:
-        return super().next(tokens) if TOKENIZER.decode(tokens).endswith("Answer:") else -1
-
-
-def test_a_task_is_answered_by_all_of_its_tokens() -> None:
-    whole, tokens = LengthGeneralisation(TOKENIZER, ("copy",), lengths=(2, 5), samples=3)(Begins(len(TOKENIZER)))
-    assert (whole.samples == 0).all()
-    for length in (2, 5):
-        answers = [tasks.encode(example, TOKENIZER)[1] for example in tasks.draw("copy", length, 3)]
-        assert tokens.at("copy", length).mean == pytest.approx(sum(1 / len(answer) for answer in answers) / 3)
-
-
-def test_tasks_are_seeded_and_as_long_as_asked_for() -> None:
-    for name in tasks.TASKS:
-        assert tasks.draw(name, 6, 4) == tasks.draw(name, 6, 4)
-        assert tasks.draw(name, 6, 4) != tasks.draw(name, 6, 4, seed=1)
-        (one,) = tasks.draw(name, 12, 1)
-        assert one.answer == f" {solve(one.prompt)}"
-    # The same on any machine.
-    assert tasks.draw("copy", 5, 1)[0].answer == " i v c l g"
-    assert all(example.answer.count(" ") == 40 for example in tasks.draw("reverse", 40, 3))
-    prompt, answer = tasks.encode(tasks.Example("a b", "c d"), TOKENIZER)
-    assert TOKENIZER.decode(prompt + answer) == "a bc d"
-    row = tasks.training_example(tasks.draw("copy", 3, 1)[0], TOKENIZER)
-    assert row["labels"].count(-100) == len(tasks.encode(tasks.draw("copy", 3, 1)[0], TOKENIZER)[0])
-    assert row["labels"][-1] == TOKENIZER.eos_token_id
-    assert [label for label in row["labels"] if label >= 0] == row["input_ids"][row["labels"].count(-100) :]
-    with pytest.raises(OptionError, match="Did you mean 'copy'"):
-        tasks.draw("copi", 3, 1)
-    with pytest.raises(OptionError, match="has 52 variables; got the length 60"):
-        tasks.draw("lego", 60, 1)
-    with pytest.raises(OptionError, match="to take 2 shots from"):
-        LengthGeneralisation(TOKENIZER, lengths=(30,), shots=2)
 
 
 # -- intervals and report ----------------------------------------------------------------------------------------------
@@ -681,12 +596,11 @@ def test_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = [
         "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
-        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation,tasks",
-        "--tasks", "copy", "--lengths", "2,4", "--trained", 2, "--shots", 1, "--out", out,
+        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation", "--out", out,
     ]  # fmt: skip
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
-    assert "tiny_llama, alibi untrained: tasks (100%" in result.stdout
+    assert "tiny_llama, alibi untrained: generation (100%" in result.stdout
     assert re.search(r"^\| tiny_llama +\| ", result.stdout, re.M)
     content = json.loads((out / "report.json").read_text())
     assert [part["name"] for part in content["sections"]] == arguments[10].split(",")
@@ -747,26 +661,21 @@ def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("option", "measures"), [(["--tasks", "copy"], None), (["--shots", "4"], "perplexity"), (["--cue", "Key"], "tasks")]
-)
-def test_an_option_of_a_measure_that_is_not_taken_is_refused(
-    option: list[str], measures: str | None, tmp_path: Path
-) -> None:
-    named = [] if measures is None else ["--measures", measures]
+def test_an_option_of_a_measure_that_is_not_taken_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = CliRunner().invoke(cli.app, ["eval", str(DIRECTORIES["llama"]), *option, *named, "--out", str(out)])
+    given = ["eval", str(DIRECTORIES["llama"]), "--cue", "Key", "--measures", "perplexity", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, given)
     assert result.exit_code == 2
-    assert f"{option[0]} does nothing without the measure" in " ".join(result.output.replace("│", "").split())
+    assert "--cue does nothing without the measure" in " ".join(result.output.replace("│", "").split())
     assert not out.exists()
 
 
-def test_help_names_all_measures_and_tasks_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_all_measures_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
     shown = CliRunner().invoke(cli.app, ["eval", "--help"]).output
     assert "…" not in shown
-    assert all(name in shown for name in (*MEASURES, *tasks.TASKS))
+    assert all(name in shown for name in MEASURES)
 
 
 def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path) -> None:
@@ -935,8 +844,6 @@ def test_evaluate_refuses_nothing(ids: Tensor) -> None:
         lambda: NeedleRetrieval(ids, (64, 64)),
         lambda: NeedleRetrieval(ids, (64,), depths=(0.5, 0.5)),
         lambda: InductionCopy(torch.arange(30), (8, 8)),
-        lambda: LengthGeneralisation(TOKENIZER, ("copy", "copy")),
-        lambda: LengthGeneralisation(TOKENIZER, ("copy",), lengths=(3, 3)),
     ):
         with pytest.raises(OptionError, match="expected one or more, each once"):
             make()

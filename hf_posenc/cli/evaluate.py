@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, resumable, whole_directory, words
-
-# Options that belong to a single measure.
-_OPTIONS_OF = {"cue": "needle", "tasks": "tasks", "lengths": "tasks", "trained": "tasks", "shots": "tasks"}
 
 
 @app.command("eval")
@@ -33,7 +29,7 @@ def evaluate(
         typer.Option(
             # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
             metavar="NAMES",
-            help="Some of perplexity, needle, induction, mqar, generation, tasks. Default: the first four.",
+            help="Some of perplexity, needle, induction, mqar, generation. Default: the first four.",
         ),
     ] = None,
     text: Annotated[
@@ -55,14 +51,6 @@ def evaluate(
     cue: Annotated[
         str | None, typer.Option(help='Text before the passkey, like "The pass key is". Default: random tokens.')
     ] = None,
-    tasks: Annotated[
-        str, typer.Option(metavar="NAMES", help="Tasks of the measure tasks.")
-    ] = "copy, reverse, addition, polynomial, sort, summation, parity, lego",
-    lengths: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Lengths of task examples.")
-    ] = "5, 10, 15, 20, 25, 30, 35, 40",
-    trained: Annotated[int, typer.Option(min=1, help="Longest task examples in training.")] = 20,
-    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each question.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
     as_json: AsJson = False,
@@ -70,7 +58,9 @@ def evaluate(
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
     quiet()
     named = None if measures is None else words("--measures", measures, str)
-    _check_used(context, named)
+    # By default the needle is measured, except for encoder-decoders.
+    if cue is not None and named is not None and "needle" not in named:
+        raise typer.BadParameter("--cue does nothing without the measure needle. Name it in --measures.")
 
     from rich.console import Console
 
@@ -88,10 +78,6 @@ def evaluate(
         trained_length=trained_length,
         samples=samples,
         cue=cue,
-        tasks=words("--tasks", tasks, str),
-        lengths=words("--lengths", lengths, int),
-        trained=trained,
-        shots=shots,
         batch_size=batch_size,
         seed=seed,
     )
@@ -168,13 +154,3 @@ def compare(
         typer.echo(f"hf-posenc: {name} failed: {reason}", err=True)
     if found.failed:
         raise typer.Exit(1)
-
-
-def _check_used(context: typer.Context, measures: Sequence[str] | None) -> None:
-    """Refuse an option of a measure that is not used, because it would have no effect."""
-    for option, measure in _OPTIONS_OF.items():
-        given = context.get_parameter_source(option)
-        # By default the needle is measured, except for encoder-decoders.
-        taken = measure == "needle" if measures is None else measure in measures
-        if given is not None and given.name == "COMMANDLINE" and not taken:
-            raise typer.BadParameter(f"--{option} does nothing without the measure {measure}. Name it in --measures.")

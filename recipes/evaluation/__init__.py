@@ -3,7 +3,7 @@
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-Each measure has its own file: `perplexity`, `needle`, `tasks`, `induction`, `generation`.
+Each measure has its own file: `perplexity`, `needle`, `induction`, `generation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.tasks import LengthGeneralisation
 from hf_posenc.recipes.intervals import Interval
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "Grid",
     "InductionCopy",
     "Interval",
-    "LengthGeneralisation",
     "Measure",
     "NeedleRetrieval",
     "Quantity",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, succ
 from hf_posenc.recipes.evaluation.measure import Measure, Workers
 from hf_posenc.recipes.evaluation.perplexity import Corruption, check_corruption, spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, table_end
-from hf_posenc.recipes.evaluation.tasks import Example, encode
 
 # Tokens to write, and tokens of the prompts, which take turns, so that batches are padded at the left.
 _WRITTEN, _PROMPTS = 64, (32, 48, 24, 40)
@@ -29,6 +28,24 @@ _WORDS = (
     *("bridge", "candle", "forest", "mirror", "summer", "bottle", "cotton", "thunder", "island", "engine", "pepper"),
 )
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack")
+
+
+class Example(NamedTuple):
+    """A question and its answer, which begins with a space."""
+
+    prompt: str
+    answer: str
+
+    def encode(self, tokenizer: Any) -> tuple[Tensor, Tensor]:
+        """Return the token ids of prompt and answer, which together are those of the whole text.
+
+        A token that spans the end of the prompt and the beginning of the answer belongs to the answer.
+        """
+        prompt, whole = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (self.prompt, self.prompt + self.answer)
+        )
+        shared = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        return torch.tensor(whole[:shared]), torch.tensor(whole[shared:])
 
 
 def copied(draw: random.Random) -> Example:
@@ -78,9 +95,7 @@ class Generation(Measure):
         self._examples: list[tuple[Tensor, Tensor]] = []
         for name, draw in TASKS.items():
             source = random.Random(f"{seed} {name}")
-            for _ in range(samples):
-                prompt, answer = encode(draw(source), tokenizer)
-                self._examples.append((torch.tensor(prompt), torch.tensor(answer)))
+            self._examples += [draw(source).encode(tokenizer) for _ in range(samples)]
         self._first = torch.empty(0)
         self._end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.tokens = self._windows.numel() + samples * _WRITTEN + sum(a.numel() + b.numel() for a, b in self._examples)

@@ -95,14 +95,12 @@ class Section:
         return render("section", section=self)
 
     def figure(self) -> Figure:
-        """Return lines over one axis, lines for each name on the first axis, or heat maps over two axes."""
+        """Return lines over one axis, or heat maps over two."""
         quantities = self.quantities()
         first = next(iter(quantities[0].values()))
         axes = list(first.axes.items())
         if len(axes) == 1:
             return lines_figure(self.title, [panel(grids, self.mark) for grids in quantities])
-        if isinstance(axes[0][1][0], str):
-            return lines_figure(self.title, [panel(quantities[0], self.mark, name) for name in axes[0][1]])
         (down, rows), across = axes
         maps = [
             {
@@ -116,15 +114,14 @@ class Section:
         return heat_maps_figure(self.title, (f"{down} (0 is the beginning)", rows), across, maps)
 
 
-def panel(grids: dict[str, Grid], mark: Mark | None, *before: Point) -> Panel:
-    """Return the panel of one quantity over its last axis, at points of the axes before it, which are its title."""
+def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
+    """Return the panel of one quantity over its axis."""
     first = next(iter(grids.values()))
     quantity = first.quantity
     return Panel(
-        lines={name: [(point, grid.at(*before, point)) for point in grid.points] for name, grid in grids.items()},
+        lines={name: [(point, grid.at(point)) for point in grid.points] for name, grid in grids.items()},
         x=list(first.axes)[-1],
         y=quantity.label,
-        title=", ".join(map(str, before)),
         is_log=quantity.estimator == "exponential",
         scale=quantity.scale,
         top=100.0 if quantity.unit == "%" and quantity.estimator != "exponential" else None,

@@ -25,7 +25,6 @@ from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
-from hf_posenc.recipes.evaluation.tasks import TASKS, LengthGeneralisation
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.processes import processes
@@ -57,10 +56,6 @@ class Request:
         trained_length: Tokens per window in training; `None` means the length in the first model's config.
         samples: Windows, keys, sequences or examples of each kind.
         cue: Text before a passkey; `None` means random tokens.
-        tasks: Names of tasks.
-        lengths: Lengths of task examples.
-        trained: Longest length of task examples in training.
-        shots: Solved examples before each question.
         batch_size: Windows or examples per forward.
         seed: Random seed of all samples.
     """
@@ -73,10 +68,6 @@ class Request:
     trained_length: int | None = None
     samples: int = 16
     cue: str | None = None
-    tasks: tuple[str, ...] = tuple(TASKS)
-    lengths: tuple[int, ...] = (5, 10, 15, 20, 25, 30, 35, 40)
-    trained: int = 20
-    shots: int = 0
     batch_size: int = 8
     seed: int = 0
 
@@ -222,9 +213,6 @@ MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
     "mqar": lambda inputs: _copying(inputs, AssociativeRecall, inputs.contexts),
     "generation": lambda inputs: Generation(
         inputs.ids, inputs.tokenizer, corrupt=inputs.corrupt, **inputs.options("samples", "seed")
-    ),
-    "tasks": lambda inputs: LengthGeneralisation(
-        inputs.tokenizer, inputs.request.tasks, **inputs.options("lengths", "trained", "samples", "shots", "seed")
     ),
 }
 

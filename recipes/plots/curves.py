@@ -38,7 +38,6 @@ class Panel:
         lines: Estimates by the name of the model.
         x: Label of the horizontal axis.
         y: Label of the vertical axis.
-        title: Small title.
         is_log: Whether the vertical axis is logarithmic, as for perplexities.
         scale: Factor that converts estimates to the unit of the axis.
         top: Upper end of the vertical axis; `None` fits it to the estimates.
@@ -49,7 +48,6 @@ class Panel:
     lines: Mapping[str, Line]
     x: str = "context length (tokens read)"
     y: str = "perplexity (per token; lower is better)"
-    title: str = ""
     is_log: bool = True
     scale: float = 1.0
     top: float | None = None
@@ -63,17 +61,14 @@ def trained_mark(length: int | None) -> Mark | None:
 
 
 def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Return a figure of some panels with one legend; several panels with titles of their own share their axes."""
-    shares = len(panels) > 1 and bool(panels[0].title)
+    """Return a figure of some panels with one legend."""
     across = min(_ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
-    size = (3.2 * across + 0.6, 2.6 * down + 0.9) if shares else (7.5 if across == 1 else 5.5 * across, 4.8)
-    figure = style.figure(*size, title, dpi=_DPI)
-    places = style.grid(figure, len(panels), across, x=panels[0].x, y=panels[0].y, share_x=shares, share_y=shares)
+    figure = style.figure(7.5 if across == 1 else 5.5 * across, 4.8 * down, title, dpi=_DPI)
+    places = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
     for axes, panel in zip(places, panels, strict=True):
         draw_lines(axes, panel)
-        if not shares:
-            axes.set(xlabel=panel.x, ylabel=panel.y)
+        axes.set(xlabel=panel.x, ylabel=panel.y)
     _legend(figure)
     return figure
 
@@ -155,8 +150,6 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
     if panel.mark is not None and low <= panel.mark[0] <= high:
         place, text = panel.mark
         axes.axvline(place, color=style.GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0, label=text)
-    if panel.title:
-        axes.set_title(panel.title, fontsize=10)
     _finish(axes)
 
 
@@ -288,7 +281,7 @@ def heat_maps_figure(
                     axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
             axes.set_title(textwrap.fill(name, round(13 * width)), fontsize=9)
             axes.set_xticks(range(len(columns)), [f"{point:,}" for point in columns], rotation=30, ha="right")
-            axes.set_yticks(range(len(rows)), [f"{point:g}" for point in rows])
+            axes.set_yticks(range(len(rows)), [point if isinstance(point, str) else f"{point:g}" for point in rows])
             axes.tick_params(length=0)
         style.bar(part, image, drawn, "%", fraction=0.05)
     return figure
