@@ -121,7 +121,6 @@ FORMS: dict[str, dict[str, tuple[str, list[str]]]] = {
         **{f"{scheme}, windows of {{far}}": (scheme, FARTHEST) for scheme in ("kerple", "fire")},
     },
 }
-STAGED = "new parameters first"
 # Default rate of the model's own weights for models of up to half a million of them.
 RATE = 1e-3
 LEVERED = ("kerple", "fire", "fox", "alibi", "shaw", "nope")
@@ -134,8 +133,6 @@ LEVERS: dict[str, list[str]] = {
     "no fit": ["conversion.fit=null"],
     "swapped at once": ["conversion.native=remove"],
     "handed over, no fit": ["conversion.native=handover", "conversion.fit=null"],
-    STAGED: ["training.new_parameters_first=0.1"],
-    "mixed lengths": ["training.mixed_lengths=[{quarter_length}, {half_length}, {length}]", "training.skip_to=null"],
     "positions skipped": ["training.skip_to={skip_to}"],
     "half the learning rate": ["training.learning_rate={half_rate}"],
     "twice the learning rate": ["training.learning_rate={twice_rate}"],
@@ -253,15 +250,12 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
 
 def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Return the levers of a recipe with the changes they stand for; those that change nothing in it are left out."""
-    from hf_posenc.errors import RecipeError
     from hf_posenc.recipes.schema.recipe import Recipe
 
     shipped = Recipe.read(recipe, merged(*common))
     training = shipped.training
     assert training.length is not None
     numbers = {
-        "{quarter_length}": training.length // 4,
-        "{half_length}": training.length // 2,
         "{length}": training.length,
         "{skip_to}": 8 * training.length,
         "{twice}": 2 * training.steps,
@@ -271,13 +265,7 @@ def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]
     }
     for lever, changes in LEVERS.items():
         mine = [filled(change, numbers) for change in changes]
-        try:
-            changed = Recipe.read(recipe, merged(*common, *mine))
-        except RecipeError:
-            if lever == STAGED:
-                continue  # a scheme without weights has no such stage
-            raise
-        if not changes or changed != shipped:
+        if not changes or Recipe.read(recipe, merged(*common, *mine)) != shipped:
             yield lever, mine
 
 

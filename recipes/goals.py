@@ -176,7 +176,7 @@ class _Case:
         given = training.get("length")
         self.length = given if isinstance(given, int) else min(self.own, WINDOW)
         # Windows of which positions are skipped hold one long text.
-        self.skips = self.causal and not documents and not {"skip_to", "mixed_lengths"} & set(training)
+        self.skips = self.causal and not documents and "skip_to" not in training
 
     def set(self, section: str, **keys: Any) -> None:
         """Set keys of a section."""

@@ -28,8 +28,7 @@ RECIPE = """
 model: tiny-llama
 conversion: {{scheme: fire_s, options: {{threshold: 64.0}}, native: handover, handover: 0.5}}
 data: {{source: {text}}}
-training: {{steps: 6, length: 32, batch_size: 8, learning_rate: 1e-3, new_parameters_first: 0.2, mixed_lengths: [16,
-    32]}}
+training: {{steps: 6, length: 32, batch_size: 8, learning_rate: 1e-3}}
 distillation: {{share: 0.5, hidden: 0.1}}
 evaluation: {{contexts: [64], windows: 2}}
 saving: {{every: 3}}

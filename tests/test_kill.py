@@ -28,7 +28,7 @@ RECIPE = """
 model: tiny-llama
 conversion: {{scheme: fire, options: {{threshold: 64.0}}, native: handover, handover: 0.7}}
 data: {{source: {text}}}
-training: {{steps: {steps}, length: 32, batch_size: 4, mixed_lengths: [16, 32], new_parameters_first: 0.2}}
+training: {{steps: {steps}, length: 32, batch_size: 4}}
 distillation: {{share: 0.5, until: 0.8}}
 evaluation: {{contexts: [64], windows: 2, every: 10}}
 saving: {{every: 3}}

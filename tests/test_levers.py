@@ -1,4 +1,4 @@
-"""The parts of a recipe, each in a plain `Trainer`: handing over, stages, other lengths."""
+"""The parts of a recipe, each in a plain `Trainer`: handing over, skipped positions, teachers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from transformers import (
     AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
-    TrainerState,
     ViTConfig,
     ViTForImageClassification,
 )
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
-from hf_posenc.patches.surgery import is_of_scheme
-from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
+from hf_posenc.recipes.data.collation import PositionSkipping
 from hf_posenc.recipes.training import distillation
 from hf_posenc.recipes.training.callbacks import (
     Annealing,
     Handover,
-    NewParametersFirst,
     annealed_inside,
 )
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
@@ -143,39 +140,6 @@ def test_a_handover_needs_something_to_hand_over(tmp_path: Path) -> None:
             Handover(share, start=start)
 
 
-def test_new_parameters_first(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "fire")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moved: dict[int, set[bool]] = {}
-
-    def look(step: int, model: Any) -> None:
-        moved[step] = {is_of_scheme(name) for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-
-    trainer(model, tmp_path, callbacks=[NewParametersFirst(0.5), Watch(look)]).train()
-    assert [moved[step] for step in (1, 5)] == [{True}] * 2
-    assert moved[6] == {True, False}
-    with pytest.raises(OptionError, match="from 0 to 1"):
-        NewParametersFirst(2)
-
-
-@pytest.mark.parametrize("share", [0.07, 0.28, 0.55, 0.57])
-def test_new_parameters_first_ends_at_the_step_of_its_share(share: float) -> None:
-    first, model, state = NewParametersFirst(share), torch.nn.Linear(1, 1), TrainerState(max_steps=100)
-    thrown_away = 0
-    for state.global_step in range(100):
-        model.weight.grad = torch.ones(1, 1)
-        first.on_pre_optimizer_step(None, state, None, model=model)
-        thrown_away += model.weight.grad is None
-    assert thrown_away == round(100 * share)
-
-
-def test_new_parameters_first_refuses_a_scheme_without_weights(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "alibi")
-    with pytest.raises(OptionError, match="the first stage would train nothing"):
-        trainer(model, tmp_path, callbacks=[NewParametersFirst(0.5)]).train()
-    trainer(model, tmp_path, steps=1, callbacks=[NewParametersFirst(0)]).train()
-
-
 @given(count=st.integers(2, 40), spare=st.integers(0, 300), chunks=st.integers(2, 6), seed=st.integers(0, 9))
 @few_examples
 def test_position_skipping(count: int, spare: int, chunks: int, seed: int) -> None:
@@ -215,21 +179,6 @@ def test_position_skipping_trains_and_refuses(tmp_path: Path) -> None:
         PositionSkipping(512, chunks=1)
     with pytest.raises(ShapeError, match="windows of 16 tokens"):
         PositionSkipping(8)(windows("llama", 2))
-
-
-def test_mixed_lengths() -> None:
-    mixed = MixedLengths([4, 8, 16])
-    found = set()
-    for start in range(0, 40, 2):
-        batch = mixed(windows("llama", 40)[start : start + 2])
-        found.add(batch["input_ids"].shape)
-        assert torch.equal(batch["input_ids"].flatten(), tokens("llama", 40, 16, seed=4)[start : start + 2].flatten())
-        assert torch.equal(batch["labels"], batch["input_ids"])
-    assert found == {(8, 4), (4, 8), (2, 16)}
-    with pytest.raises(OptionError, match="positive lengths"):
-        MixedLengths([])
-    with pytest.raises(ShapeError, match="multiple of length 5"):
-        MixedLengths([5])(windows("llama", 2))
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

@@ -243,21 +243,11 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "fit without weights": ("", ["conversion.scheme=alibi", "conversion.fit=native"], ["alibi has no weights"]),
     "fit with native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
     "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
-    "first weights without weights": (
-        "",
-        ["conversion.scheme=nope", "training.new_parameters_first=0.5"],
-        ["training.new_parameters_first", "nope has no weights"],
-    ),
     # Keys that do nothing.
     "options of nothing": ("", ["conversion.scheme=null", "conversion.options.width=3"], ["without a scheme"]),
     "native of nothing": ("", ["conversion.scheme=null", "conversion.native=keep"], ["conversion.native is 'keep'"]),
     "layers of nothing": ("", ["conversion.scheme=null", "conversion.layers=[0]"], ["without a scheme"]),
     "fit of nothing": ("", ["conversion.scheme=null", "conversion.fit=native"], ["without a scheme"]),
-    "first weights of nothing": (
-        "",
-        ["conversion.scheme=null", "training.new_parameters_first=0.5"],
-        ["new_parameters_first is 0.5", "without a scheme"],
-    ),
     "adapter of nothing": ("", ["conversion.scheme=null", "adapter.kind=scheme"], ["nothing would be trained"]),
     "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
     "until without distillation": ("", ["distillation.until=0.5"], ["without distillation.share"]),
@@ -310,13 +300,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["training.length=64", "lengthen={steps: 2, length: 128, skip_to: 100}"],
         ["lengthen.skip_to is 100", "more than lengthen.length = 128"],
     ),
-    "mixed lengths": (
-        "",
-        ["training.length=128", "training.mixed_lengths=[64, 48]"],
-        ["mixed_lengths has 48", "divisors of training.length = 128"],
-    ),
     "skipping nothing": ("", ["training.length=128", "training.skip_to=128"], ["more than training.length = 128"]),
-    "skipping and mixing": ("", ["training.skip_to=512", "training.mixed_lengths=[64]"], ["Give one of them"]),
     "skipping in documents": ("", ["training.skip_to=512", "data.packing=documents"], ["data.packing is 'documents'"]),
     # Overrides.
     "no equals": ("", ["training.steps"], ["'training.steps': expected KEY=VALUE"]),

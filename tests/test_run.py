@@ -106,7 +106,7 @@ def curves(folder: Path) -> Any:
 
 
 def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
-    out, recipe = tmp_path / "out", read("training.mixed_lengths=[16,32]", "saving.keep=1")
+    out, recipe = tmp_path / "out", read("saving.keep=1")
     outcome = run.train(recipe, out, command="hf-posenc train it")
     assert {path.name for path in out.iterdir()} == {
         "checkpoints",
@@ -171,8 +171,17 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, P
     path.write_text(recipe.text().partition("evaluation:")[0], encoding="utf-8")
     with pytest.raises(RecipeError, match=r"evaluation\.contexts was \[64\] and is None"):
         run.resume(out)
-    # The recipe itself goes on, and is put back.
-    assert run.train(recipe, out).model.is_dir()
+    # The recipe itself goes on, and is put back, also one with keys of earlier versions, where they were off.
+    with pytest.raises(RecipeError, match=r"no key 'training\.mixed_lengths'"):
+        Recipe.read(path, ["training.mixed_lengths=[8]"])
+    earlier = {"mixed_lengths": None, "new_parameters_first": 0.0}
+    record = json.loads((out / directory.RUN).read_text(encoding="utf-8"))
+    record["recipe"]["training"] |= earlier
+    (out / directory.RUN).write_text(json.dumps(record), encoding="utf-8")
+    path.write_text(
+        recipe.text().replace("training:", f"training:\n  {json.dumps(earlier)[1:-1]}".replace(", ", "\n  "))
+    )
+    assert run.resume(out).model.is_dir()
     assert Recipe.read(path) == recipe
 
 
@@ -332,10 +341,7 @@ def test_another_teacher(read: Any, tmp_path: Path) -> None:
 
 VARIANTS = {
     "handover": ["conversion.native=handover", "conversion.handover=0.7"],
-    "other lengths and a teacher": [
-        *("training.mixed_lengths=[8,32]", "training.new_parameters_first=0.5"),
-        *("distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"),
-    ],
+    "a teacher": ["distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"],
     "skipping": ["training.skip_to=200", "conversion.scheme=kerple", "conversion.options={}", "conversion.fit=native"],
     "lora": [
         "adapter.kind=lora",
@@ -426,7 +432,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(read: Any, tmp_path: Path, m
 
 
 def test_micro_batches_change_nothing(read: Any, tmp_path: Path) -> None:
-    shared = ("training.steps=3", "distillation.share=0.5", "training.mixed_lengths=[8,16,32]")
+    shared = ("training.steps=3", "distillation.share=0.5")
     losses = [
         run.train(read(*shared, f"training.micro_batch_size={size}"), tmp_path / str(size)).loss for size in (1, 4)
     ]
@@ -469,7 +475,6 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
 
 LENGTHS: dict[str, tuple[str, list[str], str]] = {
     "nothing to skip": ("llama-nope", ["training.skip_to=128"], "expected more than training.length = 128.*=1024"),
-    "no divisor": ("llama-nope", ["training.mixed_lengths=[1,128]"], "has 1; expected divisors of training.length"),
     "skipping in T5": ("t5-kerple", ["training.length=64", "training.skip_to=99"], "skips positions in texts"),
     "pieces in T5": ("t5-fire", ["training.length=64", "distillation.length=16"], "cuts windows into pieces.*Leave it"),
     "table, handover": (

@@ -192,7 +192,6 @@ def _say_what_is_there(outcome: Outcome) -> None:
         if verdict is not None and verdict.wants_control:
             recipe, control = (shlex.quote(f"{place}{end}") for end in ("/recipe.yaml", "-control"))
             changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
-            changes += " training.new_parameters_first=0.0"
             typer.echo("\nTo train the control, and to compare:\n")
             typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
             typer.echo(f"    hf-posenc eval {control} {folder}")

@@ -97,7 +97,6 @@ def contestants(
         conversion=Conversion(scheme=None),
         distillation=Distillation(),
         transfer=Transfer(),
-        training=replace(common.training, new_parameters_first=0.0),
     )
     first = entered(NATIVE, control)
     others = []

@@ -1,4 +1,4 @@
-"""Collators of training: position skipping, mixed lengths, denoising for encoder-decoders, and masking for encoders.
+"""Collators of training: position skipping, denoising for encoder-decoders, and masking for encoders.
 
 All take windows `[B, n]` of token ids and work as the `data_collator` of any `Trainer`. Draws depend only on the seed
 and the tokens, so a resumed run, or one with several data workers, draws the same. For packed documents use
@@ -8,7 +8,7 @@ and the tokens, so a resumed run, or one with several data workers, draws the sa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,30 +77,6 @@ class PositionSkipping:
         skipped = torch.zeros(tokens, dtype=torch.long)
         skipped[cuts] = gaps.diff(prepend=torch.zeros(1, dtype=torch.long))
         return torch.arange(tokens) + skipped.cumsum(0)
-
-
-class MixedLengths:
-    """Cut the windows of each batch into shorter ones, all of one length drawn for the batch.
-
-    Args:
-        lengths: Lengths to draw from; each must divide the windows' length.
-        seed: Random seed.
-        collate: Collator of the batch; stacks by default.
-
-    Raises:
-        OptionError: `lengths` is empty, or has a length below 1.
-    """
-
-    def __init__(self, lengths: Sequence[int], *, seed: int = 0, collate: Collator = default_data_collator) -> None:
-        if not lengths or min(lengths) < 1:
-            raise OptionError(f"MixedLengths(lengths={lengths!r}): expected one or more positive lengths.")
-        self.lengths, self.seed, self._collate = tuple(lengths), seed, collate
-
-    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Return the batch, every tensor `[B * n / length, length]`."""
-        batch = self._collate(examples)
-        draw = content_generator(batch["input_ids"], self.seed)
-        return cut(batch, draw_length(self.lengths, draw))
 
 
 class Denoising:
@@ -209,23 +185,6 @@ def corruptor(config: Any, tokenizer: Any, *, seed: int = 0) -> Corruptor | None
     kind = kinds.get(auto_class(config))
     found: Corruptor | None = None if kind is None else kind(tokenizer, seed=seed)
     return found
-
-
-def draw_length(lengths: Sequence[int], draw: torch.Generator) -> int:
-    """Return one of the lengths, drawn uniformly."""
-    return lengths[int(torch.randint(len(lengths), (1,), generator=draw))]
-
-
-def cut(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Cut the windows of a batch into shorter ones: every tensor becomes `[B * n / length, length]`.
-
-    Raises:
-        ShapeError: The length does not divide the windows' length.
-    """
-    tokens = batch["input_ids"].shape[1]
-    if tokens % length:
-        raise ShapeError(f"Got windows of {tokens} tokens; expected a multiple of length {length}.")
-    return {name: tensor.reshape(-1, length) for name, tensor in batch.items()}
 
 
 def content_generator(ids: Tensor, seed: int) -> torch.Generator:

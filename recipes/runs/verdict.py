@@ -29,9 +29,7 @@ from hf_posenc.recipes.schema.recipe import Recipe
 
 HOLDS = 1.10
 # Settings of a training that a control does without, or that change no result.
-_OF_A_SWAP = dict.fromkeys(
-    ("micro_batch_size", "gradient_checkpointing", "skip_to", "new_parameters_first", "scheme_learning_rate")
-)
+_OF_A_SWAP = dict.fromkeys(("micro_batch_size", "gradient_checkpointing", "skip_to", "scheme_learning_rate"))
 
 
 @dataclass(frozen=True)

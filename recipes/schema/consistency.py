@@ -48,7 +48,6 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("conversion", "window", conversion.layers is not None, "conversion.layers"),
         ("conversion", "handover", conversion.native == "handover", "conversion.native: handover"),
         ("conversion", "anneal", anneals(conversion), "anneal: true among conversion.options"),
-        ("training", "new_parameters_first", has_scheme, "a scheme"),
         ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
         ("transfer", _but_steps(recipe.transfer), recipe.transfer.steps > 0, "transfer.steps above 0"),
@@ -122,8 +121,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
             "Give less warmup, or more steps."
         )
-    if training.skip_to is not None and training.mixed_lengths is not None:
-        yield "training.skip_to and training.mixed_lengths both change the windows. Give one of them."
     yield from _of_windows(training, data)
     if recipe.lengthen.steps:
         yield from (words.replace("training.", "lengthen.") for words in _of_windows(recipe.lengthening, data))
@@ -146,12 +143,6 @@ def _of_windows(training: Training, data: Data) -> Iterator[str]:
 
 def contradictions_of_length(training: Training, length: int) -> Iterator[str]:
     """Yield what contradicts a window length, which may be the model's own."""
-    for mixed in training.mixed_lengths or []:
-        if length % mixed or mixed < 2:
-            yield (
-                f"training.mixed_lengths has {mixed}; expected divisors of training.length = {length} from 2 on, so "
-                "that windows can be cut into them."
-            )
     if training.skip_to is not None and training.skip_to <= length:
         yield (
             f"training.skip_to is {training.skip_to}; expected more than training.length = {length}: there are no "
@@ -185,8 +176,6 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
             yield (
                 f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
             )
-        if recipe.training.new_parameters_first:
-            yield f"training.new_parameters_first is given, but {without}. Leave it out."
 
 
 def _of_fit(name: str, like: str, scheme: Scheme | None) -> Iterator[str]:

@@ -44,6 +44,9 @@ _ELSEWHERE = {
     "warmup_ratio": "warmup",
 }
 
+# Keys that earlier versions wrote into every recipe; where they were off, they are left out.
+_RETIRED = {"training": ("new_parameters_first", "mixed_lengths")}
+
 # Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {
     "int_type": "a whole number",
@@ -78,6 +81,11 @@ def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] =
             or is out of range.
     """
     given = override(kind, content, overrides)
+    for section, names in _RETIRED.items():
+        keys = content.get(section) if isinstance(content, dict) else None
+        if isinstance(keys, dict):
+            for name in (name for name in names if not keys.get(name, True)):
+                del keys[name]
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:

@@ -125,8 +125,6 @@ class Training(Section):
         warmup: Share of the steps over which the learning rates rise.
         schedule: Learning rate schedule after the warmup, by its name in transformers.
         max_grad_norm: Maximum gradient norm, by clipping; 0 is off.
-        new_parameters_first: Share of the steps at the start that train only the scheme's weights.
-        mixed_lengths: Window lengths, one of which is drawn for each step to cut its batch into; null is off.
         skip_to: Text length whose positions are trained on by skipping some (PoSE); null is off.
         precision: Precision of the forward; the weights keep their dtype.
         gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
@@ -143,8 +141,6 @@ class Training(Section):
     warmup: Share = 0.05
     schedule: Schedule = "cosine"
     max_grad_norm: Amount = 1.0
-    new_parameters_first: Share = 0.0
-    mixed_lengths: Counts | None = None
     skip_to: Count | None = None
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     gradient_checkpointing: Switch = False
@@ -312,8 +308,6 @@ class Recipe(Section):
             micro_batch_size=own.micro_batch_size,
             learning_rate=own.learning_rate,
             scheme_learning_rate=own.scheme_learning_rate,
-            new_parameters_first=0.0,
-            mixed_lengths=None,
         )
 
     @classmethod

@@ -122,43 +122,6 @@ def annealed_inside(model: nn.Module) -> list[Annealed]:
     return [scheme for scheme in found if scheme.anneal]
 
 
-class NewParametersFirst(TrainerCallback):
-    """Train only the schemes' weights for the first share of the steps.
-
-    The gradients of the model's own weights are computed (and clipped with the others) and then dropped, since DDP does
-    not allow `requires_grad` to change, and optimizers skip weights without gradients.
-
-    Args:
-        share: Share of the steps, from 0 to 1.
-
-    Raises:
-        OptionError: The share is out of range, or (when training begins) no scheme has weights to train.
-    """
-
-    def __init__(self, share: float = 0.1) -> None:
-        if not 0 <= share <= 1:
-            raise OptionError(f"NewParametersFirst(share={share!r}): expected a number from 0 to 1.")
-        self.share = share
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Raise if the first stage would train nothing."""
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if self.share and not any(map(is_of_scheme, trained)):
-            raise OptionError(
-                f"NewParametersFirst(share={self.share!r}): no scheme of the {type(model).__name__} has weights to "
-                "train, so the first stage would train nothing. Leave the callback out, or patch with a scheme that "
-                "learns."
-            )
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Drop the gradients of the model's own weights in the first stage."""
-        # Division, as in `Handover`, since 0.55 * 100 is more than 55.
-        if state.global_step / max(1, state.max_steps) < self.share:
-            for name, parameter in model.named_parameters():
-                if not is_of_scheme(name):
-                    parameter.grad = None
-
-
 def parameter_groups(
     model: nn.Module, *, scheme_learning_rate: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:

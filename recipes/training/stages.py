@@ -60,14 +60,14 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     training, transfer, lengthen = recipe.training, recipe.transfer, recipe.lengthen
     # What the training of all weights has, and the other stages do not.
     plain = replace(recipe, conversion=replace(recipe.conversion, scheme=None), distillation=Distillation())
-    simple = replace(training, new_parameters_first=0.0, mixed_lengths=None, skip_to=None)
     found: list[Stage] = []
     if recipe.conversion.fit == "attention":
         transfer = replace(transfer, steps=transfer.steps or _FITTING, projections=False)
     if transfer.steps:
         settings = replace(
-            simple,
+            training,
             steps=transfer.steps,
+            skip_to=None,
             batch_size=transfer.batch_size or training.batch_size,
             micro_batch_size=transfer.micro_batch_size or (None if transfer.batch_size else training.micro_batch_size),
             learning_rate=transfer.learning_rate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes.data.collation import Collator, PositionSkipping, content_generator, cut, draw_length
+from hf_posenc.recipes.data.collation import Collator, PositionSkipping
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
 from hf_posenc.recipes.schema.recipe import Recipe, Training
-from hf_posenc.recipes.training.callbacks import Annealing, Handover, NewParametersFirst, parameter_groups
+from hf_posenc.recipes.training.callbacks import Annealing, Handover, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
 from hf_posenc.recipes.training.rates import with_rates
 
@@ -56,8 +56,6 @@ def adaptation_trainer(
         own.append(Handover(conversion.handover))
     if anneals(conversion):
         own.append(Annealing(conversion.anneal))
-    if training.new_parameters_first:
-        own.append(NewParametersFirst(training.new_parameters_first))
     collate = collate or default_data_collator
     if training.skip_to is not None:
         collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
@@ -68,7 +66,6 @@ def adaptation_trainer(
         data_collator=collate,
         callbacks=[*own, *callbacks],
         scheme_learning_rate=training.scheme_learning_rate,
-        lengths=training.mixed_lengths or (),
         teacher=teacher,
         share=distillation.share,
         hidden=distillation.hidden,
@@ -169,30 +166,17 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
 
 
 class AdaptationTrainer(Distilling, Trainer):
-    """Trainer with a learning rate for the scheme, mixed window lengths, and distillation.
+    """Trainer with a learning rate for the scheme, and distillation.
 
     Args:
         scheme_learning_rate: Peak learning rate of the scheme's weights.
-        lengths: Window lengths, one of which is drawn for each step to cut its windows into; empty is off.
         **kwargs: Arguments of `Distilling` and `Trainer`.
     """
 
-    def __init__(self, *, scheme_learning_rate: float, lengths: Sequence[int] = (), **kwargs: Any) -> None:
+    def __init__(self, *, scheme_learning_rate: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.optimizer: torch.optim.Optimizer | None
         self._scheme_learning_rate = scheme_learning_rate
-        self._lengths = lengths
-
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step, cut into windows of the length drawn for it.
-
-        A collator would draw per forward, so the lengths would depend on the micro batches and processes.
-        """
-        if self._lengths:
-            draw = content_generator(torch.tensor(self.state.global_step), self.args.seed)
-            length = draw_length(self._lengths, draw)
-            epoch_iterator = (cut(batch, length) for batch in epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss of `Distilling`; free a teacher that has faded, which is as large as the model."""
