@@ -17,7 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 import hf_posenc
 from hf_posenc.recipes.runs.facts import Facts, print_header
-from hf_posenc.recipes.runs.progress import Progress, counting
+from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
 from hf_posenc.recipes.training.stages import Stage
 
@@ -314,16 +314,3 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert " left" in lines[1]
     assert progress.pace is not None
     assert progress.pace.steps == 2
-
-
-@pytest.mark.parametrize(
-    ("terminal", "wanted"),
-    [(False, r"^fitting: 3 steps in 0 s\n$"), (True, r"fitting .*2/3.*left:(.|\n)*3 steps in 0 s\n$")],
-)
-def test_what_is_counted_is_a_bar_or_one_line(terminal: bool, wanted: str) -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=90, force_terminal=terminal, legacy_windows=False)
-    with counting(console, "fitting", 3) as advance, counting(None, "fitting", 3) as silent:
-        advance(2)
-        silent(1)
-    assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()))

@@ -106,6 +106,7 @@ def layers(
     """Measure what it costs to convert each layer alone, and name the cheapest hybrid."""
     import torch
     from rich.console import Console
+    from rich.progress import Progress
     from transformers import default_data_collator
 
     from hf_posenc.patches.architecture import of_model
@@ -113,7 +114,6 @@ def layers(
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
     from hf_posenc.recipes.processes import processes
-    from hf_posenc.recipes.runs.progress import counting
     from hf_posenc.recipes.training.layers import layer_costs
 
     quiet()
@@ -129,7 +129,9 @@ def layers(
     count = sum(len(architecture.attentions(body)) for body in architecture.stacks(loaded).values())
     if spare is not None and spare >= count:
         raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")
-    with counting(None if as_json else Console(stderr=True), "steps and layers", steps + count) as advance:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("steps and layers", total=steps + count)
         found = layer_costs(
             loaded,
             scheme,
@@ -139,7 +141,7 @@ def layers(
             corrupt=None if hides is None else hides.corrupt,
             steps=steps,
             batch_size=batch,
-            progress=advance,
+            progress=lambda done: bar.update(task, completed=done),
         )
     rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
     if as_json:

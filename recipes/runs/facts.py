@@ -56,7 +56,6 @@ class Facts:
         came_with: Schemes of a model that was converted before the run, which keeps them.
         stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
-        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
         rope: Changed rope parameters in the config.
         memory: Estimated memory of a step, in words.
         reach: Longest text whose positions are trained on.
@@ -91,7 +90,6 @@ class Facts:
     came_with: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
-    writes: str = ""
     rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
     reach: int = 0

@@ -1,8 +1,7 @@
-"""Progress displays: a bar, or plain lines if the console is not a terminal."""
+"""Progress of a training: a bar, or plain lines if the console is not a terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback
 
@@ -33,24 +32,6 @@ class Pace:
     tokens: float
     memory: int | None
     steps: int
-
-
-@contextlib.contextmanager
-def counting(console: Console | None, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for `total` steps with the time left, or one line at the end if the console is not a terminal.
-
-    Yields:
-        A function to call with the number of steps done.
-    """
-    shown = console is not None and console.is_terminal
-    counts = (TextColumn(what), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    began = time.monotonic()
-    with Bar(*counts, *times, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
-    if console is not None:
-        console.print(f"{what}: {total} steps in {time.monotonic() - began:.0f} s", highlight=False)
 
 
 class Progress(TrainerCallback):

@@ -45,7 +45,7 @@ _ELSEWHERE = {
 }
 
 # Keys that earlier versions wrote into every recipe; where they were off, they are left out.
-_RETIRED = {"training": ("new_parameters_first", "mixed_lengths")}
+_RETIRED = {"training": ("new_parameters_first", "mixed_lengths"), "evaluation": ("prompts",)}
 
 # Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {
