@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from hf_posenc.errors import OptionError, ShapeError
+from hf_posenc.errors import OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
@@ -347,12 +347,10 @@ def match(
     model: PreTrainedModel,
     ids: Tensor,
     *,
-    position_ids: Tensor | None = None,
     corrupt: Callable[[Tensor], Tensor] | None = None,
     projections: bool = False,
     steps: int = 150,
     batch_size: int = 8,
-    micro_batch_size: int | None = None,
     learning_rate: float | None = None,
     scheme_learning_rate: float | None = None,
     seed: int = 0,
@@ -371,13 +369,10 @@ def match(
             added to the inputs).
         ids: Windows of text, int64 `[N, S]`; windows longer than the trained length are cut. One window serves both
             the fit and the verdict.
-        position_ids: Positions of packed documents, `[N, S]`, which restart at each document.
         corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         projections: Whether to train the projections of attention, too; by default only the scheme learns.
         steps: Steps of Adam, with a cosine schedule to 0.
         batch_size: Windows per step.
-        micro_batch_size: Windows per forward, to save memory; `None` is the whole batch. The result is the same up to
-            rounding.
         learning_rate: Initial learning rate of the projections; `None` follows from the model's size, see `rates`.
         scheme_learning_rate: Initial learning rate of the scheme; `None` is `learning_rate`, or follows from the size.
         seed: Random seed of the order of windows.
@@ -388,31 +383,21 @@ def match(
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: There is nothing to train in attention, the native encoding does not act in attention, a number is
-            out of range, or `position_ids` are given for a model without positions.
-        ShapeError: `ids` are not windows of at least two known tokens, or `position_ids` has another shape.
+        OptionError: There is nothing to train in attention, the native encoding does not act in attention, or a number
+            is out of range.
+        ShapeError: `ids` are not windows of at least two known tokens.
     """
     surgery.check_patched("match", model)
-    numbers = (steps, batch_size, micro_batch_size or 1)
-    if min(numbers) < 1 or any(rate is not None and rate <= 0 for rate in (learning_rate, scheme_learning_rate)):
+    if min(steps, batch_size) < 1 or any(
+        rate is not None and rate <= 0 for rate in (learning_rate, scheme_learning_rate)
+    ):
         raise OptionError(
-            f"match({steps=}, {batch_size=}, {micro_batch_size=}, {learning_rate=}, {scheme_learning_rate=}): expected "
-            "steps and windows of at least 1, and positive learning rates."
+            f"match({steps=}, {batch_size=}, {learning_rate=}, {scheme_learning_rate=}): expected steps and windows of "
+            "at least 1, and positive learning rates."
         )
     transfer = AttentionTransfer(model, projections=projections)
-    if position_ids is not None and model.config.is_encoder_decoder:
-        raise OptionError(
-            f"match(position_ids=...): the {type(model).__name__} takes no positions, so documents in a window cannot "
-            "be told apart. Give windows of one document each."
-        )
     check_windows("match", model, ids, least=2)
-    if position_ids is not None and position_ids.shape != ids.shape:
-        raise ShapeError(
-            f"match: position_ids has the shape {list(position_ids.shape)}; expected that of ids, {list(ids.shape)}."
-        )
-    longest = trained_length(model.config.get_text_config())
-    ids = _cut(ids, longest).to(model.device)
-    positions = None if position_ids is None else _cut(position_ids, longest).to(model.device)
+    ids = _cut(ids, trained_length(model.config.get_text_config())).to(model.device)
     order = torch.Generator().manual_seed(seed)
     found = rates(model, "transfer" if projections else "fit")
     own = {id(weight) for scheme in transfer.modules() if isinstance(scheme, Scheme) for weight in scheme.parameters()}
@@ -423,20 +408,17 @@ def match(
     optimizer = torch.optim.Adam([{"params": weights, "lr": rate} for weights, rate in groups if weights])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-    def batches(chosen: Tensor) -> list[Inputs]:
-        parts = torch.split(chosen, micro_batch_size or batch_size)
-        return [_inputs(ids[part], None if positions is None else positions[part], corrupt) for part in parts]
+    def inputs(windows: Tensor) -> Inputs:
+        return {"input_ids": windows if corrupt is None else corrupt(windows), "labels": windows}
 
     with transfer.training_only(), kept(transfer.trained):
         apart = held_out(len(ids), most=_JUDGED)
         learned = len(ids) - apart
-        best = BestLayers(transfer, batches(torch.arange(learned if apart else 0, len(ids), device=ids.device)))
+        best = BestLayers(transfer, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
         for step in range(steps):
             optimizer.zero_grad()
             chosen = torch.randint(learned, (batch_size,), generator=order).to(ids.device)
-            for batch in batches(chosen):
-                share = len(batch["input_ids"]) / batch_size
-                (share * len(transfer.attentions) * transfer(**batch)["loss"]).backward()
+            (len(transfer.attentions) * transfer(**inputs(ids[chosen]))["loss"]).backward()
             optimizer.step()
             schedule.step()
             # Under autocast, the casts of the weights before the step would serve on.
@@ -486,8 +468,3 @@ def _cut(windows: Tensor, length: int | None) -> Tensor:
     if length is None or windows.shape[1] <= length:
         return windows
     return windows[:, : windows.shape[1] // length * length].reshape(-1, length)
-
-
-def _inputs(ids: Tensor, positions: Tensor | None, corrupt: Callable[[Tensor], Tensor] | None) -> Inputs:
-    read = {"input_ids": ids if corrupt is None else corrupt(ids), "labels": ids}
-    return read if positions is None else read | {"position_ids": positions}
