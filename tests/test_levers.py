@@ -277,7 +277,8 @@ def test_a_teacher_reads_packed_documents_apart(kind: str) -> None:
 def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
     student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
     make = Teacher.within if kind == "within" else Teacher.copy_of
-    teacher, apart = make(student, length=length), make(student, length=1000)
+    teacher, apart = make(student), make(student)
+    teacher.length = length
     # The first row has padding on its left; the second two documents.
     ids, tokens_in_all = tokens("llama", 2, 29), 29
     mask = torch.ones(2, tokens_in_all, dtype=torch.long)
@@ -301,7 +302,8 @@ def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
 
 def test_pieces_take_what_else_a_batch_may_hold() -> None:
     model, ids = stock("llama"), tokens("llama", 2, 21)
-    teacher = Teacher(model, length=8)
+    teacher = Teacher(model)
+    teacher.length = 8
     wanted = teacher({"input_ids": ids}).logits
     embedded = {"inputs_embeds": model.get_input_embeddings()(ids)}
     torch.testing.assert_close(teacher(embedded).logits, wanted)
@@ -318,7 +320,8 @@ def test_pieces_take_what_else_a_batch_may_hold() -> None:
 @pytest.mark.parametrize("kind", ["copy", "within"])
 def test_documents_that_are_short_enough_are_read_whole(kind: str) -> None:
     student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
-    teacher = (Teacher.within if kind == "within" else Teacher.copy_of)(student, length=8)
+    teacher = (Teacher.within if kind == "within" else Teacher.copy_of)(student)
+    teacher.length = 8
     ids, ends = tokens("llama", 1, 24), [0, 5, 13, 21, 24]
     documents = list(itertools.pairwise(ends))
     positions = torch.cat([torch.arange(end - begin) for begin, end in documents])[None]
@@ -353,17 +356,15 @@ def test_a_teacher_may_see() -> None:
     images = {"pixel_values": torch.randn(2, 3, 16, 16)}
     with torch.no_grad():
         wanted = model.eval()(**images).logits
-    for length in (None, 4):
-        assert torch.equal(Teacher(model, length=length)(images).logits, wanted)
+    assert torch.equal(Teacher(model)(images).logits, wanted)
 
 
 def test_a_teacher_knows_its_length() -> None:
     assert Teacher(stock("llama")).length == stock("llama").config.max_position_embeddings
-    # Whatever is said, and whatever its config says, as those of the first ones do.
+    # Whatever its config says, as those of the first ones do.
     model = stock("t5")
     model.config.n_positions = 8
-    for length in (None, 8):
-        assert Teacher(model, length=length).length is None
+    assert Teacher(model).length is None
     # What its own table of positions could not read.
     gpt2 = stock("gpt2")
     long = tokens("gpt2", 1, gpt2.config.n_positions + 9)
@@ -373,11 +374,7 @@ def test_a_teacher_knows_its_length() -> None:
     )
     converted = hf_posenc.patch(stock("gpt2"), "kerple")
     for make, model in ((Teacher, gpt2), (Teacher.copy_of, converted), (Teacher.within, student)):
-        assert make(model, length=gpt2.config.n_positions).length == gpt2.config.n_positions
-        with pytest.raises(OptionError, match=r"has a table of 128 positions\. Give at most"):
-            make(model, length=gpt2.config.n_positions + 1)
-    with pytest.raises(OptionError, match="at least 2 tokens"):
-        Teacher(stock("llama"), length=1)
+        assert make(model).length == gpt2.config.n_positions
 
 
 def test_only_training_listens_to_a_teacher(tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ def test_a_run_trains_saves_and_loads(
 def test_a_teacher_reads_long_windows_in_pieces(tokenizer: Any, folders: dict[str, Path]) -> None:
     """Stock models compute their loss of whole batches only, and the teacher's is nobody's."""
     model, ids = AutoModelForMaskedLM.from_pretrained(folders["bert"]).eval(), windows(tokenizer, 2)
-    got = distillation.Teacher(model, length=32)({"input_ids": ids, "labels": ids}).logits
+    teacher = distillation.Teacher(model)
+    teacher.length = 32
+    got = teacher({"input_ids": ids, "labels": ids}).logits
     torch.testing.assert_close(got[:, :32], model(input_ids=ids[:, :32]).logits)
     torch.testing.assert_close(got[:, 48:], model(input_ids=ids[:, 32:]).logits[:, 16:])
 

@@ -251,7 +251,6 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "adapter of nothing": ("", ["conversion.scheme=null", "adapter.kind=scheme"], ["nothing would be trained"]),
     "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
     "until without distillation": ("", ["distillation.until=0.5"], ["without distillation.share"]),
-    "pieces without distillation": ("", ["distillation.length=64"], ["without distillation.share"]),
     "rank without LoRA": ("", ["adapter.rank=4"], ["adapter.rank is 4", "without adapter.kind: lora"]),
     "rank, scheme alone": (
         "",

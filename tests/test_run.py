@@ -477,7 +477,6 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
 LENGTHS: dict[str, tuple[str, list[str], str]] = {
     "nothing to skip": ("llama-nope", ["training.skip_to=128"], "expected more than training.length = 128.*=1024"),
     "skipping in T5": ("t5-kerple", ["training.length=64", "training.skip_to=99"], "skips positions in texts"),
-    "pieces in T5": ("t5-fire", ["training.length=64", "distillation.length=16"], "cuts windows into pieces.*Leave it"),
     "table, handover": (
         *("gpt2-fire", ["training.length=64", "training.skip_to=512"]),
         "skip_to is 512, and the model's own table, which conversion.native=handover.* Give conversion.native=remove",
@@ -510,30 +509,6 @@ def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
     rates = ("training.learning_rate=1e12", "training.scheme_learning_rate=1e12", "training.max_grad_norm=1e12")
     with pytest.raises(RecipeError, match="the training diverged"):
         run.train(read(*rates, "training.steps=12", "saving.every=1"), tmp_path / "out")
-
-
-def test_the_teacher_of_a_recipe_reads_as_much_at_once_as_it_says(
-    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[int | None] = []
-
-    def caught(*args: Any, teacher: Any, **kwargs: Any) -> None:
-        found.append(teacher.length)
-        raise Stop
-
-    monkeypatch.setattr(run, "adaptation_trainer", caught)
-    for number, changes in enumerate(
-        (
-            ("distillation={share: 0.5, length: 24}",),
-            ("distillation={share: 0.5, length: 25}", "adapter.kind=lora"),
-            ("distillation={share: 0.5, length: 26, teacher: tiny-llama}",),
-            ("distillation={share: 0.5, length: 27}", "conversion={scheme: null}"),
-            ("distillation={share: 0.5}",),
-        )
-    ):
-        with pytest.raises(Stop):
-            run.train(read(*changes), tmp_path / str(number))
-    assert found == [24, 25, 26, 27, 128]
 
 
 def test_the_teacher_of_an_extended_model_has_its_own_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

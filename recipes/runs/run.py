@@ -583,11 +583,10 @@ def _teacher(model: Any, recipe: Recipe) -> Teacher | None:
     if not distillation.share and not distillation.hidden:
         return None
     if distillation.teacher is not None:
-        return Teacher(_other_teacher(model, distillation), length=distillation.length)
+        return Teacher(_other_teacher(model, distillation))
     if recipe.conversion.scheme is None:
-        return Teacher(copy.deepcopy(model).requires_grad_(False), length=distillation.length)
-    kind = Teacher.copy_of if recipe.adapter.kind == "none" else Teacher.within
-    return kind(model, length=distillation.length)
+        return Teacher(copy.deepcopy(model).requires_grad_(False))
+    return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
 
 
 def _other_teacher(model: Any, distillation: Distillation) -> Any:

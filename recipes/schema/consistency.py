@@ -52,7 +52,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
         ("transfer", _but_steps(recipe.transfer), recipe.transfer.steps > 0, "transfer.steps above 0"),
         ("lengthen", _but_steps(recipe.lengthen), recipe.lengthen.steps > 0, "lengthen.steps above 0"),
-        ("distillation", "until teacher length", distils, "distillation.share or distillation.hidden above 0"),
+        ("distillation", "until teacher", distils, "distillation.share or distillation.hidden above 0"),
         ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
         ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),
     )

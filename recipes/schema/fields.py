@@ -45,7 +45,11 @@ _ELSEWHERE = {
 }
 
 # Keys that earlier versions wrote into every recipe; where they were off, they are left out.
-_RETIRED = {"training": ("new_parameters_first", "mixed_lengths"), "evaluation": ("prompts",)}
+_RETIRED = {
+    "training": ("new_parameters_first", "mixed_lengths"),
+    "evaluation": ("prompts",),
+    "distillation": ("length",),
+}
 
 # Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {

@@ -201,14 +201,12 @@ class Distillation(Section):
         until: Share of the steps over which both fade to zero, linearly; 0 keeps them to the end.
         teacher: Model to learn from, with the same vocabulary, given like `model`; null is the original. The original
             after some training on the same text is a better teacher.
-        length: Tokens that the teacher reads at once; longer windows are cut. Null is the teacher's trained length.
     """
 
     share: Share = 0.0
     hidden: Amount = 0.0
     until: Share = 0.0
     teacher: Name | None = None
-    length: Length | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,6 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
                 f"{section}.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
                 f"windows. Leave it out, or give {section}.skip_to=null."
             )
-    if recipe.distillation.length is not None and config.is_encoder_decoder:
-        raise RecipeError(
-            f"distillation.length cuts windows into pieces, and those of {config.model_type} models are not cut: their "
-            "encoders read them whole. Leave it out."
-        )
     return length, own or length
 
 

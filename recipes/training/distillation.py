@@ -33,20 +33,20 @@ class Teacher:
     Args:
         model: Model with its own weights, for instance from `Teacher.copy_of`. (The trained model under `disabled`
             would not do, since its weights change.)
-        length: Tokens to read at once, at least 2; `None` is the trained length in the config. It has no effect for
-            encoder-decoders, whose windows are not cut.
 
-    Raises:
-        OptionError: The length is too small, or exceeds the model's own table of positions.
+    Attributes:
+        model: The model.
+        length: Tokens to read at once: the trained length in the config, or what its own table of positions has; `None`
+            for encoder-decoders, whose windows are not cut.
     """
 
-    def __init__(self, model: nn.Module, *, length: int | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
-        self.length = _length_of(model, length)
+        self.length = _length_of(model)
         self._adapted: PeftModel | None = None
 
     @classmethod
-    def copy_of(cls, model: Any, *, length: int | None = None) -> Teacher:
+    def copy_of(cls, model: Any) -> Teacher:
         """Return a teacher from a converted, untrained model: an unpatched copy.
 
         Raises:
@@ -55,10 +55,10 @@ class Teacher:
         twin = unpatch(copy.deepcopy(model))
         for parameter in twin.parameters():
             parameter.requires_grad_(False)
-        return cls(twin, length=length)
+        return cls(twin)
 
     @classmethod
-    def within(cls, adapted: PeftModel, *, length: int | None = None) -> Teacher:
+    def within(cls, adapted: PeftModel) -> Teacher:
         """Return a teacher from a model under an adapter, without a copy: it turns adapter and scheme off.
 
         Raises:
@@ -74,7 +74,7 @@ class Teacher:
         teacher = cls.__new__(cls)
         teacher.model, teacher._adapted = adapted, adapted
         with disabled(adapted):
-            teacher.length = _length_of(adapted, length)
+            teacher.length = _length_of(adapted)
         return teacher
 
     def __call__(self, inputs: dict[str, Any], **options: Any) -> Any:
@@ -107,25 +107,13 @@ class Teacher:
         return self.model(**given)
 
 
-def _length_of(model: Any, length: int | None) -> int | None:
+def _length_of(model: Any) -> int | None:
     """Return the number of tokens a teacher reads at once; `None` means no limit."""
-    if length is not None and length < 2:
-        raise OptionError(
-            f"Teacher(length={length!r}): expected at least 2 tokens, so that a piece overlaps the one before."
-        )
     config = getattr(model, "config", None)
-    if config is None:
-        return length
-    if config.is_encoder_decoder:
+    if config is None or config.is_encoder_decoder:
         return None
-    end = table_end(model)
-    if length is not None and end is not None and length > end:
-        raise OptionError(
-            f"Teacher(length={length!r}): the {type(model).__name__} has a table of {end} positions. Give at most as "
-            "many tokens."
-        )
-    own = trained_length(config.get_text_config())
-    return length or min((limit for limit in (own, end) if limit is not None), default=None)
+    limits = (trained_length(config.get_text_config()), table_end(model))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
