@@ -21,30 +21,27 @@ from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
 from hf_posenc.recipes.training.stages import Stage
 
-FACTS = Facts(
+RECIPE = Recipe(
     model="tiny-llama",
+    conversion=Conversion(scheme="fire"),
+    training=Training(steps=200, batch_size=16, precision="bfloat16"),
+    distillation=Distillation(share=0.5),
+)
+FACTS = Facts(
+    recipe=RECIPE,
     architecture="llama",
     native="rotary encoding (RoPE)",
     trained_length=128,
     parameters=468_600,
     new_parameters=792,
     trained_parameters=468_600,
-    scheme="fire",
     options={"decoder": {"threshold": 64.0, "gate": False}},
     layers={"decoder": 4},
-    fate="removed",
     start="break, after a fit to the native encoding",
     cautions=("The patched model computes another function and must be adapted.",),
-    steps=200,
-    batch_size=16,
-    length=128,
-    source="builtin",
     data_tokens=1_000_000,
     processes=2,
     device="CPU with 2 threads",
-    precision="bfloat16",
-    teacher="the original (loss weight 0.5)",
-    trained="all weights",
     command="hf-posenc train llama-fire --out run",
     versions={"hf-posenc": "0.1.0", "python": "3.11.7"},
 )
@@ -65,6 +62,15 @@ time     unknown until the first steps are done
 """
 
 
+def facts_with(facts: Facts = FACTS, **changes: Any) -> Facts:
+    """Return facts of a recipe in which some sections, or some of their keys, are others."""
+    sections = {
+        name: dataclasses.replace(getattr(facts.recipe, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(facts, recipe=dataclasses.replace(facts.recipe, **sections))
+
+
 def shown(facts: Facts) -> str:
     console = Console(record=True, width=100, file=io.StringIO())
     print_header(console, facts)
@@ -73,8 +79,7 @@ def shown(facts: Facts) -> str:
 
 def test_header() -> None:
     assert shown(FACTS) == HEADER
-    once = dataclasses.replace(FACTS, steps=1, batch_size=1)
-    assert "(1 step x 1 window x 128 tokens)" in shown(once)
+    assert "(1 step x 1 window x 128 tokens)" in shown(facts_with(training={"steps": 1, "batch_size": 1}))
 
 
 @pytest.mark.parametrize(
@@ -103,11 +108,10 @@ def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], sa
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:
     stacks = dataclasses.replace(
-        FACTS,
+        facts_with(distillation=Distillation()),
         layers={"encoder": 3, "decoder": 4},
         options={"encoder": {"init": "zero"}, "decoder": {"init": "[x]"}},
         data_tokens=None,
-        teacher=None,
         cautions=(),
     )
     lines = shown(stacks).splitlines()
@@ -116,7 +120,7 @@ def test_header_of_two_stacks_a_control_and_a_stream() -> None:
     assert "options decoder  init='[x]'" in lines  # no markup
     assert "data             builtin" in lines
     assert not [line for line in lines if line.startswith(("teacher", "caution"))]
-    control = shown(dataclasses.replace(FACTS, scheme=None, options={}, layers={}))
+    control = shown(dataclasses.replace(facts_with(conversion={"scheme": None}), options={}, layers={}))
     assert "scheme   none (the model's own encoding)" in control
     assert "options" not in control
     assert "trained on" in control
@@ -146,8 +150,8 @@ def test_facts_of_a_conversion() -> None:
     added = found.new_parameters
     assert added > 0
     assert (found.parameters, found.trained_parameters) == (own + added, own + added)
-    assert (found.tokens, found.source) == (105, "text.txt")
-    assert (found.scheme, found.layers, found.fate, found.start) == ("fire", {"decoder": 2}, "removed", "break")
+    assert found.tokens == 105
+    assert (found.encoding, found.layers, found.fate, found.start) == ("fire", {"decoder": 2}, "removed", "break")
     assert found.options["decoder"]["width"] == 32
     assert found.cautions
     assert found.teacher is None

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard
 from models import stock
 from peft import get_peft_model
-from test_display import FACTS
+from test_display import FACTS, facts_with
 
 import hf_posenc
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
@@ -24,7 +24,6 @@ from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
-from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
@@ -46,10 +45,6 @@ def measured(course: bool = False) -> Measurements:
     return measurements
 
 
-def recipe(**changes: Any) -> Recipe:
-    return Recipe(**{"model": "tiny-llama", "conversion": Conversion(scheme="fire"), **changes})
-
-
 def rows_under(text: str, heading: str) -> dict[str, list[str]]:
     """Return the cells of the table that follows a line, by the first of their row."""
     lines = text[text.index(heading) :].splitlines()
@@ -67,7 +62,7 @@ def rows_under(text: str, heading: str) -> dict[str, list[str]]:
 
 
 def test_table(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(recipe(), measured(), FACTS, log=LOG, pace=PACE))
+    report.write(tmp_path, Results(measured(), FACTS, log=LOG, pace=PACE))
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert text.startswith("# tiny-llama with fire: perplexity on held-out text\n")
     perplexity = rows_under(text, "Perplexity per token")
@@ -93,7 +88,7 @@ def test_table(tmp_path: Path) -> None:
 
 def test_the_page_has_the_table_the_picture_and_how_it_was_made(tmp_path: Path) -> None:
     facts = dataclasses.replace(FACTS, command="hf-posenc train swap 'data=<here>'", stages=("one", "two"))
-    report.write(tmp_path, Results(recipe(), measured(), facts, log=LOG, pace=PACE))
+    report.write(tmp_path, Results(measured(), facts, log=LOG, pace=PACE))
     text = (tmp_path / report.PAGE).read_text(encoding="utf-8")
     assert '4 <span class="interval">[0, 2,574]</span>' in text
     assert base64.b64encode((tmp_path / report.PICTURE).read_bytes()).decode() in text
@@ -102,7 +97,7 @@ def test_the_page_has_the_table_the_picture_and_how_it_was_made(tmp_path: Path) 
 
 
 def test_table_of_the_course(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(recipe(), measured(course=True), FACTS))
+    report.write(tmp_path, Results(measured(course=True), FACTS))
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert list(rows_under(text, "Perplexity by optimizer step"))[2:] == ["0", "100", "200"]
     assert "Speed: not measured" in text
@@ -110,15 +105,14 @@ def test_table_of_the_course(tmp_path: Path) -> None:
 
 
 def test_table_of_a_control(tmp_path: Path) -> None:
-    control = dataclasses.replace(FACTS, scheme=None)
-    report.write(tmp_path, Results(recipe(conversion=Conversion(scheme=None)), measured(), control, log=LOG))
+    report.write(tmp_path, Results(measured(), facts_with(conversion={"scheme": None}), log=LOG))
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert text.startswith("# tiny-llama trained as it is: ")
     assert list(rows_under(text, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
 
 
 def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(recipe(), Measurements(), FACTS, log=LOG))
+    report.write(tmp_path, Results(Measurements(), FACTS, log=LOG))
     assert "Nothing was measured." in (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert not (tmp_path / report.PICTURE).exists()
 
@@ -126,7 +120,7 @@ def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
 def test_a_model_that_diverged_has_a_report(tmp_path: Path) -> None:
     measurements = measured()
     measurements.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
-    report.write(tmp_path, Results(recipe(), measurements, FACTS, log=[{"step": 1, "loss": math.nan}]))
+    report.write(tmp_path, Results(measurements, FACTS, log=[{"step": 1, "loss": math.nan}]))
     cells = rows_under((tmp_path / report.TABLE).read_text(encoding="utf-8"), "Perplexity per token")
     assert cells["fire, after 200 steps"][:2] == ["inf", "inf"]
 
@@ -139,10 +133,10 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
         "run_figure",
         lambda title, panel, **given: (shown.update(given, panel=panel), style.figure(1, 1, title))[1],
     )
-    given = recipe(conversion=Conversion(scheme="fire", native=native, handover=0.5))
+    facts = facts_with(conversion={"native": native, "handover": 0.5})
     # With a teacher, the loss is a mixture: it begins with the distance from the teacher alone.
     log = [{"step": 1, "loss": 0.5, "text_loss": 4.5}, *LOG[1:]]
-    report.write(tmp_path, Results(given, measured(course=True), FACTS, log=log))
+    report.write(tmp_path, Results(measured(course=True), facts, log=log))
     assert shown["losses"] == [(1, 4.5), (200, 2.25)]
     assert "first and last logged: 4.5000 and 2.2500" in (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert (shown["course_length"], shown["panel"].mark) == (128, (128, "trained on 128 tokens"))
@@ -178,9 +172,8 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     model = hf_posenc.patch(stock("llama"), "fire")
     model.save_pretrained(tmp_path)
     readme = tmp_path / "README.md"
-    given = recipe(data=Data(source="roneneldan/TinyStories"), model="meta/some-llama")
-    facts = dataclasses.replace(FACTS, model="meta/some-llama")
-    text = report.model_card(Results(given, measured(), facts, LOG, PACE), readme.read_text(encoding="utf-8"))
+    facts = facts_with(data={"source": "roneneldan/TinyStories"}, model="meta/some-llama")
+    text = report.model_card(Results(measured(), facts, LOG, PACE), readme.read_text(encoding="utf-8"))
     card = ModelCard(text)
     assert card.data.library_name == "transformers"
     assert card.data.base_model == "meta/some-llama"
@@ -208,7 +201,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert "```bash\nhf-posenc train llama-fire --out run\n```" in text
     assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text
     written = text.split("```yaml\n")[1].split("```")[0]
-    assert yaml.safe_load(written) == dataclasses.asdict(given)
+    assert yaml.safe_load(written) == dataclasses.asdict(facts.recipe)
     readme.write_text(text, encoding="utf-8")
     model.save_pretrained(tmp_path)
     assert readme.read_text(encoding="utf-8") == text
@@ -221,8 +214,7 @@ def test_card_of_an_adapter(tmp_path: Path) -> None:
         str(tmp_path), save_embedding_layers=False
     )
     existing = (tmp_path / "README.md").read_text(encoding="utf-8")
-    given = recipe(adapter=Adapter(kind="lora", rank=2))
-    text = report.model_card(Results(given, measured(), FACTS), existing)
+    text = report.model_card(Results(measured(), facts_with(adapter={"kind": "lora", "rank": 2})), existing)
     card = ModelCard(text)
     assert card.data.library_name == "peft"
     assert card.data.base_model is None
@@ -232,16 +224,16 @@ def test_card_of_an_adapter(tmp_path: Path) -> None:
     assert "More Information Needed" not in text
     assert 'base = AutoModelForCausalLM.from_pretrained("path/of/tiny-llama")' in text
     assert "import hf_posenc" in text
-    hub = report.model_card(Results(recipe(adapter=Adapter(kind="scheme"), model="meta/llama"), measured(), FACTS))
+    hub = report.model_card(Results(measured(), facts_with(adapter={"kind": "scheme"}, model="meta/llama")))
     assert 'from_pretrained("meta/llama")' in hub
     assert ModelCard(hub).data.base_model == "meta/llama"
 
 
 def test_card_of_a_control_and_of_a_local_text(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("text")
-    given = recipe(conversion=Conversion(scheme=None), data=Data(source=str(tmp_path / "my.txt")))
-    facts = dataclasses.replace(FACTS, scheme=None, architecture="t5", command="", teacher=None)
-    text = report.model_card(Results(given, Measurements(), facts))
+    facts = facts_with(conversion={"scheme": None}, data={"source": str(tmp_path / "my.txt")})
+    facts = dataclasses.replace(facts, architecture="t5", command="")
+    text = report.model_card(Results(Measurements(), facts))
     assert "tokens of `my.txt`: all weights" in text
     assert "import hf_posenc" not in text
     assert 'AutoModelForSeq2SeqLM.from_pretrained("path/or/repo")' in text
@@ -255,21 +247,20 @@ def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path
     for path in (base / "README.md", text):
         path.parent.mkdir()
         path.write_text("---\nlicense: apache-2.0\n---\n")
-    distillation = Distillation(share=0.5, teacher=str(tmp_path / "teacher"))
-    given = recipe(model=str(base), data=Data(source=str(text), held_out=str(text)), distillation=distillation)
+    data, taught = {"source": str(text), "held_out": str(text)}, {"teacher": str(tmp_path / "teacher")}
     command = f"hf-posenc train llama-fire model={base} data.source={text} --out {tmp_path / 'run'}"
-    facts = dataclasses.replace(FACTS, model=str(base), command=command, teacher=f"{tmp_path / 'teacher'} (loss)")
-    written = report.model_card(Results(given, measured(), facts))
+    facts = facts_with(dataclasses.replace(FACTS, command=command), model=str(base), data=data, distillation=taught)
+    written = report.model_card(Results(measured(), facts))
     assert str(tmp_path) not in written
     assert "hf-posenc train llama-fire model=base data.source=my.txt --out run" in written
-    assert "Distilled from teacher (loss)." in written
+    assert "Distilled from teacher (loss weight 0.5)." in written
     card = ModelCard(written)
     assert card.data.license == "apache-2.0"
     assert card.data.eval_results[0].dataset_name == "my.txt, held out"
-    assert ModelCard(report.model_card(Results(given, Measurements(), facts))).data.eval_results is None
+    assert ModelCard(report.model_card(Results(Measurements(), facts))).data.eval_results is None
     # What the user has chosen stays.
     mine = written.replace("license: apache-2.0", "license: mit")
-    assert ModelCard(report.model_card(Results(given, measured(), facts), mine)).data.license == "mit"
+    assert ModelCard(report.model_card(Results(measured(), facts), mine)).data.license == "mit"
 
 
 def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,7 +335,8 @@ def test_another_teacher(read: Any, tmp_path: Path) -> None:
     other = run.train(read(*wanted, f"distillation.teacher={tmp_path / 'trained' / 'model'}"), tmp_path / "other")
     assert other.loss is not None
     assert other.loss > 1e-3
-    assert json.loads((tmp_path / "other" / "run.json").read_text())["teacher"].startswith(str(tmp_path))
+    record = json.loads((tmp_path / "other" / "run.json").read_text())
+    assert record["recipe"]["distillation"]["teacher"].startswith(str(tmp_path))
     with pytest.raises(RecipeError, match="vocab_size is 1040, and that of the model 1024"):
         run.train(read(*wanted, f"distillation.teacher={DIRECTORIES['t5']}"), tmp_path / "wrong")
 

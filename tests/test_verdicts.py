@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_display import FACTS
+from test_display import FACTS, facts_with
 
 from hf_posenc.cli import train as command
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
@@ -55,8 +55,8 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
 
 def test_what_was_not_measured_is_said() -> None:
     found = measured(2.0, 2.0)
-    assert "was measured beyond" not in str(judge(found, dataclasses.replace(FACTS, reach=1024)))
-    for facts in (dataclasses.replace(FACTS, reach=4096), dataclasses.replace(FACTS, trained_length=4096)):
+    assert "was measured beyond" not in str(judge(found, facts_with(training={"skip_to": 1024})))
+    for facts in (facts_with(training={"skip_to": 4096}), dataclasses.replace(FACTS, trained_length=4096)):
         said = "nothing was measured beyond 1,024 (evaluation.contexts=[4096] does)."
         assert said in str(judge(found, facts))
 
@@ -78,8 +78,8 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     assert "worse than the control" in str(verdict)
     assert "than the native model" in str(judge(good, FACTS, measured(2.0, 1.8, count=7)))  # not the same windows
     assert "train the control" in str(judge(good, FACTS))
-    assert "train the control" not in str(verdict) + str(judge(good, dataclasses.replace(FACTS, scheme=None)))
-    assert judge(good, dataclasses.replace(FACTS, scheme=None, rope={"rope_type": "yarn"})).wants_control
+    assert "train the control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
+    assert judge(good, facts_with(conversion={"scheme": None, "rope": {"rope_type": "yarn"}})).wants_control
     # Where only the scheme's weights are trained, the native model is the control.
     small = dataclasses.replace(FACTS, trained_parameters=FACTS.new_parameters)
     assert not judge(good, small).wants_control

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import Plan
 from hf_posenc.recipes.reports import counted, versions
-from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Distillation, Recipe
+from hf_posenc.recipes.schema.recipe import Conversion, Recipe
 from hf_posenc.recipes.training.stages import Stage
 
 
@@ -28,83 +28,109 @@ class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
     Attributes:
-        model: Model name, as in the recipe.
+        recipe: Recipe of the run.
         architecture: Name of the architecture.
         native: Native encoding of the architecture, in words.
         trained_length: Tokens per window in the model's own training; those of the run if the config states none.
+        states_length: Whether the model's config states its trained length.
         parameters: Number of parameters of model, scheme and adapter.
         new_parameters: Number of parameters of the scheme.
         trained_parameters: Number of trained parameters.
-        scheme: Name of the scheme; `None` for a control that keeps its own encoding.
         options: Resolved options of the scheme, by stack.
         layers: Number of converted layers, by stack.
-        fate: Fate of the native encoding, in words.
         start: Start of the converted model, in words.
         cautions: Warnings for the user.
-        steps: Optimizer steps of the training.
-        batch_size: Windows per step, over all processes.
-        length: Tokens per window.
-        source: Source of the text.
         data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
         processes: Number of processes.
         device: Device, in words.
-        precision: Precision of the forward.
-        teacher: Teacher and loss weights, in words; `None` without distillation.
-        trained: Trained weights, in words.
         command: Command that started the run.
         versions: Versions of the packages, by name.
         came_with: Schemes of a model that was converted before the run, which keeps them.
         stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
-        rope: Changed rope parameters in the config.
         memory: Estimated memory of a step, in words.
-        reach: Longest text whose positions are trained on.
-        states_length: Whether the model's config states its trained length.
     """
 
-    model: str
+    recipe: Recipe
     architecture: str
     native: str
     trained_length: int
+    states_length: bool = True
     parameters: int
     new_parameters: int
     trained_parameters: int
-    scheme: str | None
     options: Mapping[str, Mapping[str, Any]]
     layers: Mapping[str, int]
-    fate: str
     start: str
     cautions: tuple[str, ...]
-    steps: int
-    batch_size: int
-    length: int
-    source: str
     data_tokens: int | None
     processes: int
     device: str
-    precision: str
-    teacher: str | None
-    trained: str
     command: str
     versions: Mapping[str, str]
     came_with: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
-    rope: Mapping[str, Any] = field(default_factory=dict)
     memory: str = ""
-    reach: int = 0
-    states_length: bool = True
 
     @property
     def encoding(self) -> str | None:
         """Name of the new positional encoding; `None` for the model as it is."""
-        kind, base = self.rope.get("rope_type"), self.rope.get("rope_theta")
-        return self.scheme or (f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None)
+        conversion = self.recipe.conversion
+        kind, base = conversion.rope.get("rope_type"), conversion.rope.get("rope_theta")
+        return conversion.scheme or (f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None)
+
+    @property
+    def fate(self) -> str:
+        """Fate of the native encoding, in words."""
+        conversion = self.recipe.conversion
+        if self.came_with:
+            return "unchanged since the earlier conversion"
+        if conversion.rope:
+            return f"kept, with {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
+        if conversion.scheme is None or conversion.native == "keep":
+            return "kept"
+        if conversion.native == "handover":
+            return f"faded out during the first {conversion.handover:.0%} of the steps, then removed"
+        return "removed" if conversion.window is None else f"removed; other layers see {conversion.window:,} tokens"
+
+    @property
+    def length(self) -> int:
+        """Tokens per window."""
+        return self.recipe.training.length or self.trained_length
 
     @property
     def tokens(self) -> int:
         """Tokens of all stages."""
-        return self.steps * self.batch_size * self.length + self.other_tokens
+        return self.recipe.training.steps * self.recipe.training.batch_size * self.length + self.other_tokens
+
+    @property
+    def reach(self) -> int:
+        """Longest text whose positions are trained on."""
+        later = self.recipe.lengthen if self.recipe.lengthen.steps else None
+        longer = (later.length or 0, later.skip_to or 0) if later else ()
+        return max(self.length, self.recipe.training.skip_to or 0, *longer)
+
+    @property
+    def teacher(self) -> str | None:
+        """Teacher and loss weights, in words; `None` without distillation."""
+        wanted = self.recipe.distillation
+        parts = [f"loss weight {wanted.share:g}"] * bool(wanted.share)
+        parts += [f"hidden-state weight {wanted.hidden:g}"] * bool(wanted.hidden)
+        if not parts:
+            return None
+        parts += [f"fading to zero by {wanted.until:.0%} of training"] * bool(wanted.until)
+        return f"{wanted.teacher or 'the original'} ({', '.join(parts)})"
+
+    @property
+    def trained(self) -> str:
+        """Trained weights, in words."""
+        adapter = self.recipe.adapter
+        bits = ", on a model in 4 bits" if adapter.four_bit else ""
+        if adapter.kind == "lora":
+            new = " and the scheme's weights" * bool(self.new_parameters)
+            return f"LoRA of rank {adapter.rank}{new}{bits}"
+        return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
 
     @classmethod
     def of(
@@ -119,6 +145,7 @@ class Facts:
         command: str = "",
         stages: Sequence[Stage] = (),
         memory: str = "",
+        refused: str = "",
     ) -> Facts:
         """Collect the facts of a run.
 
@@ -133,6 +160,7 @@ class Facts:
             command: Command that started the run.
             stages: Stages of the run.
             memory: Estimated memory of a step, in words.
+            refused: Why the start was not fitted, if it was not.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
@@ -142,70 +170,39 @@ class Facts:
         else:
             trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
             parameters = sum(p.numel() for p in model.parameters())
-        training, distillation = recipe.training, recipe.distillation
         groups = record.from_config(inner.config) if recipe.conversion.scheme is None else ()
-        came_with = tuple(group.scheme for group in groups)
+        warnings = () if plan is None else plan.warnings
+        has_new = bool(plan and plan.parameters)
+        others = (stage for stage in stages if stage.name != "training")
         return cls(
-            model=recipe.model,
+            recipe=recipe,
             architecture=architecture.name,
             native=architecture.native,
             trained_length=trained_length,
+            states_length=architecture.trained_length(inner.config) is not None,
             parameters=parameters,
             new_parameters=0 if plan is None else plan.parameters,
             trained_parameters=trained_parameters,
-            scheme=recipe.conversion.scheme,
             options={} if plan is None else plan.options,
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
-            fate=_fate(recipe.conversion, came_with),
-            came_with=came_with,
-            start=_start(recipe.conversion, plan),
-            rope=recipe.conversion.rope,
-            cautions=tuple(
-                restated(warning, "conversion.{}={}", "conversion.options.{}={}")
-                for warning in (() if plan is None else plan.warnings)
+            start=_start(recipe.conversion, plan, is_fitted=not refused),
+            cautions=(
+                *(restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings),
+                *([refused] if refused else []),
             ),
-            steps=training.steps,
-            batch_size=training.batch_size,
-            length=training.length or trained_length,
-            source=recipe.data.source,
             data_tokens=data_tokens,
             processes=processes,
             device=_device(PartialState().device),
-            precision=training.precision,
-            teacher=_teacher(distillation),
-            trained=_trained(recipe.adapter, has_new=bool(plan and plan.parameters)),
             command=command,
-            memory=memory,
-            reach=_reach(recipe, training.length or trained_length),
-            states_length=architecture.trained_length(inner.config) is not None,
             versions=versions(),
-            stages=tuple(stage.words(has_new=bool(plan and plan.parameters)) for stage in stages),
-            other_tokens=sum(
-                stage.recipe.training.steps * stage.tokens(trained_length)
-                for stage in stages
-                if stage.name != "training"
-            ),
+            came_with=tuple(group.scheme for group in groups),
+            stages=tuple(stage.words(has_new=has_new) for stage in stages),
+            other_tokens=sum(stage.recipe.training.steps * stage.tokens(trained_length) for stage in others),
+            memory=memory,
         )
 
 
-def _reach(recipe: Recipe, length: int) -> int:
-    later = recipe.lengthen if recipe.lengthen.steps else None
-    return max(length, recipe.training.skip_to or 0, *((later.length or 0, later.skip_to or 0) if later else ()))
-
-
-def _fate(conversion: Conversion, came_with: Sequence[str]) -> str:
-    if came_with:
-        return "unchanged since the earlier conversion"
-    if conversion.rope:
-        return f"kept, with {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
-    if conversion.scheme is None or conversion.native == "keep":
-        return "kept"
-    if conversion.native == "handover":
-        return f"faded out during the first {conversion.handover:.0%} of the steps, then removed"
-    return "removed" if conversion.window is None else f"removed; other layers see {conversion.window:,} tokens"
-
-
-def _start(conversion: Conversion, plan: Plan | None) -> str:
+def _start(conversion: Conversion, plan: Plan | None, *, is_fitted: bool) -> str:
     if plan is None:
         return "exact: the model is not converted" if not conversion.rope else "break: other angles"
     if conversion.native == "handover":
@@ -213,7 +210,7 @@ def _start(conversion: Conversion, plan: Plan | None) -> str:
     start = plan.start
     if plan.start_tolerance:
         start += f" (logits of attention within {plan.start_tolerance:g})"
-    if conversion.fit is not None:
+    if conversion.fit is not None and is_fitted:
         known = {"native": "the native encoding", "attention": "the original attention outputs"}
         start += f", after a fit to {known.get(conversion.fit, conversion.fit)}"
     return start
@@ -224,23 +221,6 @@ def _device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{device.type.upper()} with {counted(threads, 'thread')}"
-
-
-def _teacher(wanted: Distillation) -> str | None:
-    parts = [f"loss weight {wanted.share:g}"] * bool(wanted.share)
-    parts += [f"hidden-state weight {wanted.hidden:g}"] * bool(wanted.hidden)
-    if not parts:
-        return None
-    parts += [f"fading to zero by {wanted.until:.0%} of training"] * bool(wanted.until)
-    return f"{wanted.teacher or 'the original'} ({', '.join(parts)})"
-
-
-def _trained(adapter: Adapter, *, has_new: bool) -> str:
-    bits = ", on a model in 4 bits" if adapter.four_bit else ""
-    if adapter.kind == "lora":
-        new = " and the scheme's weights" * has_new
-        return f"LoRA of rank {adapter.rank}{new}{bits}"
-    return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
 
 
 def print_header(console: Console, facts: Facts) -> None:
@@ -255,8 +235,9 @@ def print_header(console: Console, facts: Facts) -> None:
 
 def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield what a run does: names and words."""
+    recipe, training = facts.recipe, facts.recipe.training
     trained_on = f", trained on {facts.trained_length:,} tokens" * facts.states_length
-    yield "model", f"{facts.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
+    yield "model", f"{recipe.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"
     came_with = ", ".join(facts.came_with)
     as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
     converted = " and ".join(counted(count, f"{name} layer") for name, count in facts.layers.items())
@@ -271,16 +252,16 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "native", f"{facts.native}: {facts.fate}"
     yield "start", facts.start
     yield "trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"
-    steps = f"{counted(facts.steps, 'step')} x {counted(facts.batch_size, 'window')} x {facts.length:,} tokens"
+    steps = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')} x {facts.length:,} tokens"
     yield "tokens", f"{facts.tokens:,} ({steps}{' and the other stages' * bool(facts.other_tokens)})"
     yield from (("stage", words) for words in facts.stages)
     epochs = ""
     if facts.data_tokens:
         epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"
-    yield "data", f"{facts.source}{epochs}"
+    yield "data", f"{recipe.data.source}{epochs}"
     if facts.teacher:
         yield "teacher", facts.teacher
-    yield "compute", f"{facts.processes} x {facts.device}, {facts.precision}"
+    yield "compute", f"{facts.processes} x {facts.device}, {training.precision}"
     if facts.memory:
         yield "memory", facts.memory
     yield from (("caution", caution) for caution in facts.cautions)

@@ -36,7 +36,6 @@ TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 class Results:
     """All that is known of a run at its end; `log` is that of the trainer (`trainer.state.log_history`)."""
 
-    recipe: Recipe
     measurements: Measurements
     facts: Facts
     log: Sequence[Mapping[str, Any]] = ()
@@ -62,6 +61,7 @@ class Results:
     def values(self) -> dict[str, Any]:
         """Return the variables of the templates `run` and `card`."""
         facts, models = self.facts, self.models()
+        how = f"with {facts.encoding}" if facts.encoding else "trained as it is"
         first = next(iter(models.values()), None)
         tables = [table(models, "")] if models else []
         unread = any(bool(grid.samples.isnan().any()) for grid in models.values())
@@ -70,7 +70,7 @@ class Results:
             relative = {name: grid.relative_to(native) for name, grid in models.items()}
             tables.append(table(relative, "As a percentage of the native model's perplexity, window by window:"))
         return {
-            "title": f"{name_of(facts.model)} {f'with {facts.encoding}' if facts.encoding else 'trained as it is'}",
+            "title": f"{name_of(facts.recipe.model)} {how}",
             "facts": facts,
             "perplexity": tables,
             "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
@@ -109,15 +109,16 @@ def on_the_hub(source: str) -> bool:
 
 
 def _figure(results: Results) -> Figure:
-    recipe, facts, measurements, models = results.recipe, results.facts, results.measurements, results.models()
+    facts, measurements, models = results.facts, results.measurements, results.models()
+    conversion, steps = facts.recipe.conversion, facts.recipe.training.steps
     first = next(iter(models.values()))
     name, length = first.quantity.name, nearest(first.points, facts.trained_length)
     mark = trained_mark(facts.trained_length if facts.states_length else None)
     native = measurements.curve("native")
     strength = []
-    if recipe.conversion.native == "handover" and recipe.conversion.scheme is not None:
-        way = Handover(recipe.conversion.handover)
-        strength = [(step, way.progress(step, facts.steps)) for step in range(facts.steps + 1)]
+    if conversion.native == "handover" and conversion.scheme is not None:
+        way = Handover(conversion.handover)
+        strength = [(step, way.progress(step, steps)) for step in range(steps + 1)]
     return run_figure(
         f"{results.values()['title']}: {name} on held-out text",
         replace(panel(models, mark), x="context length (tokens read)", y=f"{name} (per token; lower is better)"),
@@ -138,8 +139,9 @@ def model_card(results: Results, existing: str = "") -> str:
             PEFT's empty form is not.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
-    licence = _licence(results.recipe.model)
-    recipe, facts = _public(results.recipe, results.facts)
+    licence = _licence(results.facts.recipe.model)
+    facts = _public(results.facts)
+    recipe = facts.recipe
     values = replace(results, facts=facts).values()
     has_decoder = facts.architecture in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     kind = "MaskedLM" if values["masked"] else "Seq2SeqLM" if has_decoder else "CausalLM"
@@ -149,7 +151,7 @@ def model_card(results: Results, existing: str = "") -> str:
         **values,
         recipe=recipe,
         text=_text(recipe),
-        name=name_of(facts.model),
+        name=name_of(recipe.model),
         # An adapter, or a model without a scheme, has no section yet.
         section=encoding_section(card.text),
         auto=f"AutoModelFor{kind}",
@@ -200,23 +202,22 @@ def _licence(model: str) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _public(recipe: Recipe, facts: Facts) -> tuple[Recipe, Facts]:
-    """Return a recipe and the facts of its run with names for local paths, which are private."""
+def _public(facts: Facts) -> Facts:
+    """Return the facts of a run with names for local paths, which are private."""
+    recipe = facts.recipe
 
     def name(text: str) -> str:
         key, equals, value = text.rpartition("=")
         return text if on_the_hub(value) or "/" not in value else f"{key}{equals}{Path(value).name}"
 
-    data, distillation, taught = recipe.data, recipe.distillation, facts.teacher
-    teacher = distillation.teacher
-    if taught and teacher:
-        taught = taught.replace(teacher, name(teacher))
-    return replace(
+    data, distillation, teacher = recipe.data, recipe.distillation, recipe.distillation.teacher
+    recipe = replace(
         recipe,
         model=name(recipe.model),
         data=replace(data, source=name(data.source), held_out=data.held_out and name(data.held_out)),
         distillation=replace(distillation, teacher=teacher and name(teacher)),
-    ), replace(facts, command=shlex.join(map(name, shlex.split(facts.command))), teacher=taught)
+    )
+    return replace(facts, recipe=recipe, command=shlex.join(map(name, shlex.split(facts.command))))
 
 
 def _text(recipe: Recipe) -> str:

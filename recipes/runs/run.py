@@ -253,10 +253,9 @@ class _Run:
             divide_batch(settings, self.processes.num_processes, section=stage.name)
             if settings.length not in texts:
                 texts[settings.length] = prepared(settings.length or length)
-        refused = [self.fitted["sentence"]] if self.fitted is not None and not self.fitted["accepted"] else []
         facts = Facts.of(
             model,
-            replace(recipe, conversion=replace(conversion, fit=None)) if refused else recipe,
+            self.recipe,
             planned,
             trained_length=own_length,
             data_tokens=data.tokens,
@@ -264,8 +263,8 @@ class _Run:
             command=self.command,
             stages=plans,
             memory=estimate,
+            refused="" if self.fitted is None or self.fitted["accepted"] else self.fitted["sentence"],
         )
-        facts = replace(facts, cautions=(*facts.cautions, *refused))
         self._claim(facts)
         if self.console:
             print_header(self.console, facts)
@@ -327,7 +326,7 @@ class _Run:
             pace = progress.pace
         assert trainer is not None
         verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
-        results = report.Results(self.recipe, self.measurements, facts, log, pace, verdict)
+        results = report.Results(self.measurements, facts, log, pace, verdict)
         if self.processes.is_main_process:
             report.write(self.folder, results)
         _tell_length(model, tokenizer, facts.reach)
@@ -459,7 +458,7 @@ class _Run:
         there = record_of(self.folder)
         micro = {**there.get(MICRO, {}), str(self.processes.num_processes): self.micro}
         verdicts = {FIT: self.fitted, TRANSFER: self.transferred}
-        known = {**verdicts, MICRO: micro, TEXT: self.text, KEPT: asdict(self.recipe)}
+        known = {**verdicts, MICRO: micro, TEXT: self.text}
         return {**asdict(facts), **known, "starts": [*there.get("starts", []), start]}
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, results: report.Results) -> None:

@@ -144,7 +144,8 @@ def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
         return "The training diverged. Train again with lower rates: training.learning_rate, scheme_learning_rate."
     if is_bad:
         keep = ", or with the native encoding kept (conversion.native=keep)" if facts.fate != "kept" else ""
-        more = "more weights (adapter=lora)" if _trains_scheme_alone(facts) else f"it longer (steps={4 * facts.steps})"
+        longer = f"it longer (steps={4 * facts.recipe.training.steps})"
+        more = "more weights (adapter=lora)" if _trains_scheme_alone(facts) else longer
         return f"It is not ready for use. Train {more}{keep}."
     if alone:
         return (
