@@ -272,16 +272,6 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     # Keys that contradict each other.
     "streaming the built-in text": ("", ["data.streaming=true"], ["the builtin text is there at once"]),
     "streaming without held-out text": ("", ["data.streaming=true", "data.source=c4"], ["Give data.held_out"]),
-    "polynomial from nothing": (
-        "",
-        ["training.schedule=polynomial", "training.learning_rate=0"],
-        ["learning_rate is 0.0", "ends at 1e-07", "another schedule"],
-    ),
-    "polynomial without steps": (
-        "",
-        ["training.schedule=polynomial", "training.steps=4", "training.warmup=0.9"],
-        ["warmup is 0.9", "all of the 4 steps"],
-    ),
     "a step at rate 0": ("", ["training.steps=1", "training.warmup=0.6"], ["warmup is 0.6", "the only step"]),
     "windows in a handover": (
         "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,28 +142,13 @@ def _usual(config: Any) -> list[str]:
 
 
 def settings(entered: Sequence[Contestant]) -> dict[str, str]:
-    """Return the settings in which the schemes of a comparison differ from each other, in words, by name."""
-    found = {each.name: _flat(each.recipe) for each in entered}
-    schemes = [own for name, own in found.items() if name != NATIVE]
-    differing = [key for key in dict.fromkeys(key for own in schemes for key in own) if not _alike(schemes, key)]
-    usual = _flat(Recipe(model=NATIVE, conversion=Conversion(scheme=None)))
+    """Return the keys in which the schemes of a comparison differ from each other, in words, by name."""
+    found = {each.name: each.recipe.flat() for each in entered}
+    first, *others = (own for name, own in found.items() if name != NATIVE)
+    told = {"summary", "conversion.scheme"}
+    differing = [key for key in first if key not in told and any(own[key] != first[key] for own in others)]
+    usual = Recipe(model=NATIVE, conversion=Conversion(scheme=None)).flat()
     return {
-        name: ", ".join(f"{key}={own[key]}" for key in differing if key in own and own[key] != usual.get(key)) or "-"
+        name: ", ".join(f"{key}={own[key]}" for key in differing if own[key] != usual[key]) or "-"
         for name, own in found.items()
     } | {NATIVE: "no scheme, no teacher"}
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe in which schemes may differ."""
-    sections = {name: vars(section) for name, section in vars(recipe).items() if is_dataclass(section)}
-    for name in ("data", "evaluation", "saving"):
-        del sections[name]
-    conversion = dict(sections.pop("conversion"))
-    del conversion["scheme"]
-    own = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    options: dict[str, Any] = conversion.pop("options")
-    return conversion | options | own
-
-
-def _alike(settings: Sequence[dict[str, Any]], key: str) -> bool:
-    return all(key in own and own[key] == settings[0].get(key) for own in settings)

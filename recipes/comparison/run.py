@@ -17,8 +17,8 @@ from filelock import FileLock
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.errors import CheckpointError, OptionError, StorageError
-from hf_posenc.patches.directories import OutputError, write_text
+from hf_posenc.errors import OptionError, StorageError
+from hf_posenc.patches.directories import OutputError, reading, write_text
 from hf_posenc.recipes.comparison import contestants as contesting
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant, contestants
@@ -154,13 +154,9 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     """Raise unless a folder is new, empty, or holds the same comparison."""
     path = folder / REQUEST
     if path.is_file():
-        try:
+        what = f"{path}, which says what is compared in {folder},"
+        with reading(what, advice=" Restore it, or choose another folder."):
             there = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}, which says what is compared in {folder}, cannot be read ({type(error).__name__}: {error}). "
-                "Restore it, or choose another folder."
-            ) from error
         changed = (key for key, value in asked.items() if there.get(key) != value)
         differences = [f"{key} is {there.get(key)!r} there and {asked[key]!r} here" for key in changed]
         if differences:

@@ -20,7 +20,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_posenc.errors import OptionError, RecipeError, ShapeError
+from hf_posenc.errors import RecipeError, ShapeError
 from hf_posenc.recipes.loading import auto_class
 
 Collator = Callable[[list[Any]], dict[str, Tensor]]
@@ -32,35 +32,27 @@ SENTINEL = "<extra_id_0>"
 class PositionSkipping:
     """Give windows the positions of a longer text, by leaving some out (PoSE, Zhu et al. 2024, arXiv 2309.10400).
 
-    Each window is cut into chunks, with a gap of random size in the positions between two chunks; the last position is
-    at most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
+    Each window is cut in two, with a gap of random size in the positions between the parts; the last position is at
+    most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
     are unchanged.
 
     Args:
         length: Length of the longer text.
-        chunks: Number of chunks per window.
         seed: Random seed of cuts and gaps.
         collate: Collator of the batch; stacks by default.
-
-    Raises:
-        OptionError: There are fewer than two chunks.
     """
 
-    def __init__(
-        self, length: int, *, chunks: int = 2, seed: int = 0, collate: Collator = default_data_collator
-    ) -> None:
-        if chunks < 2:
-            raise OptionError(f"PositionSkipping(chunks={chunks!r}): expected at least 2; one chunk skips nothing.")
-        self.length, self.chunks, self.seed, self._collate = length, chunks, seed, collate
+    def __init__(self, length: int, *, seed: int = 0, collate: Collator = default_data_collator) -> None:
+        self.length, self.seed, self._collate = length, seed, collate
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch, with `position_ids` int64 `[B, n]` and a mask of ones."""
         batch = self._collate(examples)
         tokens = batch["input_ids"].shape[1]
-        if tokens > self.length or tokens < self.chunks:
+        if not 2 <= tokens <= self.length:
             raise ShapeError(
-                f"Got windows of {tokens} tokens; expected at least {self.chunks}, one per chunk, and at most "
-                f"length={self.length}, the number of positions to choose from."
+                f"Got windows of {tokens} tokens; expected at least 2, and at most length={self.length}, the number of "
+                "positions to choose from."
             )
         batch["position_ids"] = torch.stack([self.positions(row) for row in batch["input_ids"]])
         # Without a mask, transformers would take each gap for the start of another document.
@@ -70,13 +62,9 @@ class PositionSkipping:
     def positions(self, ids: Tensor) -> Tensor:
         """Return the positions of one window of token ids, int64 `[n]`."""
         tokens, draw = len(ids), content_generator(ids, self.seed)
-        cuts = torch.randperm(tokens - 1, generator=draw)[: self.chunks - 1].sort().values + 1
-        # Sorted points among the free positions: every set of gaps is equally likely.
-        free = self.length - tokens
-        gaps = torch.randint(free + 1, (self.chunks - 1,), generator=draw).sort().values
-        skipped = torch.zeros(tokens, dtype=torch.long)
-        skipped[cuts] = gaps.diff(prepend=torch.zeros(1, dtype=torch.long))
-        return torch.arange(tokens) + skipped.cumsum(0)
+        cut = 1 + int(torch.randperm(tokens - 1, generator=draw)[0])
+        gap = int(torch.randint(self.length - tokens + 1, (), generator=draw))
+        return torch.arange(tokens) + gap * (torch.arange(tokens) >= cut)
 
 
 class Denoising:

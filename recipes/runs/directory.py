@@ -17,7 +17,8 @@ from typing import Any
 
 from filelock import BaseFileLock, Timeout
 
-from hf_posenc.errors import CheckpointError, RecipeError
+from hf_posenc.errors import RecipeError
+from hf_posenc.patches.directories import reading
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
@@ -58,13 +59,9 @@ def record_of(folder: Path) -> dict[str, Any]:
     path = folder / RUN
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+    advice = " Remove the file to go on without it: what it records of the run so far is lost, and nothing else."
+    with reading(str(path), advice=advice):
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
             raise ValueError("no record of a run")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Remove the file to go on without it: what it "
-            "records of the run so far is lost, and nothing else."
-        ) from error
     return found

@@ -520,13 +520,8 @@ def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     kept = record_of(folder).get(KEPT)
     # Without run.json, recipe.yaml says what there was.
     there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
-    before, now = _by_key(_located(there)), _by_key(recipe)
+    before, now = _located(there).flat(), recipe.flat()
     return [(key, before[key], value) for key, value in now.items() if value != before[key]]
-
-
-def _by_key(recipe: Recipe) -> dict[str, Any]:
-    sections = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(recipe).items()}
-    return {f"{name}.{key}".rstrip("."): value for name, section in sections.items() for key, value in section.items()}
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe, Training
     from hf_posenc.scheme import Scheme
 
-# Final learning rate of transformers' polynomial schedule; the peak must be larger.
-POLYNOMIAL_END = 1e-7
-
 
 def check(recipe: Recipe, where: str) -> None:
     """Raise `RecipeError` if keys contradict each other, or a given key has no effect; `where` names the recipe."""
@@ -105,17 +102,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
     if recipe.adapter.kind == "scheme" and conversion.scheme is None:
         yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
-    rate = training.learning_rate
-    if training.schedule == "polynomial" and rate is not None and rate <= POLYNOMIAL_END:
-        yield (
-            f"training.learning_rate is {rate}, and training.schedule: polynomial ends at "
-            f"{POLYNOMIAL_END}; expected more than that. Give a larger rate, or another schedule."
-        )
-    if training.schedule == "polynomial" and warmup_steps(training) == training.steps:
-        yield (
-            f"training.warmup is {training.warmup}: the rates rise over all of the {training.steps} steps, and "
-            "training.schedule: polynomial has none left to lower them. Give less warmup, or another schedule."
-        )
     if training.steps == warmup_steps(training) == 1 and training.schedule != "constant":
         yield (
             f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "

@@ -32,9 +32,7 @@ Counts = Annotated[list[Count], MinLen(1)]
 Indices = Annotated[list[Whole], MinLen(1)]
 Pattern = Annotated[str, StringConstraints(pattern="^every:[1-9][0-9]*$")]
 Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
-Schedule = Literal[
-    "cosine", "linear", "polynomial", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"
-]
+Schedule = Literal["cosine", "linear", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"]
 
 
 class Section:
@@ -346,6 +344,11 @@ class Recipe(Section):
         fields.build(type(self), asdict(self), where="the recipe")
         consistency.check(self, "the recipe")
         consistency.check_scheme(self, "the recipe")
+
+    def flat(self) -> dict[str, Any]:
+        """Return all values by their keys, such as `training.steps`."""
+        sections = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(self).items()}
+        return {f"{name}.{key}".rstrip("."): value for name, own in sections.items() for key, value in own.items()}
 
     def text(self) -> str:
         """Return the recipe as YAML with all keys."""
