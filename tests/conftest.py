@@ -52,7 +52,7 @@ def plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from hf_posenc.recipes.runs import report
 
-    monkeypatch.setattr(report, "run_figure", lambda *given, **options: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(report, "lines_figure", lambda *given: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from models import stock
 from peft import get_peft_model
 from test_display import FACTS, facts_with
@@ -19,7 +20,7 @@ from test_display import FACTS, facts_with
 import hf_posenc
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots import curves, style
+from hf_posenc.recipes.plots import curves
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
@@ -127,26 +128,22 @@ def test_a_model_that_diverged_has_a_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("native", ["remove", "handover"])
 def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
-    shown: dict[str, Any] = {}
-    monkeypatch.setattr(
-        report,
-        "run_figure",
-        lambda title, panel, **given: (shown.update(given, panel=panel), style.figure(1, 1, title))[1],
-    )
+    drawn: list[Any] = []
+    monkeypatch.setattr(report, "lines_figure", lambda title, panels: (drawn.extend(panels), Figure(figsize=(1, 1)))[1])
     facts = facts_with(conversion={"native": native, "handover": 0.5})
     # With a teacher, the loss is a mixture: it begins with the distance from the teacher alone.
     log = [{"step": 1, "loss": 0.5, "text_loss": 4.5}, *LOG[1:]]
     report.write(tmp_path, Results(measured(course=True), facts, log=log))
-    assert shown["losses"] == [(1, 4.5), (200, 2.25)]
+    lengths, losses, course = drawn
+    name = "fire, after 200 steps"
+    assert [(step, loss.mean) for step, loss in losses.lines[name]] == [(1, 4.5), (200, 2.25)]
     assert "first and last logged: 4.5000 and 2.2500" in (tmp_path / report.TABLE).read_text(encoding="utf-8")
-    assert (shown["course_length"], shown["panel"].mark) == (128, (128, "trained on 128 tokens"))
-    assert [step for step, _ in shown["course"]] == [0, 100, 200]
-    assert shown["course"][1][1].mean == pytest.approx(math.exp(2.0))
-    assert shown["native"].mean == pytest.approx(math.exp(1.5))
-    strengths = dict(shown["strength"])
-    assert (strengths == {}) == (native == "remove")
-    if strengths:
-        assert [strengths[step] for step in (0, 50, 100, 200)] == [0, 0.5, 1, 1]
+    assert lengths.mark == (128, "trained on 128 tokens")
+    assert course.y == "perplexity at 128 tokens"
+    assert [step for step, _ in course.lines[name]] == [0, 100, 200]
+    assert course.lines[name][1][1].mean == pytest.approx(math.exp(2.0))
+    assert course.level == (pytest.approx(math.exp(1.5)), "the native model")
+    assert losses.mark == course.mark == (None if native == "remove" else (100, "the native encoding is gone"))
 
 
 @pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
@@ -160,8 +157,11 @@ def test_logarithmic_axes_have_a_few_ticks(low: float, high: float) -> None:
 def test_a_picture_of_one_point_and_no_log() -> None:
     one = Interval(3.0, math.nan, math.nan)
     panel = curves.Panel(lines={"native": [(64, one)]}, mark=curves.trained_mark(64))
-    figure = curves.run_figure("one", panel, losses=[], course=[(0, one)], native=None, course_length=64)
+    course = curves.Panel(lines={"native": [(0, one), (100, one), (200, one)]}, level=(9.0, "the control"))
+    figure = curves.lines_figure("one", [panel, course])
     figure.draw_without_rendering()
+    # A level is in sight.
+    assert figure.axes[1].get_ylim()[1] > 9
 
 
 # -- the model card ----------------------------------------------------------------------------------------------------

@@ -61,69 +61,22 @@ def trained_mark(length: int | None) -> Mark | None:
 
 
 def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Return a figure of some panels with one legend."""
+    """Return a figure of some panels with one legend; a model looks the same in all of them."""
     across = min(_ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     figure = style.figure(7.5 if across == 1 else 5.5 * across, 4.8 * down, title, dpi=_DPI)
     places = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for axes, panel in zip(places, panels, strict=True):
-        draw_lines(axes, panel)
-        axes.set(xlabel=panel.x, ylabel=panel.y)
+        _draw_lines(axes, panel, names)
+        axes.set_xlabel(panel.x, fontsize=9)
+        axes.set_ylabel(panel.y, fontsize=9)
     _legend(figure)
     return figure
 
 
-def run_figure(
-    title: str,
-    panel: Panel,
-    *,
-    losses: Sequence[tuple[int, float]],
-    course: Line,
-    native: Interval | None,
-    course_length: int,
-    strength: Sequence[tuple[int, float]] = (),
-) -> Figure:
-    """Return a figure of perplexity by context length and, next to it, the course of a training.
-
-    Args:
-        title: Title of the picture.
-        panel: Perplexity by context length; the last line is that of the trained model.
-        losses: Training loss in nats per token, by step.
-        course: Perplexity on held-out text by step.
-        native: Perplexity of the native model, drawn as a level.
-        course_length: Tokens read in `course`.
-        strength: Strength of the scheme by step, from 0 to 1; empty without a handover.
-    """
-    figure = style.figure(12, 5.0, title, dpi=_DPI)
-    places = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
-    left = figure.add_subplot(places[:, 0])
-    draw_lines(left, panel)
-    left.set(xlabel=panel.x, ylabel=panel.y)
-    upper = figure.add_subplot(places[0, 1])
-    lower = figure.add_subplot(places[1, 1], sharex=upper)
-    if strength:
-        _draw_strength(upper, strength)
-    trained = style.look(len(panel.lines) - 1)[0]
-    upper.plot([step for step, _ in losses], [loss for _, loss in losses], color=trained, linewidth=1.2)
-    upper.set_ylabel("training loss on text (nats)")
-    upper.tick_params(labelbottom=False)
-    _errorbar(lower, course, (trained, "o", "-"), 1.0)
-    shown = [point for _, point in course]
-    if native is not None:
-        lower.axhline(native.mean, color=style.look(0)[0], linewidth=1.2, linestyle="--")
-        shown.append(native)
-    _logarithmic(lower, shown, 1.0, None)
-    lower.set_ylabel(f"perplexity at {course_length:,} tokens")
-    lower.set_xlabel("optimizer steps")
-    lower.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for axes in (upper, lower):
-        _finish(axes)
-    _legend(figure)
-    return figure
-
-
-def draw_lines(axes: Axes, panel: Panel) -> None:
-    """Draw lines with 95 % intervals into a panel."""
+def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    """Draw lines with 95 % intervals into a panel of a figure of some models."""
     points = list(dict.fromkeys(point for line in panel.lines.values() for point, _ in line))
     is_named = any(isinstance(point, str) for point in points)
     count = len(panel.lines)
@@ -134,14 +87,16 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
         shift = offset_copy(
             axes.transData, axes.get_figure(root=True), x=apart * (index - (count - 1) / 2), units="points"
         )
-        _errorbar(axes, places, style.look(index), panel.scale, label=name, transform=shift)
+        _errorbar(axes, places, style.look(names.index(name)), panel.scale, label=name, transform=shift)
     _x_axis(axes, sorted(points) if not is_named else points, is_named)
     shown = [found for line in panel.lines.values() for _, found in line]
+    if panel.level is not None:
+        shown.append(Interval(*[panel.level[0] / panel.scale] * 3))
     if panel.is_log:
         _logarithmic(axes, shown, panel.scale, panel.top)
     else:
         ends = [end * panel.scale for found in shown for end in (found.mean, found.high) if math.isfinite(end)]
-        top = panel.top or max([*ends, 0.0 if panel.level is None else panel.level[0], 1e-3])
+        top = panel.top or max([*ends, 1e-3])
         axes.set_ylim(-0.03 * top, 1.05 * top)
     if panel.level is not None:
         value, text = panel.level
@@ -172,20 +127,6 @@ def _errorbar(axes: Axes, line: Line, look: tuple[str, str, str], scale: float, 
     )
 
 
-def _draw_strength(axes: Axes, strength: Sequence[tuple[int, float]]) -> None:
-    """Shade the strength of a scheme behind another curve, on a scale of its own at the right."""
-    behind: Any = axes.twinx()
-    behind.fill_between(*zip(*strength, strict=True), color="#E69F00", alpha=0.18, linewidth=0)
-    behind.set_ylim(0, 1)
-    behind.yaxis.set_major_locator(FixedLocator([0, 1]))
-    behind.yaxis.set_major_formatter("{x:.0%}")
-    behind.set_ylabel("scheme's strength (shaded)", fontsize=9, color=style.GREY)
-    behind.spines[["top"]].set_visible(False)
-    # Axes are drawn in this order: the curve lies above the shade.
-    axes.set_zorder(behind.get_zorder() + 1)
-    axes.patch.set_visible(False)
-
-
 def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
     """Fit the axis to the points; matplotlib does not count lines drawn with an offset."""
     if is_named:
@@ -194,7 +135,7 @@ def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
         return
     low, high = points[0], points[-1]
     # A logarithmic axis suits points that are each well above the one before.
-    if len(points) > 1 and high >= 8 * low and all(later >= 1.4 * point for point, later in pairwise(points)):
+    if 0 < low <= high / 8 and all(later >= 1.4 * point for point, later in pairwise(points)):
         room = (high / low) ** 0.05
         axes.set_xscale("log", base=2)
         axes.set_xlim(low / room, high * room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,14 @@ from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.evaluation.report import panel
-from hf_posenc.recipes.plots.curves import run_figure, trained_mark
+from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.reports import render
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
-from hf_posenc.recipes.training.callbacks import Handover
 
 _TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
@@ -111,22 +112,24 @@ def on_the_hub(source: str) -> bool:
 def _figure(results: Results) -> Figure:
     facts, measurements, models = results.facts, results.measurements, results.models()
     conversion, steps = facts.recipe.conversion, facts.recipe.training.steps
-    first = next(iter(models.values()))
+    first, trained, native = next(iter(models.values())), list(models)[-1], measurements.curve("native")
     name, length = first.quantity.name, nearest(first.points, facts.trained_length)
     mark = trained_mark(facts.trained_length if facts.states_length else None)
-    native = measurements.curve("native")
-    strength = []
-    if conversion.native == "handover" and conversion.scheme is not None:
-        way = Handover(conversion.handover)
-        strength = [(step, way.progress(step, steps)) for step in range(steps + 1)]
-    return run_figure(
+    fades = conversion.native == "handover" and conversion.scheme is not None
+    gone = (conversion.handover * steps, "the native encoding is gone") if fades else None
+    losses = [(step, Interval(loss, math.nan, math.nan)) for step, loss in results.losses()]
+    course = [(step, grid.at(length)) for step, grid in measurements.course()]
+    level = None if native is None else (native.at(length).mean, "the native model")
+    by_step = (
+        Panel(lines={trained: losses}, x="optimizer steps", y="training loss on text (nats)", mark=gone),
+        Panel(lines={trained: course}, x="optimizer steps", y=f"{name} at {length:,} tokens", level=level, mark=gone),
+    )
+    return lines_figure(
         f"{results.values()['title']}: {name} on held-out text",
-        replace(panel(models, mark), x="context length (tokens read)", y=f"{name} (per token; lower is better)"),
-        losses=results.losses(),
-        course=[(step, grid.at(length)) for step, grid in measurements.course()],
-        native=None if native is None else native.at(length),
-        course_length=length,
-        strength=strength,
+        [
+            replace(panel(models, mark), x="context length (tokens read)", y=f"{name} (per token; lower is better)"),
+            *(each for each in by_step if each.lines[trained]),
+        ],
     )
 
 
