@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from grid import FIRSTS, once
+from grid import FIRSTS
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 
 import hf_posenc
 
+
+def _schemes(names: Iterable[str], default: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Parametrise a test by schemes. Beyond one for each set of seams they take minutes together, so only on demand."""
+    marks = {
+        name: () if name in default else pytest.mark.grid if name in FIRSTS else pytest.mark.slow for name in names
+    }
+    return pytest.mark.parametrize("scheme", [pytest.param(name, marks=marks[name]) for name in marks])
+
+
 # A bias, and a state that layers hand on.
-FEW = ("kerple", "tape")
-every_scheme = pytest.mark.parametrize(
-    "scheme", [pytest.param(s, marks=() if s in FEW else pytest.mark.grid) for s in hf_posenc.schemes()]
-)
+every_scheme = _schemes(hf_posenc.schemes(), ("kerple", "tape"))
 # Schemes whose parts all exporters know.
 EXPORTED = ("rotary", "absolute", "additive")
 SAME = {"atol": 2e-5, "rtol": 1e-4}
@@ -59,7 +65,7 @@ def step(model: Any, call: nn.Module) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("scheme", once(["tape", *sorted(FIRSTS - {"tape"}), "kerple"]))
+@_schemes(sorted(FIRSTS), ())
 def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
     """The second forward is of another length."""
     model = patched(scheme)
@@ -161,10 +167,8 @@ class Logits(nn.Module):
 
 
 def exported_schemes(*default: str, without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    names = [name for name, info in hf_posenc.schemes().items() if info.family in EXPORTED and name not in without]
-    return pytest.mark.parametrize(
-        "scheme", [pytest.param(name, marks=() if name in default else pytest.mark.grid) for name in names]
-    )
+    families = {name: info.family for name, info in hf_posenc.schemes().items() if name not in without}
+    return _schemes([name for name, family in families.items() if family in EXPORTED], default)
 
 
 def operands(rows: int, length: int) -> dict[str, Tensor]:
