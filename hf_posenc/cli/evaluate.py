@@ -66,8 +66,6 @@ def evaluate(
 
     from hf_posenc.recipes.evaluation.report import DATA, is_report
     from hf_posenc.recipes.evaluation.request import Request
-    from hf_posenc.recipes.evaluation.subjects import subjects
-    from hf_posenc.recipes.loading import load_config
 
     request = Request(
         models=tuple(models),
@@ -81,9 +79,6 @@ def evaluate(
         batch_size=batch_size,
         seed=seed,
     )
-    for subject in subjects(request.models):
-        # A missing model is reported before anything else is read.
-        load_config(subject.base)
     main = is_main()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(whole_directory(out, replaceable=is_report)) if main else None
@@ -131,10 +126,7 @@ def compare(
 
     from hf_posenc.recipes.comparison.run import REQUEST
     from hf_posenc.recipes.comparison.run import compare as run
-    from hf_posenc.recipes.loading import load_config
 
-    # A missing model is reported before anything else is read.
-    load_config(model)
     console = Console()
     with resumable(console, out / REQUEST, "the same command"):
         found = run(

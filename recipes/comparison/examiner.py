@@ -25,7 +25,7 @@ from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
-from hf_posenc.recipes.evaluation.request import MEASURES, Inputs, Request, check_measures
+from hf_posenc.recipes.evaluation.request import Request, check_measures
 from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
@@ -44,6 +44,10 @@ class Examiner:
     """Measurement of models by the same measures on the same text.
 
     The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
+
+    Attributes:
+        trained: The trained length, in tokens.
+        contexts: Context lengths, in tokens.
 
     Raises:
         OptionError: A measure is unknown, or the text is too short.
@@ -65,9 +69,9 @@ class Examiner:
         assert length is not None
         self.trained = trained_length(config) or length
         try:
-            contexts, self.notes = contexts_for(self.trained, len(data.held_out), windows=samples)
+            contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
         except RecipeError:  # It names keys that all contestants share.
-            contexts, self.notes = (), ()
+            contexts = ()
         if self.trained not in contexts:
             raise OptionError(
                 f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "
@@ -75,24 +79,20 @@ class Examiner:
             )
         self._native, self._console = control.recipe.model, console
         self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
-        request = Request(models=(NATIVE,), contexts=contexts, trained_length=self.trained, samples=samples)
-        self._inputs = Inputs(request, tokenizer, data.held_out, data.corrupt, processes().device)
-        self._measures = [MEASURES[name](self._inputs) for name in dict.fromkeys(("perplexity", *measures))]
+        self.contexts, self._tokenizer, self._device = contexts, tokenizer, processes().device
+        every = tuple(dict.fromkeys(("perplexity", *measures)))
+        request = Request((NATIVE,), every, contexts=contexts, trained_length=self.trained, samples=samples)
+        self._measures = request.made_for(tokenizer, data.held_out, data.corrupt)
         size = control.recipe.training.micro_batch_size or control.recipe.training.batch_size
         collate = data.collate or default_data_collator
         self._batch = collate([example for example, _ in zip(data.train, range(size), strict=False)])
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Context lengths in tokens."""
-        return self._inputs.contexts
 
     def untrained(self, folder: Path) -> Findings:
         """Return the findings of the original model."""
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
-            model = load(self._native, **self._dtype)[0].to(self._inputs.device)
+            model = load(self._native, **self._dtype)[0].to(self._device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
             self._findings(ORIGINAL, model, free, start="as it was given").save(path)
         return Findings.load(path)
@@ -102,7 +102,7 @@ class Examiner:
         path = contestant.folder / FINDINGS
         if not path.is_file():
             subject = Subject(contestant.name, str(contestant.folder / MODEL))
-            model = subject.load(self._inputs.device)
+            model = subject.load(self._device)
             conversion = contestant.recipe.conversion
             facts = json.loads((contestant.folder / RUN).read_text(encoding="utf-8"))
             found = self._findings(
@@ -113,7 +113,7 @@ class Examiner:
                 keeps_native=conversion.scheme is not None and conversion.native == "keep",
                 start_ratio=_start_ratio(contestant.folder),
             )
-            _draw(model, self._inputs.tokenizer, contestant)
+            _draw(model, self._tokenizer, contestant)
             found.save(path)
         return Findings.load(path)
 
@@ -123,7 +123,7 @@ class Examiner:
     def _cost(self, contestant: Contestant, model: Any) -> Cost:
         conversion = contestant.recipe.conversion
         native, _ = load(self._native, dtype=next(model.parameters()).dtype)
-        native.to(self._inputs.device)
+        native.to(self._device)
         cache = _own_cache_bytes(native)
         if conversion.scheme is None:
             # The native model has no additional cost.
@@ -131,7 +131,7 @@ class Examiner:
         # At the end of training, a handover is over.
         ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
         planned = plan(native, conversion.scheme, **ended.keywords)
-        batch = {name: tensor.to(self._inputs.device) for name, tensor in self._batch.items()}
+        batch = {name: tensor.to(self._device) for name, tensor in self._batch.items()}
         for each in (model, native):
             each.train().requires_grad_(True)
         with enough_threads(native, batch["input_ids"].numel()):

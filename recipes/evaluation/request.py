@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ from hf_posenc.recipes.loading import auto_class, trained_length
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 
-# Default measures by the kind of model: none needs training for it.
+MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
+# Default measures by the kind of model.
 _USUAL: dict[Any, tuple[str, ...]] = {
     AutoModelForCausalLM: ("perplexity", "needle", "induction", "mqar"),
     AutoModelForSeq2SeqLM: ("perplexity",),
@@ -80,32 +80,13 @@ class Request:
         """
         check_measures(self.measures or ())
         found = subjects(self.models)
-        inputs = self._inputs(found)
-        measures = [MEASURES[name](inputs) for name in inputs.request.measures or ()]
-        models = {subject.name: partial(subject.load, inputs.device, self.seed, inputs.dtype) for subject in found}
-        caution = "" if self.text is None else _caution(found, self.text)
-        if caution and console is not None:
-            console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-        settings = {
-            "models": ", ".join(self.models),
-            "text": f"{inputs.request.text}, {len(inputs.ids):,} tokens",
-            "processes": processes().num_processes,
-            "seed": self.seed,
-            "command": command,
-            "device": str(inputs.device),
-            **({"caution": caution} if caution else {}),
-            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        }
-        return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
-
-    def _inputs(self, found: tuple[Subject, ...]) -> Inputs:
-        """Return the inputs of the measures, with defaults filled in."""
-        first, config = found[0], found[0].config()
-        tokenizer, kind = first.tokenizer(), auto_class(config)
+        # A model that is not there is noticed before anything else is read.
+        first, configs = found[0], [subject.config() for subject in found]
+        tokenizer, kind, device = first.tokenizer(), auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
         sample = "".join(document["text"] for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
-        for other in found[1:]:
-            if auto_class(other.config()) is not kind:
+        for other, config in zip(found[1:], configs[1:], strict=True):
+            if auto_class(config) is not kind:
                 raise OptionError(
                     f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are "
                     "not measured by the same things. Evaluate them apart."
@@ -116,20 +97,65 @@ class Request:
                     "compared. Evaluate models with the same tokenizer."
                 )
         ids = token_ids(documents, tokenizer)
-        own = self.trained_length or trained_length(config) or _USUAL_LENGTH
+        own = self.trained_length or trained_length(configs[0]) or _USUAL_LENGTH
         filled = replace(
             self,
             measures=self.measures or _USUAL[kind],
-            text=text,
             contexts=self.contexts or self._usual_contexts(own, len(ids), text),
             trained_length=own,
         )
-        hiding = corruptor(config, tokenizer, seed=self.seed)
-        corrupt = None if hiding is None else hiding.corrupt
+        hiding = corruptor(configs[0], tokenizer, seed=self.seed)
+        measures = filled.made_for(tokenizer, ids, None if hiding is None else hiding.corrupt)
         # Models in half precision would differ from trained ones by rounding alone.
-        dtypes = {each.config().dtype or torch.float32 for each in found}
+        dtypes = {config.dtype or torch.float32 for config in configs}
         dtype = functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
-        return Inputs(filled, tokenizer, ids, corrupt, processes().device, dtype)
+        models = {subject.name: functools.partial(subject.load, device, self.seed, dtype) for subject in found}
+        caution = "" if self.text is None else _caution(found, self.text)
+        if caution and console is not None:
+            console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        settings = {
+            "models": ", ".join(self.models),
+            "text": f"{text}, {len(ids):,} tokens",
+            "processes": processes().num_processes,
+            "seed": self.seed,
+            "command": command,
+            "device": str(device),
+            **({"caution": caution} if caution else {}),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        }
+        return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
+
+    def made_for(self, tokenizer: Any, ids: Tensor, corrupt: Corruption | None) -> list[Measure]:
+        """Return the measures of a request in which nothing is left out.
+
+        Args:
+            tokenizer: The tokenizer of all models.
+            ids: Token ids of the text, int64 `[tokens]`.
+            corrupt: Function that corrupts the input of an encoder; `None` for causal models.
+        """
+        contexts, symbols = self.contexts or (), ordinary_tokens(ids, tokenizer.all_special_ids)
+        drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
+        length = self.trained_length
+
+        def needle() -> Measure:
+            key = Passkey.from_vocabulary(symbols) if self.cue is None else Passkey.from_text(tokenizer, self.cue)
+            return NeedleRetrieval(ids, contexts, passkey=key, **drawn)
+
+        def induction() -> Measure:
+            # Two copies make an even number of tokens.
+            even = [*dict.fromkeys(context // 2 * 2 for context in contexts)]
+            return InductionCopy(symbols, even, trained_length=length, **drawn)
+
+        known: dict[str, Callable[[], Measure]] = {
+            "perplexity": lambda: ContextPerplexity(
+                ids, contexts, windows=self.samples, corrupt=corrupt, trained_length=length
+            ),
+            "needle": needle,
+            "induction": induction,
+            "mqar": lambda: AssociativeRecall(symbols, contexts, trained_length=length, **drawn),
+            "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
+        }
+        return [known[name]() for name in self.measures or ()]
 
     def _documents(self, found: tuple[Subject, ...]) -> tuple[str, sources.Documents]:
         """Return the text in words, and its documents."""
@@ -149,72 +175,6 @@ class Request:
                 f"{text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer "
                 "samples or shorter contexts."
             ) from error
-
-
-@dataclass(eq=False)
-class Inputs:
-    """The inputs of all measures.
-
-    Attributes:
-        request: The request, with defaults filled in.
-        tokenizer: The tokenizer of all models.
-        ids: Token ids of the text, int64 `[tokens]`.
-        corrupt: Function that corrupts the input of an encoder; `None` for causal models.
-        device: The device of this process.
-        dtype: The dtype of all models; `None` is that of their checkpoints.
-    """
-
-    request: Request
-    tokenizer: Any
-    ids: Tensor
-    corrupt: Corruption | None
-    device: torch.device
-    dtype: torch.dtype | None = None
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Context lengths in tokens."""
-        return self.request.contexts or ()
-
-    @property
-    def symbols(self) -> Tensor:
-        """Ordinary tokens of the text, the most frequent first, int64 `[n]`."""
-        return ordinary_tokens(self.ids, self.tokenizer.all_special_ids)
-
-    def options(self, *names: str) -> dict[str, Any]:
-        """Return options of a measure, which the request has by the same names."""
-        return {name: getattr(self.request, name) for name in names}
-
-
-def _perplexity(inputs: Inputs) -> Measure:
-    windows, options = inputs.request.samples, inputs.options("trained_length")
-    return ContextPerplexity(inputs.ids, inputs.contexts, windows=windows, corrupt=inputs.corrupt, **options)
-
-
-def _needle(inputs: Inputs) -> Measure:
-    cue = inputs.request.cue
-    passkey = Passkey.from_vocabulary(inputs.symbols) if cue is None else Passkey.from_text(inputs.tokenizer, cue)
-    return NeedleRetrieval(inputs.ids, inputs.contexts, passkey=passkey, **inputs.options("samples", "seed"))
-
-
-def _induction(inputs: Inputs) -> Measure:
-    # Two copies make an even number of tokens.
-    return _copying(inputs, InductionCopy, [*dict.fromkeys(context // 2 * 2 for context in inputs.contexts)])
-
-
-def _copying(inputs: Inputs, kind: type[InductionCopy], lengths: Sequence[int]) -> Measure:
-    return kind(inputs.symbols, lengths, **inputs.options("samples", "seed", "trained_length"))
-
-
-MEASURES: Mapping[str, Callable[[Inputs], Measure]] = {
-    "perplexity": _perplexity,
-    "needle": _needle,
-    "induction": _induction,
-    "mqar": lambda inputs: _copying(inputs, AssociativeRecall, inputs.contexts),
-    "generation": lambda inputs: Generation(
-        inputs.ids, inputs.tokenizer, corrupt=inputs.corrupt, **inputs.options("samples", "seed")
-    ),
-}
 
 
 def check_measures(names: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from hf_posenc import registry
 from hf_posenc.errors import OptionError
@@ -56,7 +55,7 @@ class Subject:
 
     def config(self) -> Any:
         """Return the config of the model."""
-        return AutoConfig.from_pretrained(self.base)
+        return loading.load_config(self.base)
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model; an adapter without one uses that of its base."""
