@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,8 +46,6 @@ class Progress(TrainerCallback):
         console: Console; `None` is silent.
         tokens: Tokens per step, over all processes.
         text: Key of the loss on the text in the log, which gives the perplexity; empty if there is none.
-        strength: Function from step and number of steps to the scheme's strength (`Handover(...).progress`); `None`
-            without a handover.
         interval: Seconds between plain lines.
     """
 
@@ -57,11 +55,9 @@ class Progress(TrainerCallback):
         tokens: int,
         *,
         text: str = "loss",
-        strength: Callable[[int, int], float] | None = None,
         interval: float = 30.0,
     ) -> None:
-        self._console, self._tokens, self._text = console, tokens, text
-        self._strength, self._interval = strength, interval
+        self._console, self._tokens, self._text, self._interval = console, tokens, text, interval
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
         self._loss: float | None = None
@@ -141,8 +137,6 @@ class Progress(TrainerCallback):
         pace = self.pace
         if pace is not None:
             yield f"{pace.tokens:,.0f} tokens/s"
-        if self._strength is not None:
-            yield f"scheme at {self._strength(state.global_step, state.max_steps):.0%}"
         yield f"{_duration(time.monotonic() - self._began)} elapsed"
         if pace is not None and state.global_step < state.max_steps:
             # With the time between steps.

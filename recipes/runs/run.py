@@ -67,7 +67,6 @@ from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
-from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
@@ -305,9 +304,8 @@ class _Run:
             )
             windows = texts[stage.recipe.training.length]
             checkpoints = self._checkpoints(stage)
-            strength = Handover(conversion.handover).progress if is_main and conversion.native == "handover" else None
             text = "text_loss" if is_main and teacher is not None else "loss"
-            with Progress(self.console, stage.tokens(length), text=text, strength=strength) as progress:
+            with Progress(self.console, stage.tokens(length), text=text) as progress:
                 trainer = adaptation_trainer(
                     model,
                     stage.recipe,

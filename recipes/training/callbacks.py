@@ -27,9 +27,22 @@ def patched_inside(model: nn.Module) -> PreTrainedModel:
 
 
 class _Gradual(TrainerCallback):
-    """Callback that sets the progress of a model at each step; it depends only on the step, so runs can be resumed."""
+    """Callback that brings something in over the first share of the steps, linearly.
 
-    def set_progress(self, model: nn.Module, state: Any) -> None:
+    It depends only on the step, so runs can be resumed.
+    """
+
+    def __init__(self, share: float = 0.3) -> None:
+        if not 0 < share <= 1:
+            raise OptionError(f"{type(self).__name__}(share={share!r}): expected 0 < share <= 1.")
+        self.share = share
+
+    def progress(self, step: int, steps: int) -> float:
+        """Return how much is brought in at a step, from 0 to 1."""
+        # Without rounding, some would end just below 1.
+        return min(1.0, round(step / max(1, steps) / self.share, 9))
+
+    def set_progress(self, model: nn.Module, progress: float) -> None:
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -41,11 +54,11 @@ class _Gradual(TrainerCallback):
                 "earlier step, but not what the model computed with them then. Leave it out, and load the best "
                 "checkpoint from its directory."
             )
-        self.set_progress(model, state)
+        self.on_step_begin(args, state, control, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Set the progress of the step."""
-        self.set_progress(model, state)
+        self.set_progress(model, self.progress(state.global_step, state.max_steps))
 
 
 class Handover(_Gradual):
@@ -56,28 +69,13 @@ class Handover(_Gradual):
 
     Args:
         share: Share of the steps for the handover, above 0 and at most 1; the rest trains the scheme alone.
-        start: Share of the steps before the handover.
 
     Raises:
-        OptionError: A share is out of range.
+        OptionError: The share is out of range.
     """
 
-    def __init__(self, share: float = 0.3, *, start: float = 0.0) -> None:
-        # The tolerance is for rounding: 1 - 0.8 is less than 0.2.
-        if not 0 < share <= 1 or not 0 <= start <= 1 - share + 1e-9:
-            raise OptionError(
-                f"Handover(share={share!r}, start={start!r}): expected 0 < share <= 1 and 0 <= start <= 1 - share."
-            )
-        self.share, self.start = share, start
-
-    def progress(self, step: int, steps: int) -> float:
-        """Return the strength of the scheme at a step, from 0 to 1."""
-        # Without rounding, some handovers would end just below 1.
-        return min(1.0, max(0.0, round((step / max(1, steps) - self.start) / self.share, 9)))
-
-    def set_progress(self, model: nn.Module, state: Any) -> None:
-        gone = self.progress(state.global_step, state.max_steps)
-        set_strength(patched_inside(model), native=1 - gone, scheme=gone)
+    def set_progress(self, model: nn.Module, progress: float) -> None:
+        set_strength(patched_inside(model), native=1 - progress, scheme=progress)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Remove the native encoding if the handover is complete."""
@@ -95,12 +93,7 @@ class Annealing(_Gradual):
         OptionError: The share is out of range, or (when training begins) no scheme has `anneal=True`.
     """
 
-    def __init__(self, share: float = 0.3) -> None:
-        if not 0 < share <= 1:
-            raise OptionError(f"Annealing(share={share!r}): expected 0 < share <= 1.")
-        self.share = share
-
-    def set_progress(self, model: nn.Module, state: Any) -> None:
+    def set_progress(self, model: nn.Module, progress: float) -> None:
         annealed = annealed_inside(model)
         if not annealed:
             known = [name for name, info in registry.schemes().items() if "anneal" in info.option_defaults()]
@@ -109,11 +102,11 @@ class Annealing(_Gradual):
                 f"anneal, and anneal=True: {' or '.join(known)}."
             )
         for scheme in annealed:
-            scheme.anneal_to(min(1.0, state.global_step / max(1, state.max_steps) / self.share))
+            scheme.anneal_to(progress)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Set the progress after the last step."""
-        self.set_progress(model, state)
+        self.on_step_begin(args, state, control, model)
 
 
 def annealed_inside(model: nn.Module) -> list[Annealed]:
