@@ -2,7 +2,7 @@
 
     python benchmarks/rates.py --model MODEL --text TEXT.txt
 
-Prints a table for one model. The defaults of `hf_posenc.recipes.training.rates` come from such tables.
+Prints a table for one model. The defaults of `hf_posenc.recipes.training.stages` come from such tables.
 """
 
 from __future__ import annotations

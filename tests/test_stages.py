@@ -24,7 +24,7 @@ from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.rates import Stage, rates
+from hf_posenc.recipes.training.stages import Name, rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -243,7 +243,7 @@ def test_rates_fall_with_size() -> None:
 
 
 def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
-    def scheme_rate(stage: Stage, *converted: tuple[str, list[int]]) -> float:
+    def scheme_rate(stage: Name, *converted: tuple[str, list[int]]) -> float:
         model = stock("llama")
         for name, layers in converted:
             hf_posenc.patch(model, name, layers=layers)

@@ -23,7 +23,7 @@ from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
-from hf_posenc.recipes.training.rates import rates
+from hf_posenc.recipes.training.stages import rates
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 
