@@ -31,10 +31,10 @@ from hf_posenc.patches.directories import OutputError
 from hf_posenc.recipes.comparison import examiner as examining
 from hf_posenc.recipes.comparison import verdict
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, contestants, settings
-from hf_posenc.recipes.comparison.findings import Cost, Findings
+from hf_posenc.recipes.comparison.examiner import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.report import Report, Section
+from hf_posenc.recipes.evaluation.report import Report, Section, load, save
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -269,8 +269,8 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
 
 def test_findings_survive_their_file(tmp_path: Path) -> None:
     found = findings("a", 2.0, math.nan)
-    found.save(tmp_path / "a.json")
-    again = Findings.load(tmp_path / "a.json")
+    save(found, tmp_path / "a.json")
+    again = load(Findings, tmp_path / "a.json", "")
     assert again.perplexity.values(128).equal(found.perplexity.values(128))
     assert not again.perplexity.reads(1024)
     assert (again.cost, again.contexts) == (found.cost, found.contexts)
@@ -406,7 +406,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     ):
         assert part in shown
     written = (out / "report.md").read_text(encoding="utf-8")
-    native, alibi = (Findings.load(out / "runs" / name / "results.json") for name in (NATIVE, "alibi"))
+    native, alibi = (load(Findings, out / "runs" / name / "results.json", "") for name in (NATIVE, "alibi"))
     ratio = alibi.ratio(128, native)
     assert re.search(
         rf"^\| alibi +\|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M

@@ -9,7 +9,7 @@ and `run` does all of it.
 
 from __future__ import annotations
 
-from hf_posenc.recipes.comparison.findings import Findings
+from hf_posenc.recipes.comparison.examiner import Findings
 from hf_posenc.recipes.comparison.run import Comparison, compare
 from hf_posenc.recipes.comparison.verdict import Verdict
 

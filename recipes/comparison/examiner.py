@@ -1,4 +1,4 @@
-"""Measurements of each trained model, stored with its run so that nothing is measured twice."""
+"""The measured figures of each trained model, stored with its run so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from hf_posenc.errors import OptionError, PosencError, RecipeError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
-from hf_posenc.recipes import plots
+from hf_posenc.recipes import intervals, plots
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
-from hf_posenc.recipes.comparison.findings import Cost, Findings
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
+from hf_posenc.recipes.evaluation import report as results
+from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.request import Request, check_measures
 from hf_posenc.recipes.evaluation.subjects import Subject
+from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RUN
@@ -38,6 +40,84 @@ FINDINGS, PICTURE = "results.json", "overview.png"
 _ROUNDS = 9
 # The first steps load kernels and allocate memory.
 _UNTIMED = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a scheme, compared with the native encoding.
+
+    Attributes:
+        step_ratios: Ratios of training-step times to the native model's, one per pair of steps.
+        memory_ratio: Ratio of the memory saved for the backward pass to the native model's.
+        parameters: Number of new parameters.
+        cache_bytes: Bytes cached per token in addition to keys and values, over all layers.
+        own_cache_bytes: Bytes of keys and values per token, over all layers.
+    """
+
+    step_ratios: tuple[float, ...]
+    memory_ratio: float
+    parameters: int
+    cache_bytes: int
+    own_cache_bytes: int
+
+    @property
+    def time(self) -> Interval:
+        """Geometric mean of the ratios of step times, with its interval."""
+        return intervals.of_exponential(self._logarithms)
+
+    def is_slower_than(self, other: Cost) -> bool:
+        """Whether a step is significantly slower than another's; for single pairs, whether it was slower at all."""
+        found = intervals.of_mean(self._logarithms - other._logarithms)
+        return found.mean > 0 if math.isnan(found.low) else found.low > 0
+
+    @property
+    def _logarithms(self) -> Tensor:
+        return torch.tensor(self.step_ratios, dtype=torch.float64).log()
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The measured figures of one model.
+
+    Attributes:
+        name: Name in the report.
+        report: Results of all measures, perplexity by context length among them.
+        cost: Cost, compared with the native model.
+        start: Start of the converted model, in words.
+        start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
+            original model's; `None` if not measured.
+        keeps_native: Whether the native encoding stays active together with the scheme.
+    """
+
+    name: str
+    report: results.Report
+    cost: Cost
+    start: str = ""
+    start_ratio: float | None = None
+    keeps_native: bool = False
+
+    @property
+    def perplexity(self) -> Grid:
+        """Perplexity by context length."""
+        return self.report["perplexity"].models[self.name][0]
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Context lengths in tokens, ascending."""
+        return self.perplexity.points
+
+    def difference(self, context: int, other: Findings) -> Interval:
+        """Return the loss minus that of another model, in nats per token, paired by window."""
+        return self.perplexity.minus(other.perplexity).at(context)
+
+    def ratio(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
+        """Return the perplexity as a share of that of a model, by default at the same length, paired by window."""
+        reference = other.perplexity.values(context if other_context is None else other_context)
+        return RATIO.interval(self.perplexity.values(context) - reference)
+
+    def growth(self, context: int, trained: int) -> Interval:
+        """Return the perplexity at a length as a share of the same model's at the trained length."""
+        return self.ratio(context, self, trained)
 
 
 class Examiner:
@@ -94,8 +174,8 @@ class Examiner:
             folder.mkdir(exist_ok=True)
             model = load(self._native, **self._dtype)[0].to(self._device)
             free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
-            self._findings(ORIGINAL, model, free, start="as it was given").save(path)
-        return Findings.load(path)
+            results.save(self._findings(ORIGINAL, model, free, start="as it was given"), path)
+        return _load(path)
 
     def examine(self, contestant: Contestant) -> Findings:
         """Return the findings of a finished run, and draw its overview picture."""
@@ -114,8 +194,8 @@ class Examiner:
                 start_ratio=_start_ratio(contestant.folder),
             )
             _draw(model, self._tokenizer, contestant)
-            found.save(path)
-        return Findings.load(path)
+            results.save(found, path)
+        return _load(path)
 
     def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
         return Findings(name, evaluate({name: model}, self._measures, console=self._console), price, **known)
@@ -140,6 +220,11 @@ class Examiner:
         for each in (model, native):
             each.eval()
         return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token, cache)
+
+
+def _load(path: Path) -> Findings:
+    found: Findings = results.load(Findings, path, "Remove it to measure again.")
+    return found
 
 
 def _own_cache_bytes(model: Any) -> int:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL
-from hf_posenc.recipes.comparison.findings import Findings
+from hf_posenc.recipes.comparison.examiner import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.report import Section

@@ -22,8 +22,7 @@ from hf_posenc.patches.directories import OutputError, reading, write_text
 from hf_posenc.recipes.comparison import contestants as contesting
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant, contestants
-from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner
-from hf_posenc.recipes.comparison.findings import Findings
+from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import auto_class, load

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.recipes.comparison.contestants import NATIVE
-from hf_posenc.recipes.comparison.findings import Cost, Findings
+from hf_posenc.recipes.comparison.examiner import Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.runs.verdict import HOLDS
 
