@@ -85,9 +85,8 @@ class BucketBody(PosencBody):
         return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
 
     def given_coords(self, call: dict[str, Any]) -> Tensor | None:
-        encoder, decoder = call.pop("position_coords", None), call.pop("decoder_position_coords", None)
-        coords: Tensor | None = decoder if self.is_decoder else encoder
-        return coords
+        coords = super().given_coords(call)
+        return None if self.is_decoder else coords
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)

@@ -217,33 +217,13 @@ def mark_packed(output: Any) -> None:
             value.posenc_packed = True
 
 
-def packed_positions(cache: Cache | None) -> Tensor | None:
-    """Return the positions of the tokens in a cache, int64 `[B, P]`, if packed sequences were written to it.
-
-    Raises:
-        CacheError: The cache is static: it does not tell in time which of its slots are filled. Or it holds tokens
-            whose positions are not known.
-    """
+def refuse_packed(cache: Cache | None) -> None:
+    """Raise `CacheError` if a cache holds packed sequences: a new token would see all sequences of its row."""
     if cache is None or not getattr(cache, "posenc_packed", False):
-        return None
-    if not cache.get_seq_length():
-        del cache.posenc_packed  # It was reset.
-        return None
-    whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    filled = [layer for layer in whole.layers if isinstance(layer, _TokenState) and layer.token_state]
-    slot: Any = max(filled, key=lambda layer: layer.token_state[POSITIONS].shape[_TOKENS])  # not a sliding one
-    if isinstance(slot, PosencStaticLayer):
-        raise CacheError(
-            "Packed sequences cannot go on from a static cache. Use a dynamic one, or a row for each sequence."
-        )
-    positions: Tensor = slot.token_state[POSITIONS]
-    stock = [layer.keys.shape[-2] for layer in whole.layers if layer.is_initialized and layer not in filled]
-    if positions.shape[_TOKENS] < max(stock, default=0):
-        raise CacheError(
-            "Packed sequences cannot go on from a cache of which only layers with windows know the positions. Convert "
-            "all layers, or use a row for each sequence."
-        )
-    return positions
+        return
+    if cache.get_seq_length():
+        raise CacheError("The cache holds packed sequences, which cannot go on. Use a row for each sequence.")
+    del cache.posenc_packed  # It was reset.
 
 
 def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:

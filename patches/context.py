@@ -191,46 +191,25 @@ def sequences(positions: Tensor) -> Tensor | None:
     return torch.nn.functional.pad(number, (1, 0))
 
 
-def packed_sequences(positions: Tensor, held: Tensor | None, real: Tensor | None, *, is_given: bool) -> Tensor | None:
-    """Number the packed sequences of cached and new tokens, int64 `[B|1, P + S]`; `None` if none are packed.
+def packed_sequences(positions: Tensor, real: Tensor | None) -> Tensor | None:
+    """Number the packed sequences of rows without a cache, int64 `[B|1, S]`; `None` if none are packed.
 
     Args:
-        positions: Positions of the new tokens, int64 `[B|1, S]`.
-        held: Positions of the tokens in the cache, int64 `[B, P]`, if packed sequences were written to it.
-        real: Mask of the new tokens that are not padding, bool `[B|1, S]`; `None` means all.
-        is_given: Whether the caller gave the positions.
+        positions: Positions that the caller gave, int64 `[B|1, S]`.
+        real: Mask of the tokens that are not padding, bool `[B|1, S]`; `None` means all.
 
     Raises:
-        PositionError: The new tokens do not go on with the last sequence of their row, or rows are padded too. A
-            traced graph does not tell.
+        PositionError: Rows are padded, too. A traced graph does not tell.
     """
-    if torch.compiler.is_compiling():
-        rows = len(positions) if held is None else max(len(held), len(positions))
-        whole = positions if held is None else torch.cat((held, positions.expand(rows, -1)), dim=1)
-        return sequences(whole)
-    if real is not None:
-        restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
-        if bool(restarts.any()):
-            raise PositionError(
-                "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
-                "the padding out, or give a 4-D attention_mask."
-            )
-    if held is None:
-        return None if real is not None else sequences(positions)
-    rows = max(len(held), len(positions))
-    found = sequences(torch.cat((held.expand(rows, -1), positions.to(held.device).expand(rows, -1)), dim=1))
-    if found is None or not held.shape[1] or not bool(found[:, held.shape[1] - 1].any()):
-        return found
-    last, first = held[:, -1], positions[:, 0].to(held.device)
-    lost = ((first != last + 1) & (first != 0)).expand(rows)
-    if not is_given or real is not None or bool(lost.any()):
-        row = int(lost.long().argmax())
+    if real is None or torch.compiler.is_compiling():
+        return sequences(positions)
+    restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
+    if bool(restarts.any()):
         raise PositionError(
-            f"The cache holds packed sequences, the last of which ends at position {int(last.expand(rows)[row])} (row "
-            f"{row}); got {f'position {int(first.expand(rows)[row])}' if is_given else 'no position_ids'}. Give the "
-            "next position to go on with it, or 0 to begin another one; earlier sequences of a row cannot go on."
+            "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
+            "the padding out, or give a 4-D attention_mask."
         )
-    return found
+    return None
 
 
 def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:

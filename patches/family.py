@@ -22,7 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
-from hf_posenc.errors import ArchitectureError, CacheError
+from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
 from hf_posenc.patches.context import Context
@@ -186,7 +186,7 @@ class FamilyBody(PosencBody):
         attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
         return bool(attention.is_causal)
 
-    def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
+    def masks_of_packed(self, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the masks for the layers. Layers that are not converted get the window in theirs."""
         config: Any = self.config
         window = getattr(config, "sliding_window", None)
@@ -196,11 +196,6 @@ class FamilyBody(PosencBody):
         attentions = [each for each in self.modules() if isinstance(each, stock)]
         if all(isinstance(each, PosencAttention) for each in attentions) or not masks_have_windows(stock):
             return mask
-        if goes_on:
-            raise CacheError(
-                "Packed sequences cannot go on from a cache in a model with windows of which only some layers are "
-                "converted. Convert all layers, or use a row for each sequence."
-            )
         window = next(filter(None, (getattr(each, "sliding_window", None) for each in attentions)), window)
         slots = torch.arange(mask.shape[-1], device=mask.device)
         far = (slots[:, None] - slots).abs() >= window

@@ -86,7 +86,6 @@ class PosencGenerator(PosencModel):
         inputs: Tensor | None = None,
         *args: Any,
         position_coords: Tensor | None = None,
-        decoder_position_coords: Tensor | None = None,
         position_coords_rule: Rule | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -96,9 +95,7 @@ class PosencGenerator(PosencModel):
             inputs: Token ids or other inputs of the prompt.
             *args: Other arguments of `GenerationMixin.generate`.
             position_coords: Coordinates of the prompt, `[B|1, S, n]`; in an encoder-decoder model, of the encoder's
-                tokens.
-            decoder_position_coords: Coordinates of the first tokens of an encoder-decoder model's decoder,
-                `[B|1, S, n]`, the start token included.
+                tokens, and those of the decoder have none.
             position_coords_rule: Rule that gives coordinates to generated tokens, see `hf_posenc.coordinates.Rule`.
                 `None` is the rule for texts: one more than the largest coordinate so far, on every axis.
             **kwargs: Other keywords of `GenerationMixin.generate`.
@@ -107,13 +104,9 @@ class PosencGenerator(PosencModel):
             PositionError: Coordinates do not fit the inputs or the schemes, a rule has no coordinates to
                 continue, or the assistant model does not read coordinates.
         """
-        if "decoder_continuation" not in kwargs:  # else an assisted model calls its assistant
-            given = self._check_generation_coords(
-                inputs, position_coords, decoder_position_coords, position_coords_rule, kwargs
-            )
-        else:
-            given = {"position_coords": position_coords, "decoder_position_coords": decoder_position_coords}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {} if position_coords is None else {"position_coords": position_coords}
+        if "continuation" not in kwargs:  # else an assisted model calls its assistant
+            given = self._check_generation_coords(inputs, position_coords, position_coords_rule, kwargs)
         return super().generate(inputs, *args, **given, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
@@ -124,8 +117,7 @@ class PosencGenerator(PosencModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         position_coords: Tensor | None = None,
-        decoder_position_coords: Tensor | None = None,
-        decoder_continuation: Continuation | None = None,
+        continuation: Continuation | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next forward, as `GenerationMixin` does, with coordinates and padding."""
@@ -151,13 +143,10 @@ class PosencGenerator(PosencModel):
             if call.get(f"{name}position_ids") is None:
                 positions = resolve_positions(None, mask, past, batch, length, inputs.device)
                 call[f"{name}position_ids"] = positions + of_model(self).first_position(self)
-        if decoder_continuation is None:
-            return call
-        prompt = decoder_position_coords if sequence_to_sequence else position_coords
-        assert prompt is not None
-        call[f"{name}position_coords"] = decoder_continuation.fresh(
-            prompt, input_ids, mask, inputs.shape[1], tokens_in(past_key_values)
-        )
+        if continuation is not None:
+            assert position_coords is not None
+            cached = tokens_in(past_key_values)
+            call["position_coords"] = continuation.fresh(position_coords, input_ids, mask, inputs.shape[1], cached)
         return call
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
@@ -167,67 +156,36 @@ class PosencGenerator(PosencModel):
         return positions + first
 
     def _check_generation_coords(
-        self,
-        inputs: Tensor | None,
-        coords: Tensor | None,
-        decoder_coords: Tensor | None,
-        rule: Rule | None,
-        kwargs: dict[str, Any],
+        self, inputs: Tensor | None, coords: Tensor | None, rule: Rule | None, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments about coordinates as the steps of generation need them."""
         sequence_to_sequence = self.config.is_encoder_decoder
-        if decoder_coords is not None and not sequence_to_sequence:
-            raise PositionError("Got decoder_position_coords, but the model has no encoder. Pass position_coords.")
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        given: dict[str, Any] = {}
-        if sequence_to_sequence and coords is not None:
-            given["position_coords"] = self._checked("encoder", coords, _first(ids, kwargs.get("inputs_embeds")))
-        prompt = decoder_coords if sequence_to_sequence else coords
-        if prompt is None:
-            if rule is not None:
-                name = "decoder_position_coords" if sequence_to_sequence else "position_coords"
-                raise PositionError(f"Got position_coords_rule, but no {name} from which new tokens would go on.")
-            return given
+        if rule is not None and (coords is None or sequence_to_sequence):
+            raise PositionError(
+                "Got position_coords_rule, but no position_coords of a decoder-only model, from which new tokens would "
+                "go on."
+            )
+        if coords is None:
+            return {}
         if rule is not None and not callable(rule):
             raise PositionError(
                 f"Got position_coords_rule={rule!r}; expected a function, see hf_posenc.coordinates.Rule."
             )
-        self._check_assistant(kwargs, prompt.shape[-1])
-        begin, prompt_ids = 0, prompt.shape[1]
-        if sequence_to_sequence:
-            start = self._decoder_start(_first(ids, kwargs.get("inputs_embeds"), kwargs.get("encoder_outputs")), kwargs)
-            given["decoder_position_coords"] = self._checked("decoder", prompt, start)
-        else:
-            embedded = kwargs.get("inputs_embeds")
-            given["position_coords"] = self._checked("decoder", prompt, _first(embedded, ids))
-            if embedded is not None:
-                prompt_ids = 0 if ids is None else ids.shape[1]
-            mask = kwargs.get("attention_mask")
-            if mask is not None and mask.shape[1] > prompt.shape[1]:
-                begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
-        return given | {"decoder_continuation": Continuation(rule or after_the_largest, prompt_ids, begin)}
-
-    def _checked(self, stack: str, coords: Tensor, tokens: Tensor) -> Tensor:
-        """Return coordinates of tokens `[B, S, ...]`, one row for each of theirs."""
+        ids, embedded = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens = next((given for given in (embedded, ids) if given is not None), None)
+        if tokens is None:
+            raise PositionError("Got coordinates without input_ids or inputs_embeds to which they belong.")
+        body = _bodies(self)["encoder" if sequence_to_sequence else "decoder"]
         batch, length = tokens.shape[:2]
-        axes = _bodies(self)[stack].axes()
-        return check_coords(coords, axes, batch, length, tokens.device).expand(batch, -1, -1)
-
-    def _decoder_start(self, tokens: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return as many token ids as the decoder of an encoder-decoder model begins with, `[B, S]`."""
-        given: Tensor | None = kwargs.get("decoder_input_ids")
-        if given is None:
-            return torch.zeros(tokens.shape[0], 1, dtype=torch.long, device=tokens.device)
-        starts = [
-            kwargs.get("decoder_start_token_id"),
-            getattr(kwargs.get("generation_config"), "decoder_start_token_id", None),
-            self.generation_config.decoder_start_token_id,
-        ]
-        start = next((start for start in starts if start is not None), None)
-        # transformers puts the start token before these, unless a row has it.
-        if start is not None and bool((given[:, 0] != torch.as_tensor(start, device=given.device)).all()):
-            return torch.nn.functional.pad(given, (1, 0))
-        return given
+        coords = check_coords(coords, body.axes(), batch, length, tokens.device).expand(batch, -1, -1)
+        if sequence_to_sequence:
+            return {"position_coords": coords}
+        self._check_assistant(kwargs, coords.shape[-1])
+        begin, mask = 0, kwargs.get("attention_mask")
+        prompt_ids = length if embedded is None else 0 if ids is None else ids.shape[1]
+        if mask is not None and mask.shape[1] > length:
+            begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
+        return {"position_coords": coords, "continuation": Continuation(rule or after_the_largest, prompt_ids, begin)}
 
     def _check_assistant(self, kwargs: dict[str, Any], axes: int) -> None:
         assistant = kwargs.get("assistant_model")
@@ -246,13 +204,3 @@ class PosencGenerator(PosencModel):
 
 def _bodies(model: Any) -> dict[str, PosencBody]:
     return {name: body for name, body in of_model(model).stacks(model).items() if isinstance(body, PosencBody)}
-
-
-def _first(*candidates: Any) -> Tensor:
-    for candidate in candidates:
-        if isinstance(candidate, Tensor):
-            return candidate
-        if candidate is not None:  # what an encoder returned
-            hidden: Tensor = candidate[0]
-            return hidden
-    raise PositionError("Got coordinates without input_ids or inputs_embeds to which they belong.")

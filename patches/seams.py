@@ -277,23 +277,16 @@ class LayerCall:
         shape = (batch, heads, queries, keys)
         if queries == 1:
             return self.context.once(_one_row, self.mask, shape, window, positions.query, positions.key)
-        return _shown(self.mask, shape, window)
+        return from_tensor(self.mask, "all", shape, window=window)
 
 
 def _rows(positions: Tensor, count: int) -> Tensor:
     return positions.expand(count, -1)
 
 
-def _shown(mask: Tensor, shape: tuple[int, int, int, int], window: int | None) -> Mask:
-    """Return the visibility of keys that a mask `[B|1, H|1, Q|1, ...]` gives."""
-    # The mask of packed sequences is that of all tokens; a sliding cache returns the last of them.
-    mask = mask[..., max(0, mask.shape[-1] - shape[3]) :]
-    return from_tensor(mask, "all", shape, window=window)
-
-
 def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None, query: Tensor, key: Tensor) -> Mask:
-    """Return the same for one query, with the keys beyond the window among the hidden ones."""
-    keep, bias = _shown(mask, shape, window).rows(0, 1, shape[3], Positions(query, key))
+    """Return the visibility for one query, with the keys beyond the window among the hidden ones."""
+    keep, bias = from_tensor(mask, "all", shape, window=window).rows(0, 1, shape[3], Positions(query, key))
     hides = keep is not None and (torch.compiler.is_compiling() or not bool(keep.all()))
     return Mask("all", keep if hides else None, bias)
 
@@ -427,19 +420,17 @@ class PosencBody(Switch):
             real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
         context = self.context(positions, reach, real, coords, ruled=ruled)
-        held = token_cache.packed_positions(cache)
+        token_cache.refuse_packed(cache)
         traced = torch.compiler.is_compiling()
         # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
         readable = not traced or (isinstance(past, int) and mask is None)
-        if ruled and (held is not None or (given is not None and length > 1 and readable and bool(past == 0))):
-            packed = packed_sequences(positions, held, real, is_given=given is not None)
+        if ruled and given is not None and length > 1 and readable and bool(past == 0):
+            packed = packed_sequences(positions, real)
             if packed is not None:
-                mask = same_sequence(
-                    packed[:, -length:], packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype()
-                )
-                call["attention_mask"] = self.masks_of_packed(mask, goes_on=held is not None)
-                context = replace(context, packed=packed[:, -length:], ruled=False)
-            elif mask is None and held is None and bool((positions.diff(dim=-1) != 1).any()):
+                mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
+                call["attention_mask"] = self.masks_of_packed(mask)
+                context = replace(context, packed=packed, ruled=False)
+            elif mask is None and bool((positions.diff(dim=-1) != 1).any()):
                 # transformers takes any jump for the start of a sequence, unless there is a mask.
                 call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)
         if self.embedders():
@@ -484,8 +475,8 @@ class PosencBody(Switch):
         dtype: torch.dtype = self.get_input_embeddings().weight.dtype
         return dtype if self.config._attn_implementation == "eager" else None
 
-    def masks_of_packed(self, mask: Tensor, *, goes_on: bool) -> Tensor | dict[str, Tensor]:
-        """Return the masks for the layers, given that of packed sequences, `[B|1, 1, Q, K]`; `goes_on` from a cache."""
+    def masks_of_packed(self, mask: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the masks for the layers, given that of packed sequences, `[B|1, 1, S, S]`."""
         return mask
 
     def is_causal_stack(self) -> bool:

@@ -297,7 +297,7 @@ def test_a_cache_changed_past_its_methods_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_cache_that_was_reset_forgets_packed_sequences(static: bool) -> None:
+def test_packed_sequences_do_not_go_on_from_a_cache_until_it_is_reset(static: bool) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
     model = hf_posenc.patch(LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=20)).eval(), "kerple")
@@ -305,6 +305,8 @@ def test_a_cache_that_was_reset_forgets_packed_sequences(static: bool) -> None:
     cache = StaticCache(config, max_cache_len=12) if static else DynamicCache(config=config)
     with torch.no_grad():
         model(ids, position_ids=torch.arange(6).repeat(2)[None], past_key_values=cache)
+        with pytest.raises(CacheError, match="holds packed sequences"):
+            model(ids[:, :1], position_ids=torch.tensor([[6]]), past_key_values=cache)
         cache.reset()
         found = model(ids, past_key_values=cache).logits
         torch.testing.assert_close(found, model(ids, use_cache=False).logits)

@@ -358,18 +358,6 @@ def test_packed_sequences_keep_the_windows_of_stock_layers(name: str, layer: int
     same(logits(model, ids, **call), alone)
 
 
-@pytest.mark.parametrize(
-    ("layer", "why"), [(0, "only layers with windows know"), (1, "only some layers are converted")]
-)
-def test_packed_sequences_of_hybrids_with_windows_do_not_go_on(layer: int, why: str) -> None:
-    model, ids = hf_posenc.patch(make("gemma3"), "alibi", native="keep", layers=[layer]), tokens()
-    places = torch.cat((torch.arange(13), torch.arange(16)))[None]
-    with torch.no_grad():
-        cache = model(ids, position_ids=places, use_cache=True).past_key_values
-        with pytest.raises(hf_posenc.CacheError, match=why):
-            model(ids[:, :1], position_ids=torch.tensor([[16]]), past_key_values=cache)
-
-
 def test_a_model_without_layers_is_refused() -> None:
     model = make("mistral")
     model.get_decoder().layers = torch.nn.ModuleList()

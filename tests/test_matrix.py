@@ -249,39 +249,6 @@ def test_packed_rows_equal_separate_rows(case: tuple[str, str, dict[str, Any]], 
         torch.testing.assert_close(row, alone, **SAME)
 
 
-@by_scheme
-def test_packed_rows_go_on_with_their_last_sequence(case: tuple[str, str, dict[str, Any]]) -> None:
-    """A step after a packed prefill sees its own sequence and no other one; transformers shows it all of them."""
-    model, architecture = _shared(case)
-    ids, lengths = tokens(architecture, 2, 20), (7, 9, 4)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    prefix = "decoder_" if architecture == "t5" else ""
-    encoder = {"input_ids": ids[:, :1]} if architecture == "t5" else {}
-    mask = {f"{prefix}attention_mask": torch.ones_like(ids[:, :18])}
-
-    def run(start: int, stop: int, **more: Any) -> Any:
-        call = {f"{prefix}input_ids": ids[:, start:stop], f"{prefix}position_ids": positions[:, start:stop], **more}
-        return model(**{**encoder, **call}, use_cache=True)
-
-    with torch.no_grad():
-        want = run(0, 20).logits
-        first = run(0, 18, **mask)  # a mask that hides nothing changes nothing
-        torch.testing.assert_close(first.logits, want[:, :18], **SAME)
-        cache = copy.deepcopy(first.past_key_values)
-        step = run(18, 20, past_key_values=cache).logits
-        torch.testing.assert_close(step, want[:, 18:], **SAME)
-        again = run(16, 20, past_key_values=_cropped(first.past_key_values, 2)).logits
-        torch.testing.assert_close(again, want[:, 16:], **SAME)
-        for wrong in (positions[:, 7:8] + 9, None):
-            with pytest.raises(hf_posenc.PositionError, match="packed sequences, the last of which ends at position 3"):
-                run(0, 1, past_key_values=cache, **{f"{prefix}position_ids": wrong})
-
-
-def _cropped(cache: Any, removed: int) -> Any:
-    cache.crop(-removed)
-    return cache
-
-
 def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None:
     """Position skipping: a jump is no boundary between sequences, with a mask as without one."""
     model, architecture = _shared(case)
