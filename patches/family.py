@@ -299,18 +299,11 @@ class Family(Architecture):
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config
-        return Geometry(
-            heads=facts.heads,
-            kv_heads=facts.kv_heads,
-            head_dim=facts.head_dim,
-            hidden_size=config.hidden_size,
-            scale=facts.scale,
+        return replace(
+            facts.geometry,
             layer=layer,
             causal=self._is_causal(body),
-            inv_freq=facts.inv_freq,
-            layout=facts.layout,
             max_positions=stated_length(config),
-            rotary_scaling=facts.scaling,
             rotary_limit=frequency_limit(config, facts.kind) if facts.rotates else None,
             inv_freq_long=long_frequencies(config, facts.kind) if facts.rotates else None,
             embedding_rms=self.embedding_rms(body),

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import ArchitectureError
+from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.patches.rotary import native_frequencies
 
@@ -79,26 +77,14 @@ class Facts:
     """Facts about an attention layer, read from its stock code.
 
     Attributes:
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Channels per head.
-        scale: Factor on products of queries and keys.
+        geometry: Its shape and rotation; other fields have their defaults.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
-        inv_freq: Frequencies of its rotation; zero if it does not rotate, `None` if no layer of the model does.
-        scaling: Factor on rotated queries and keys.
-        layout: Pairing of channels.
         rotates: Whether the layer rotates queries and keys.
         window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
+    geometry: Geometry
     kind: str = ""
-    inv_freq: Tensor | None = None
-    scaling: float = 1.0
-    layout: Layout = "half"
     rotates: bool = False
     window: int | None = None
 
@@ -120,32 +106,20 @@ def read_facts(
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
-    code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
-    said = (index, type(config), repr(vars(config)), code)
+    said = (index, type(config), repr(vars(config)), layer, attention, rotary)
     if said not in _FOUND:
         if len(_FOUND) == _MOST_FOUND:
             del _FOUND[next(iter(_FOUND))]
         _FOUND[said] = _probe(config, layer, attention, rotary, index)
     facts = _FOUND[said]
+    own = facts.geometry.inv_freq
     # A scheme may write into what it gets.
-    return facts if facts.inv_freq is None else replace(facts, inv_freq=facts.inv_freq.clone())
+    return facts if own is None else replace(facts, geometry=replace(facts.geometry, inv_freq=own.clone()))
 
 
 # Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
 _FOUND: dict[tuple[Any, ...], Facts] = {}
 _MOST_FOUND = 1024
-
-
-def _code(*classes: type | None) -> Iterator[Any]:
-    """Yield the functions of the modules of some classes, and their code: somebody may replace either."""
-    names = {kind.__module__ for given in classes if given for kind in given.__mro__ if issubclass(kind, nn.Module)}
-    for name in sorted(names):
-        for thing in vars(sys.modules[name]).values():
-            own = isinstance(thing, type) and thing.__module__ == name
-            for found in (thing, *vars(thing).values()) if own else (thing,):
-                function = getattr(found, "__func__", found)
-                if isinstance(function, FunctionType):
-                    yield function, function.__code__
 
 
 def _probe(
@@ -197,19 +171,21 @@ def _probe(
     if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:
         refuse(attention, f"passes {', '.join(unknown) or 'values of another shape than keys'} to attention")
     size = query.shape[-1]
-    scale = size**-0.5 if found.get("scaling") is None else float(found["scaling"])
+    scale = None if found.get("scaling") is None else float(found["scaling"])
     window = _window(config, attention, index, found.get("sliding_window"))
-    facts = Facts(query.shape[1], key.shape[1], size, scale, kind, window=window)
+    shape = {"heads": query.shape[1], "kv_heads": key.shape[1], "head_dim": size, "hidden_size": config.hidden_size}
+    geometry = Geometry(**shape, scale=scale)
     if rotary is None:
-        return facts
+        return Facts(geometry, kind, window=window)
     rotates = _depends(query.grad_fn, angles)
     if rotates:
         _check_rotation(attention, query, angles)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
     if not rotates:
-        return replace(facts, inv_freq=torch.zeros_like(inv_freq))
+        return Facts(replace(geometry, inv_freq=torch.zeros_like(inv_freq)), kind, window=window)
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
-    return replace(facts, inv_freq=inv_freq, scaling=scaling, layout=layout, rotates=True)
+    geometry = replace(geometry, inv_freq=inv_freq, rotary_scaling=scaling, layout=layout)
+    return Facts(geometry, kind, rotates=True, window=window)
 
 
 def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:

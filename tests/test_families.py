@@ -17,7 +17,6 @@ from models import BOTH, DECODERS, EXPERTS, PART, SAME, WINDOW, moved
 from models import tiny as make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import attention
@@ -28,7 +27,6 @@ from hf_posenc.patches import probe
 from hf_posenc.patches.architecture import architectures, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
 from hf_posenc.patches.family import Family, add_family
-from hf_posenc.patches.probe import Facts
 
 NAMES = list(DECODERS)
 
@@ -235,16 +233,16 @@ def test_facts_are_those_of_the_stock_code() -> None:
     assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
 
 
-def test_facts_follow_code_that_is_replaced_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read once for the same code and config, and a caller may write into them."""
+def test_facts_are_read_from_code_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read once for the same classes and config, and a caller may write into them."""
     model, runs = make("olmo2"), []
     architecture, body = of_model(model), model.model
     modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
     monkeypatch.setattr(probe, "_FOUND", {})  # What an earlier test has read.
     monkeypatch.setattr(probe, "_probe", lambda *given, found=probe._probe: runs.append(given) or found(*given))
 
-    def read() -> Facts:
-        return architecture.facts(body, 0)
+    def read() -> hf_posenc.Geometry:
+        return architecture.facts(body, 0).geometry
 
     read().inv_freq.zero_()
     assert (read().inv_freq.any(), len(runs)) == (True, 1)
@@ -253,26 +251,24 @@ def test_facts_follow_code_that_is_replaced_under_its_name(monkeypatch: pytest.M
         patch.setattr(body.config, "head_dim", 8)
         assert read().head_dim == 8
     with monkeypatch.context() as patch:
-        patch.setattr(modeling, "apply_rotary_pos_emb", turn_neighbours)
-        assert read().layout == "interleaved"
-    with monkeypatch.context() as patch:
-        patch.setattr(rotary, "compute_default_rope_parameters", ones)
-        assert read().inv_freq.tolist() == [1.0] * 8
-    with monkeypatch.context() as patch:
         patch.setattr(body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
         assert read().inv_freq[0] == 0.5
-        patch.setitem(ROPE_INIT_FUNCTIONS, "linear", ones)
-        assert read().inv_freq.tolist() == [1.0] * 8
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling.rotate_half, "__code__", (lambda x: -x).__code__)
-        with pytest.raises(ArchitectureError, match="in another way than in pairs"):
-            read()
+    assert len(runs) == 3
+
+    def with_(thing: Any, name: str, value: Any) -> hf_posenc.Geometry:
+        with monkeypatch.context() as patch:
+            patch.setattr(thing, name, value)
+            probe._FOUND.clear()
+            return read()
+
+    assert with_(modeling, "apply_rotary_pos_emb", turn_neighbours).layout == "interleaved"
+    assert with_(rotary, "compute_default_rope_parameters", ones).inv_freq.tolist() == [1.0] * 8
+    with pytest.raises(ArchitectureError, match="in another way than in pairs"):
+        with_(modeling.rotate_half, "__code__", (lambda x: -x).__code__)
     forward = architecture.attention.forward
-    with monkeypatch.context() as patch:
-        patch.setattr(architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call))
-        with pytest.raises(ArchitectureError, match="by another function"):
-            read()
-    assert (read().layout, len(runs)) == ("half", 8)
+    with pytest.raises(ArchitectureError, match="by another function"):
+        with_(architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call))
+    probe._FOUND.clear()
 
 
 def ones(config: Any, *given: Any, **keywords: Any) -> tuple[Tensor, float]:
@@ -366,6 +362,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_FOUND", {})  # What an earlier test has read.
     model = make("gpt_oss")
     monkeypatch.setattr(model.config, "layer_types", ["sliding_attention", "chunked_attention"])
     with pytest.raises(ArchitectureError, match="has masks of the type chunked_attention"):

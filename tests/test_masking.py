@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.ops.counting import values_at_counts
+import hf_posenc
+from hf_posenc.operands import Block, Positions
 from hf_posenc.ops.masking import fill_hidden_, softmax_of_seen
-from hf_posenc.ops.stick import broken
+from hf_posenc.schemes.cope import CoPE, between
+from hf_posenc.schemes.stick_breaking import StickBreaking
 
 CAUSAL = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
 MASKS = {
@@ -32,10 +34,13 @@ def test_hidden_keys_are_filled_and_pass_no_gradient(keep: Tensor) -> None:
     assert fill_hidden_(x, keep, -7.0) is x
     assert torch.equal(x, want)
     assert fill_hidden_(x, None, 1.0) is x
+    geometry = hf_posenc.Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8)
+    cope, stick = CoPE(geometry, npos=3), StickBreaking(geometry)
+    block = Block(Positions(torch.arange(5, 8)[None], torch.arange(5)[None]), 7, keep)
     functions: list[tuple[Callable[..., Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]] = [
         (lambda x: softmax_of_seen(x, keep), (numbers(2, 2, 3, 5),)),
-        (lambda x, at: values_at_counts(x, at, keep), (numbers(2, 2, 3, 5), numbers(2, 2, 3, 3, seed=1))),
-        (lambda x: broken(x, keep.expand(*keep.shape[:2], 3, 5)), (numbers(2, 2, 3, 5),)),
+        (lambda x, at: between(at, cope.count(x, x, x, block)), (numbers(2, 2, 3, 5), numbers(2, 2, 3, 3, seed=1))),
+        (lambda x: stick.break_stick(x, block), (numbers(2, 2, 3, 5),)),
     ]
     for function, inputs in functions:
         assert torch.autograd.gradcheck(function, tuple(x.requires_grad_() for x in inputs))

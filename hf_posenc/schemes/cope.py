@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.ops.counting import between, counts, to_the_end, values_at_counts
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
 from hf_posenc.registry import register_scheme
@@ -97,20 +97,19 @@ class CoPE(Scheme):
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         # Autocast would count in half precision: bfloat16 has no fractions from 128 on.
         with torch.autocast(logits.device.type, enabled=False):
-            gates = self._gate_logits(logits, q, k, block)
-            if self.geometry.causal:
-                return logits + values_at_counts(gates, self._at_whole_counts(q, logits), block.keep)
-            ahead = _ahead(block)
-            return logits + between(
-                self._at_whole_counts(q, logits), self._count_both_ways(gates, ahead, block.keep), ahead
-            )
+            table = 0 if self.geometry.causal else _ahead(block)
+            return logits + between(self._at_whole_counts(q, logits), self.count(logits, q, k, block), table)
 
     def count(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         """Return the position of each key as counted by each query, `[B, H, q, K]`, given the arguments of `score`."""
-        gates = self._gate_logits(logits, q, k, block)
+        gates = self._gate_logits(logits, q, k, block).sigmoid()
+        if block.keep is not None:
+            gates = gates.where(block.keep, 0.0)
         if self.geometry.causal:
-            return counts(gates, block.keep, self.npos - 1)
-        return self._count_both_ways(gates, _ahead(block), block.keep)
+            return _to_the_end(gates).clamp_max(self.npos - 1)
+        ahead = _ahead(block)
+        behind, onward = _to_the_end(torch.where(ahead, 0, gates)), torch.where(ahead, gates, 0).cumsum(-1)
+        return torch.where(ahead, onward, behind).clamp_max(self.npos - 1)
 
     pictures = (
         Picture(
@@ -121,13 +120,6 @@ class CoPE(Scheme):
             (Numbers(count, "position of the key (tokens counted)", high=None),),
         ),
     )
-
-    def _count_both_ways(self, gate_logits: Tensor, ahead: Tensor, keep: Tensor | None) -> Tensor:
-        gates = gate_logits.sigmoid()
-        if keep is not None:
-            gates = gates.where(keep, 0.0)
-        behind, onward = to_the_end(torch.where(ahead, 0, gates)), torch.where(ahead, gates, 0).cumsum(-1)
-        return torch.where(ahead, onward, behind).clamp_max(self.npos - 1)
 
     def locality(self) -> Locality | None:
         return Locality(self._enough, self._beyond) if self.geometry.causal else None
@@ -180,3 +172,26 @@ class CoPE(Scheme):
 def _ahead(block: Block) -> Tensor:
     """Return the mask of keys ahead of the query, bool `[B|1, 1, q, K]`."""
     return (block.distance() < 0)[:, None]
+
+
+def _to_the_end(gates: Tensor) -> Tensor:
+    """Return the sum from each key to the last."""
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+def between(at_whole: Tensor, place: Tensor, table: Tensor | int = 0) -> Tensor:
+    """Return values at fractional places, on lines between those at whole places.
+
+    Args:
+        at_whole: Values `[..., N]`, or `[..., T, N]` of several tables.
+        place: Places from 0 to N - 1, `[..., K]`.
+        table: Index of the table, int64 `[..., K]`.
+    """
+    count = at_whole.shape[-1]
+    steps = F.pad(at_whole.diff(dim=-1), (0, 1))
+    below = place.detach().floor()
+    # One index for both tables: those of int64 are the largest tensors here.
+    index = below.long() + count * table
+    if at_whole.ndim > place.ndim:
+        at_whole, steps = at_whole.flatten(-2), steps.flatten(-2)
+    return at_whole.gather(-1, index) + (place - below) * steps.gather(-1, index)

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import fill_hidden_
-from hf_posenc.ops.stick import broken
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.structures import KeyScan, Locality, Stick
@@ -105,7 +104,13 @@ class StickBreaking(Scheme):
 
     def break_stick(self, logits: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return the keys' weights `[B, H, q, K]` and the remainder, `[B, H, q, 1]`."""
-        return broken(logits, self._taking(block))
+        # So low a logit takes nothing and leaves all.
+        logits = torch.where(self._taking(block), logits, torch.finfo(logits.dtype).min)
+        left = F.logsigmoid(-logits).flip(-1).cumsum(-1).flip(-1)  # log(1 - beta), summed from each key to the last
+        # Pieces too small for a normal number would take most of the time on a CPU, here and where they are multiplied.
+        smallest = 4 * torch.finfo(logits.dtype).tiny
+        pieces = (logits + left).clamp_min(math.log(smallest)).exp()
+        return F.threshold(pieces, 2 * smallest, 0), left[..., :1].exp()
 
     def _taking(self, block: Block) -> Tensor:
         """Return the mask of keys that break a piece off, bool `[B|1, H|1, q, K]`."""
