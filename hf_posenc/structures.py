@@ -44,21 +44,19 @@ class ContentBias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """Vectors per head and distance, for the distances from N - 1 - `ahead` down to 0. Those beyond have the first.
+    """Vectors per head and distance, for the distances from N - 1 down to 0. Those beyond have the first.
 
     Attributes:
         of_queries: Vectors that are multiplied with queries, `[H | G, N, D]`.
         of_keys: Vectors that are multiplied with keys, likewise.
         bias: Bias that is added to the queries first, `[H, D]`.
         always: Vectors that are multiplied with keys at every distance, `[H, D]`.
-        ahead: Number of vectors for negative distances, at the end. Their values do not matter; they save a copy.
     """
 
     of_queries: Tensor | None = None
     of_keys: Tensor | None = None
     bias: Tensor | None = None
     always: Tensor | None = None
-    ahead: int = 0
 
 
 @dataclass(frozen=True, eq=False)

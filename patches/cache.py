@@ -36,10 +36,6 @@ class _TokenState(CacheLayerMixin):
 
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
-    # For each layer with recent state: the number of its tokens, and of those with that state. All layers share one
-    # dict, so that the first layer to be cropped can refuse for all.
-    memories: dict[int, tuple[int, int]]
-    index: int
 
     def _map_state(self, function: Callable[[Tensor], Tensor]) -> None:
         self.token_state = {name: function(tensor) for name, tensor in self.token_state.items()}
@@ -52,11 +48,7 @@ class _TokenState(CacheLayerMixin):
             if old is not None:
                 new = torch.cat([old.to(new.device), new], dim=_TOKENS)
             # A copy, or the view would keep all of a long prompt's tokens alive.
-            self.recent_state[name] = new[:, max(0, new.shape[_TOKENS] - history) :].clone().to(self.keys.device)
-        self._remember()
-
-    def _remember(self) -> None:
-        """Note how far the layer can be cropped; a static layer cannot be at all."""
+            self.recent_state[name] = _last(new, history).clone().to(self.keys.device)
 
     def offload(self) -> None:
         super().offload()
@@ -86,10 +78,6 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
             self.token_state[name] = kept.to(self.keys.device)
         return full
 
-    def _remember(self) -> None:
-        for tensor in self.recent_state.values():
-            self.memories[self.index] = self.get_seq_length(), tensor.shape[_TOKENS]
-
     def last_state(self) -> dict[str, Tensor]:
         """Return the state of the last token, each `[B, 1, ...]`; empty if there is none."""
         full = {**self.token_state, **self.recent_state}
@@ -98,18 +86,15 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.token_state, self.recent_state = {}, {}
-        self.memories.pop(self.index, None)
 
     def crop(self, tokens_to_remove: int) -> None:
         removed = abs(tokens_to_remove)
-        left = self.get_seq_length() - removed
-        for held, known in self.memories.values():
-            # Layers that were cropped in the same call hold no more than is left.
-            if left > 0 and held - left >= max(1, known):
-                raise CacheError(
-                    f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
-                    f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
-                )
+        known = min((tensor.shape[_TOKENS] for tensor in self.recent_state.values()), default=removed + 1)
+        if known <= removed < self.get_seq_length():
+            raise CacheError(
+                f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
+                f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
+            )
         super().crop(tokens_to_remove)
         kept = self.keys.shape[-2] if self.is_initialized else 0
         self.token_state = {
@@ -119,7 +104,6 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         self.recent_state = {
             name: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)] for name, tensor in self.recent_state.items()
         }
-        self._remember()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -275,10 +259,6 @@ def update(
     keys, values = cache.update(k, v, layer)
     _give_state(cache, layer)
     filled: Any = cache.layers[layer]
-    if recent:
-        # Layers before this one will be cropped before it.
-        for index in range(layer):
-            _give_state(cache, index)
     complete = filled.append_state(state, keys.shape[-2], once)
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
@@ -295,12 +275,10 @@ def _give_state(cache: Cache, layer: int) -> None:
     """Put a layer with state in the place of a cache layer, if that was not done yet."""
     slot: Any = cache.layers[layer]
     if not isinstance(slot, _TokenState) and type(slot) in _WITH_STATE:
-        known = (other.memories for other in cache.layers if isinstance(other, _TokenState))
         twin: Any = _WITH_STATE[type(slot)]
         # A compiler cannot trace a change of class.
         stateful: Any = twin.__new__(twin)
         stateful.__dict__.update(slot.__dict__)
-        stateful.memories, stateful.index = next(known, {}), layer
         stateful.token_state, stateful.recent_state = {}, {}
         cache.layers[layer] = stateful
 

@@ -42,7 +42,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
-from hf_posenc.errors import ExportError, NotPatchedError
+from hf_posenc.errors import ExportError, NotPatchedError, WrappedModelError
 from hf_posenc.patches.export.stock import export_stock, stock_twin
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
@@ -475,7 +475,7 @@ def altered() -> Any:
 def test_what_no_stock_model_computes_is_refused(case: str, tmp_path: Path) -> None:
     make, options, message = REFUSED[case]
     model = make()
-    with pytest.raises((ExportError, NotPatchedError), match=message):
+    with pytest.raises((ExportError, NotPatchedError, WrappedModelError), match=message):
         export_stock(model, tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []
 

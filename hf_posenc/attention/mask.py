@@ -158,14 +158,6 @@ def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = Tru
     return True
 
 
-def is_plain(query: Tensor, key: Tensor) -> bool:
-    """Whether positions have no gaps, and the queries `[B|1, Q]` are the last of the keys `[B|1, K]`."""
-    count = query.shape[1]
-    if query.shape[0] != key.shape[0] or count > key.shape[1]:
-        return False
-    return bool((key.diff(dim=-1) == 1).all()) and bool((query == key[:, key.shape[1] - count :]).all())
-
-
 def shows_ahead(positions: Positions, mask: Mask) -> bool:
     """Whether a query may see a key at a later position: under a custom mask, or where positions decrease."""
     if mask.rule == "positions":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.engine import executors, run
-from hf_posenc.attention.mask import Mask, from_tensor, is_plain
+from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.errors import OptionError, PositionError, ShapeError
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.scheme import Scheme
@@ -125,7 +125,7 @@ def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bo
     """Return the visibility of keys, given the mask of `attend`."""
     keys = positions.key.shape[1]
     rule: Literal["all", "positions"] = "positions" if causal else "all"
-    if mask is None and causal and is_plain(positions.query, positions.key):
+    if mask is None and causal and keys >= q.shape[2] and slots_tell_distances(positions, Mask()):
         return Mask("slots", ahead=keys - q.shape[2])
     if mask is None:
         return Mask(rule)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import LARGEST_COUNT, Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
+from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
@@ -238,7 +239,7 @@ class Disentangled(Scheme):
         with torch.autocast(like.device.type, enabled=False):
             if self.c2p:
                 keys = _rows(block.tables[_KEYS], rows).flip(1)
-                products = _times_positions(q.to(like) * scale, keys)  # [B, H, q, N]
+                products = grouped_matmul(q.to(like) * scale, keys.mT[None])  # [B, H, q, N]
                 terms.append(by_distance(products, distance, last, plain=plain))
             if self.p2c:
                 queries = _rows(block.tables[_QUERIES], rows) * scale
@@ -274,14 +275,6 @@ def _rows(table: Tensor, rows: Tensor) -> Tensor:
     first, last = int(rows[0]), int(rows[-1])
     follow = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
     return table[:, first : last + 1] if follow else table[:, rows.to(table.device)]
-
-
-def _times_positions(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the products of queries `[B, H, q, D]` and position keys `[H | G, N, D]`: `[B, H, q, N]`."""
-    batch, heads, length, width = q.shape
-    groups, count, _ = keys.shape
-    rows = q.reshape(batch, groups, heads // groups * length, width)
-    return torch.einsum("bgqd,gnd->bgqn", rows, keys).reshape(batch, heads, length, count)
 
 
 def _meet_keys(k: Tensor, queries: Tensor, index: Tensor) -> Tensor:

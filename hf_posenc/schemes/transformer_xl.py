@@ -16,9 +16,6 @@ from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
-# Number of rows for keys ahead of the query, which are masked, at the end of the table in decoders: for a block of up
-# to so many queries, entries above the diagonal are then part of the table. Larger blocks repeat the last row.
-_HIDDEN_ROWS = 128
 
 _BASE, _STD = 10000.0, 0.02
 
@@ -117,8 +114,6 @@ class TransformerXL(Scheme):
             distance = torch.arange(count - 1, -ahead - 1, -1, device=q.device)
             with torch.autocast(q.device.type, enabled=False):
                 projected = self.r_net(self._encoding(distance, precise))
-            if self.geometry.causal:
-                projected = torch.cat((projected, projected[-1:].expand(_HIDDEN_ROWS, -1)))
             tables[_FALLING] = projected.view(len(projected), self.geometry.heads, -1).transpose(0, 1)  # [H, N, D]
         return Projection(q, k, v, tables=tables)
 
@@ -160,7 +155,7 @@ class TransformerXL(Scheme):
         if _FALLING not in tables:
             return None
         bias, always = tables[_POSITION_BIAS], tables[_CONTENT_BIAS]
-        return Vectors(tables[_FALLING], bias=bias, always=always, ahead=_HIDDEN_ROWS)
+        return Vectors(tables[_FALLING], bias=bias, always=always)
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return all terms added to the scaled logits, `[B, H, q, K]`."""
@@ -174,7 +169,7 @@ class TransformerXL(Scheme):
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})`, `[B, H, q, K]`, for queries `[B, H, q, D]`, by one product per distance."""
         falling = block.tables[_FALLING].to(q)
-        last = falling.shape[1] - _HIDDEN_ROWS - 1 if self.geometry.causal else falling.shape[1] // 2
+        last = falling.shape[1] - 1 if self.geometry.causal else falling.shape[1] // 2
         return queries_by_distance(q, falling, block.distance().to(q.device), last, plain=block.consecutive())
 
     def _backwards(self, q: Tensor, block: Block) -> Tensor:

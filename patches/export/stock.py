@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import ExportError, WrappedModelError
+from hf_posenc.errors import ExportError
 from hf_posenc.operands import LARGEST_COUNT, Geometry, is_count
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
@@ -85,6 +85,7 @@ def export_stock(
     Raises:
         ExportError: No stock model computes this function, or it cannot be written. Nothing is written then.
         NotPatchedError: The model is not patched.
+        WrappedModelError: It is inside of a wrapper.
     """
     try:
         with whole_directory(Path(directory)) as folder:
@@ -116,14 +117,11 @@ def stock_twin(
 
 
 def _check_model(model: object) -> Architecture:
-    try:
-        refuse_wrapped(model)
-    except WrappedModelError as error:
-        raise ExportError(
-            f"Cannot export a model inside of a wrapper ({type(model).__name__}). Take it out first: merge PEFT "
-            "adapters with model.merge_and_unload(), take .module of DDP and ._orig_mod of torch.compile, save and "
-            "load what FSDP has sharded."
-        ) from error
+    refuse_wrapped(
+        model,
+        "Take it out before an export: merge PEFT adapters with model.merge_and_unload(), take .module of DDP and "
+        "._orig_mod of torch.compile, save and load what FSDP has sharded.",
+    )
     architecture = of_model(model)
     assert isinstance(model, PreTrainedModel)
     surgery.check_patched("export_stock", model, "It is a stock model already: use save_pretrained.")

@@ -58,7 +58,7 @@ class ProductsBias(BlockBias):
         of_queries, of_keys, always = (
             None if x is None else x.to(precise) for x in (vectors.of_queries, vectors.of_keys, vectors.always)
         )
-        self.distances = next(x.shape[1] for x in (of_queries, of_keys) if x is not None) - vectors.ahead
+        self.distances = next(x.shape[1] for x in (of_queries, of_keys) if x is not None)
         self.far, self.beyond = self.keys, 0
         if self.distances < self.keys:
             # Distance 0 is always near: no row's keys may all be hidden in a piece, see `Piece`.
@@ -74,10 +74,10 @@ class ProductsBias(BlockBias):
             q = q.to(precise)
             bias = q.new_zeros(()) if vectors.bias is None else vectors.bias.to(q)[:, None] * call.scale
             inputs["q"] = torch.add(bias, q, alpha=call.scale)
-            inputs["falling"] = _with_room(self._of_all(of_queries), self.beyond, max(0, self.room - vectors.ahead))
+            inputs["falling"] = _with_room(self._of_all(of_queries), self.beyond, self.room)
         if of_keys is not None:
             inputs["k"] = k
-            of_keys = self._of_all(of_keys[:, : self.distances]).flip(1) * call.scale
+            of_keys = self._of_all(of_keys).flip(1) * call.scale
             inputs["rising"] = _with_room(of_keys, self.room, self.beyond)
         if always is not None and self.shift is None:
             # The queries have a rotation in them that this part does not know.
