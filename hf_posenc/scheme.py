@@ -16,7 +16,7 @@ from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.masking import softmax_of_seen
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture, Portrait
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture, Portrait
 
 Result = TypeVar("Result")
 
@@ -223,6 +223,8 @@ class Scheme(nn.Module):
             ExportError: Stock models have no such terms. The message is the predicate of a sentence with the scheme as
                 its subject.
         """
+        if self.gate_weight is not None and not bool(self.gate_weight.any()):
+            return Nothing()
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 

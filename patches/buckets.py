@@ -29,18 +29,14 @@ _HEAD = "ForConditionalGeneration"
 class BucketAttention(PosencAttention):
     """Mixin of patched attentions."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
-        context = self.take_context(call)
-        if context.positions is None:
-            return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
-        cache, length = call.get("past_key_values"), hidden_states.shape[1]
+    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        cache, length = call.get("past_key_values"), hidden.shape[1]
         seen = tokens_in(cache)
         if self.has_relative_attention_bias:
             context = with_native_score(context, self)
         layer = LayerCall(
             context,
-            hidden_states,
+            hidden,
             call.get("mask", call.get("attention_mask")),
             causal=self.is_decoder,
             scale=self.scaling,
@@ -59,7 +55,7 @@ class BucketAttention(PosencAttention):
             if cache is not None:
                 own = getattr(cache, "self_attention_cache", cache)
                 keys = own.layers[self.layer_idx].keys.shape[-2]
-            bias = self.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
+            bias = self.compute_bias(length, keys, device=hidden.device, past_seen_tokens=seen)
         return self.o(output), bias, weights
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

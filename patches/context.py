@@ -125,14 +125,13 @@ class Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
         if self.positions is None:
             return self
-        real = None if self.real is None else self.real.to(device, non_blocking=non_blocking)
-        coords = None if self.coords is None else self.coords.to(device, non_blocking=non_blocking)
-        rotation = {
-            kind: (cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking))
-            for kind, (cos, sin) in self.native_rotation.items()
-        }
-        positions = self.positions.to(device, non_blocking=non_blocking)
-        return replace(self, positions=positions, coords=coords, real=real, native_rotation=rotation)
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        real, coords = (None if x is None else moved(x) for x in (self.real, self.coords))
+        rotation = {kind: (moved(cos), moved(sin)) for kind, (cos, sin) in self.native_rotation.items()}
+        return replace(self, positions=moved(self.positions), coords=coords, real=real, native_rotation=rotation)
 
 
 def check_mask(mask: Tensor | None) -> None:

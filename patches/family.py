@@ -41,7 +41,7 @@ from hf_posenc.patches.probe import (
 )
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
-from hf_posenc.patches.table import PosencPositionTable, TableArchitecture, TableBody, first_row, table_of
+from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
 from hf_posenc.patches.twins import Twins, modeling_module, models_in
 
 # Names that stock attentions give to the cache, and stock layers to the feed-forward.
@@ -82,16 +82,12 @@ class FamilyAttention(PosencAttention):
     def config(self, config: Any) -> None:
         vars(self)["config"] = config
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
-        context = self.take_context(call)
-        if context.positions is None:
-            return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
+    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         rotation = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings"))
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
         need_weights = bool(call.get("output_attentions"))
-        then = functools.partial(self.attend_projected, context, hidden_states, rotation, cache, need_weights)
-        return self.by_stock_forward(hidden_states, call, then)
+        then = functools.partial(self.attend_projected, context, hidden, rotation, cache, need_weights)
+        return self.by_stock_forward(hidden, call, then)
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
         """Call the stock forward without rotation and cache, and with the next step after projection."""
@@ -340,11 +336,36 @@ class RotaryFamily(Family):
         return super().embedding_size(body)
 
 
-class TableFamily(TableArchitecture, Family):
-    """A family that adds a learned table of positions to the embeddings of tokens."""
+class TableFamily(Family):
+    """A family that adds a learned table of positions to the embeddings of tokens.
 
+    It enters once, before the first layer: all layers have it, or none.
+    """
+
+    native = "learned table of positions"
+    native_per_layer = False
+    native_fades = True
     acting = TableBody
     shared = {nn.Embedding: PosencPositionTable}
+
+    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
+        return list(table_of(body).parameters())
+
+    def first_position(self, model: Any) -> int:
+        (body,) = self.stacks(model).values()
+        return first_row(table_of(body))
+
+    def embedding_size(self, body: nn.Module) -> int:
+        embeddings = getattr(body, "embeddings", None)
+        if embeddings is not None and any(isinstance(module, nn.Linear) for module in embeddings.modules()):
+            raise ArchitectureError(
+                f"{type(embeddings).__name__} projects the embeddings of tokens before positions are added, so no "
+                "scheme can add others. Choose a scheme that acts inside of attention."
+            )
+        return table_of(body).embedding_dim
+
+    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
+        return [table_of(body)]
 
     def trained_length(self, config: Any) -> int:
         # Some configs count rows for padding, too. A body of one layer has the whole table.

@@ -105,13 +105,18 @@ class PosencAttention:
         if "posenc_stock" in vars(cls):
             cls.posenc_arguments = arguments_of(vars(cls)["posenc_stock"])[1:]
 
-    def take_context(self, kwargs: dict[str, Any]) -> Context:
-        """Return the context that the body sent, without which the layer would compute something else."""
-        context = kwargs.pop(CONTEXT, None)
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        context: Context | None = call.pop(CONTEXT, None)
         if context is None:
             raise without_context(self)
-        assert isinstance(context, Context)
-        return context
+        if context.positions is None:
+            return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
+        return self.attend(context, hidden_states, call)
+
+    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what the stock forward returns, given its arguments by name, from `attend_with_scheme`."""
+        raise NotImplementedError
 
     def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden `[B, S, E]`, without positions."""
@@ -139,8 +144,20 @@ class PosencAttention:
         context = layer.context
         if context.strength != 1:
             scheme = Blended(scheme, context.strength)
-        operands = layer.operands or self.project_heads(layer.hidden)
-        tokens = layer.tokens(operands[0].device, common, host=lambda x: self.project_heads(x)[:2])
+        operands, past = layer.operands or self.project_heads(layer.hidden), {}
+        if layer.cache is not None:
+            assert layer.index is not None
+            past = token_cache.past(layer.cache, layer.index, operands[0].device)
+        assert context.positions is not None
+        tokens = Tokens(
+            positions=Positions(context.positions, context.positions, context.coords, context.coords),
+            hidden=layer.hidden,
+            real=context.real,
+            past=past,
+            carried=None if context.passage is None else context.passage.carried,
+            common=common,
+            host=lambda x: self.project_heads(x)[:2],
+        )
         call = self._call(scheme, layer, scheme.project(tokens, *operands), tokens.positions)
         del operands  # only their projection is needed
         output, weights = run(call)
@@ -239,26 +256,6 @@ class LayerCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-
-    def tokens(
-        self, device: torch.device, common: Scheme | None, host: Callable[[Tensor], tuple[Tensor, Tensor]]
-    ) -> Tokens:
-        """Return the fresh tokens as `Scheme.project` gets them."""
-        context, past = self.context, {}
-        here, coords = context.positions, context.coords
-        assert here is not None
-        if self.cache is not None:
-            assert self.index is not None
-            past = token_cache.past(self.cache, self.index, device)
-        return Tokens(
-            positions=Positions(here, here, coords, coords),
-            hidden=self.hidden,
-            real=context.real,
-            past=past,
-            carried=None if context.passage is None else context.passage.carried,
-            common=common,
-            host=host,
-        )
 
     def visible(self, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
         """Return the visibility of all keys, those of the cache included; `window` is that of the scheme."""
@@ -434,15 +431,10 @@ class PosencBody(Switch):
                 # transformers takes any jump for the start of a sequence, unless there is a mask.
                 call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)
         if self.embedders():
-            call["inputs_embeds"] = self.embedded(self.inputs_of(call), context)
+            if call.get("inputs_embeds") is None:
+                call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
+            call["inputs_embeds"] = self.embedded(call["inputs_embeds"], context)
         return self.hand_down(call, context)
-
-    def inputs_of(self, call: dict[str, Any]) -> Tensor:
-        """Return the embeddings of the tokens, `[B, S, E]`, which take the place of their ids in the arguments."""
-        if call.get("inputs_embeds") is None:
-            call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
-        inputs: Tensor = call["inputs_embeds"]
-        return inputs
 
     def context(
         self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None, *, ruled: bool = False

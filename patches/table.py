@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ArchitectureError, PositionError
-from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.seams import CONTEXT, PosencBody
 
@@ -94,33 +92,6 @@ class TableBody(PosencBody):
             )
         call = super().hand_down(call, context)
         return call | {"position_ids": call["position_ids"] + first_row(table)}
-
-
-class TableArchitecture(Architecture):
-    """Mixin of architectures with such a table. It enters once, before the first layer: all layers have it, or none."""
-
-    native = "learned table of positions"
-    native_per_layer = False
-    native_fades = True
-
-    def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
-        return list(table_of(body).parameters())
-
-    def first_position(self, model: Any) -> int:
-        (body,) = self.stacks(model).values()
-        return first_row(table_of(body))
-
-    def embedding_size(self, body: nn.Module) -> int:
-        embeddings = getattr(body, "embeddings", None)
-        if embeddings is not None and any(isinstance(module, nn.Linear) for module in embeddings.modules()):
-            raise ArchitectureError(
-                f"{type(embeddings).__name__} projects the embeddings of tokens before positions are added, so no "
-                "scheme can add others. Choose a scheme that acts inside of attention."
-            )
-        return table_of(body).embedding_dim
-
-    def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
-        return [table_of(body)]
 
 
 def table_of(body: object) -> nn.Embedding:

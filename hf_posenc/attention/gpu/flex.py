@@ -1,6 +1,6 @@
 """Schemes that only add a bias, on a GPU: torch compiles a kernel for each form of it (`flex_attention`).
 
-A bias is read element by element from its inputs: a table of distances, a number per token, or straight pieces.
+A bias is read element by element from its inputs: a table of distances, or a number per token.
 Hidden blocks of keys are skipped. Without compilation, `flex_attention` builds the whole matrix, so this executor
 needs a compiler; on a CPU, in tests, its graph runs as it was traced.
 """
@@ -8,7 +8,6 @@ needs a compiler; on a CPU, in tests, its graph runs as it was traced.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,10 @@ class Flex(CompiledExecutor):
         return added if isinstance(added, (DistanceTable, KeyBias, PiecewiseLinear)) else None
 
     def computes(self, call: Call) -> bool:
-        return super().computes(call) and call.q.shape[-1] >= _NARROWEST
+        added = call.scheme.added()
+        # Straight pieces are a table where the weight of the queries is the same.
+        table = not isinstance(added, PiecewiseLinear) or call.reach < added.constant_below()
+        return super().computes(call) and table and call.q.shape[-1] >= _NARROWEST
 
     def form(self, call: Call) -> str:
         return _form(call)[0]
@@ -68,9 +70,6 @@ def _form(call: Call) -> tuple[str, Callable[..., Tensor], Callable[[], tuple[Te
     added = call.scheme.added()
     if isinstance(added, KeyBias):
         return "key bias", _add_of_keys, lambda: _of_keys(added, call)
-    # Where the weight of the queries is the same, straight pieces are a table, too.
-    if isinstance(added, PiecewiseLinear) and call.reach >= added.constant_below():
-        return "straight pieces", _add_of_pieces, lambda: _of_pieces(added, call)
     assert isinstance(added, (DistanceTable, PiecewiseLinear))
     return "distance table", _add_of_table, lambda: _of_table(added, call)
 
@@ -110,21 +109,6 @@ def _add_of_keys(*given: Any) -> Tensor:
     return _attention(score, *where)
 
 
-def _add_of_pieces(*given: Any) -> Tensor:
-    *where, queries, keys, feature, weight, ends, slope, offset = given
-    steps = len(ends).bit_length()  # `ends` has one less than a power of two
-
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        x = feature[(queries[b, i] - keys[b, j]).clamp(min=0)] * weight[b, i]
-        # The number of ends below x, found by halves.
-        piece = torch.zeros_like(i)
-        for step in reversed(range(steps)):
-            piece = piece + torch.where(ends[piece + (2**step - 1)] < x, 2**step, 0)
-        return logit + (slope[piece, h] * x + offset[piece, h])
-
-    return _attention(score, *where)
-
-
 def _attention(
     score: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None, scale: float
 ) -> Tensor:
@@ -159,15 +143,6 @@ def _of_table(added: DistanceTable | PiecewiseLinear, call: Call) -> tuple[Tenso
 
 def _of_keys(added: KeyBias, call: Call) -> tuple[Tensor, ...]:
     return tuple(added.at(state).float().expand(len(call.q), -1, -1) for state in (call.own, call.state))
-
-
-def _of_pieces(added: PiecewiseLinear, call: Call) -> tuple[Tensor, ...]:
-    feature = added.feature(torch.arange(call.reach + 1, device=call.device), torch.float32)
-    weight = added.weight(call.positions.query, torch.float32).expand(len(call.q), -1)
-    ends, slope, offset = added.pieces(torch.float32)
-    missing = 2 ** len(ends).bit_length() - 1 - len(ends)
-    ends = F.pad(ends.detach(), (0, missing), value=math.inf)
-    return (*_places(call), feature, weight, ends, slope, offset)
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------
