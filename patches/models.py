@@ -243,14 +243,6 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
                     f"{what} layer {max(part.layers)} of the {name}, which has {count} layers. {_RESTORE}"
                 )
             layers[name].update(part.layers)
-    natives = {group.native for group in groups}
-    if (len(natives) > 1 and not architecture.native_per_layer) or (
-        strengths.native != 1 and not architecture.native_fades
-    ):
-        raise CheckpointError(
-            f"config.json has the {architecture.native} of {architecture.name} kept in some layers only, or at part of "
-            f"its strength, which it cannot be. {_RESTORE}"
-        )
     surgery.swap_classes(architecture, model, layers)
     for group in groups:
         try:

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import register_scheme
+from hf_posenc.registry import get, register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.alibi import ALiBi
 from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.schemes.fire import FIRE
-from hf_posenc.schemes.kerple import KERPLE
 from hf_posenc.schemes.nope import NoPE
-from hf_posenc.schemes.sandwich import Sandwich
-from hf_posenc.schemes.t5 import T5Bias
-from hf_posenc.schemes.t5_clipped import T5Clipped
 from hf_posenc.structures import Adaptation, Equivalent, Nothing
 
 _SLOPE = 0.01
@@ -26,16 +21,6 @@ class LeakyFIRE(FIRE):
     """FIRE as in the official code of CAPE: its network has LeakyReLU."""
 
     _negative_slope = _SLOPE
-
-
-_BASES: dict[str, type[AdditiveBias]] = {
-    "alibi": ALiBi,
-    "kerple": KERPLE,
-    "fire": LeakyFIRE,
-    "t5": T5Bias,
-    "t5_clipped": T5Clipped,
-    "sandwich": Sandwich,
-}
 
 
 @register_scheme("cape", paper="2405.14722", family="additive")
@@ -92,12 +77,13 @@ class CAPE(Scheme):
             self.mlp2.silence()
 
     def _make_base(self) -> AdditiveBias | None:
-        kind = _BASES.get(self.base)
-        if kind is None:
+        if self.base == "nope":
             return None
+        kind: Any = LeakyFIRE if self.base == "fire" else get(self.base).cls
         # If B reaches the logits only through f, a neutral f suffices, and a neutral base could not learn behind it.
         neutral = self.init == "zero" and self.form != "add"
-        return kind(self.geometry, shared=False, **(kind.neutral_options or {} if neutral else {}))
+        made: AdditiveBias = kind(self.geometry, shared=False, **(kind.neutral_options if neutral else {}))
+        return made
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):

@@ -83,9 +83,7 @@ class CoPE(Scheme):
         if self.pos_emb_right is not None:
             nn.init.zeros_(self.pos_emb_right)
         if self.gate_proj is not None:
-            bound = self.geometry.hidden_size**-0.5
-            nn.init.uniform_(self.gate_proj.weight, -bound, bound)
-            nn.init.uniform_(self.gate_proj.bias, -bound, bound)
+            self.gate_proj.reset_parameters()
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         if self.gate_proj is None:

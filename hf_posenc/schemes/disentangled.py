@@ -15,7 +15,7 @@ from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.additive import LONGEST
-from hf_posenc.schemes.families.layers import Linear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, Portrait, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
@@ -144,8 +144,8 @@ class Disentangled(Scheme):
         # The rows of all distances, which a graph that is traced cannot count.
         self._all = self._rows_of(self._first_distance(LARGEST_COUNT), max_distance)
         width = geometry.heads * geometry.head_dim
-        self.pos_key_proj = Linear(geometry.hidden_size, width) if c2p and not share_att_key else None
-        self.pos_query_proj = Linear(geometry.hidden_size, width) if p2c and not share_att_key else None
+        self.pos_key_proj = AnyDtypeLinear(geometry.hidden_size, width) if c2p and not share_att_key else None
+        self.pos_query_proj = AnyDtypeLinear(geometry.hidden_size, width) if p2c and not share_att_key else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

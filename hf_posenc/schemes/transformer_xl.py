@@ -11,7 +11,7 @@ from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.schemes.families.layers import Linear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
@@ -35,14 +35,13 @@ class GlobalBiases(Scheme):
         draw_start(self.r_r_bias, self.init, _STD)
 
 
-class PositionProjection(Linear):
+class PositionProjection(AnyDtypeLinear):
     """W_r, applied to encodings `[..., E]`, or, transposed (`backwards`), to queries `[B, H, q, D]`."""
 
     def forward(self, input: Tensor, *, backwards: bool = False) -> Tensor:
-        weight = self.weight.to(input)
         if not backwards:
-            return nn.functional.linear(input, weight)
-        return input @ weight.view(input.shape[1], input.shape[3], -1)  # [B, H, q, E]
+            return super().forward(input)
+        return input @ self.weight.to(input).view(input.shape[1], input.shape[3], -1)  # [B, H, q, E]
 
 
 @register_scheme("transformer_xl", paper="1901.02860", family="content-relative")

@@ -33,13 +33,6 @@ class _Weights(nn.Module):
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 
 
-class Linear(_Weights):
-    """A linear layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
-
-
 class LentLinear(_Weights):
     """A linear layer whose call returns its weight `[out, in]` and bias `[out]`.
 
@@ -50,7 +43,7 @@ class LentLinear(_Weights):
         return self.weight, self.bias
 
 
-class AnyDtypeLinear(Linear):
+class AnyDtypeLinear(_Weights):
     """A linear layer with float32 weights that computes in the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,9 +85,7 @@ class PairNetwork(nn.ModuleList):
     def reset_parameters(self) -> None:
         """Draw weights and biases as `nn.Linear` does."""
         for layer in self.layers:
-            bound = layer.in_features**-0.5
-            nn.init.uniform_(layer.weight, -bound, bound)
-            nn.init.uniform_(layer.bias, -bound, bound)
+            layer.reset_parameters()
 
     def silence(self) -> None:
         """Make the output zero for every input."""
