@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from edits import edits
-from grid import once
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from peft import LoraConfig
 from safetensors import safe_open
@@ -225,7 +224,8 @@ def others(key: Any, value: Any) -> list[Any]:
     return [None, 5, "x", [], {}]
 
 
-@pytest.mark.parametrize("name", once(CONVERSIONS))
+@pytest.mark.grid
+@pytest.mark.parametrize("name", CONVERSIONS)
 def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Path) -> None:
     model = CONVERSIONS[name]()
     model.save_pretrained(tmp_path)

@@ -390,6 +390,7 @@ def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("begun", "number"), once(itertools.product([True, False], [signal.SIGINT, signal.SIGTERM])))
 def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path) -> None:
     tmp_path = tmp_path / "my run"

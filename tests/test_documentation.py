@@ -89,9 +89,14 @@ def test_code_compiles_and_its_marks_are_known(name: str) -> None:
         assert not mark or mark in NOT_RUN, mark
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_CODE if name not in BY_THEMSELVES])
+# It trains.
+LONG = "docs/adaptation.md"
+RUN = [pytest.param(n, marks=[pytest.mark.grid] * (n == LONG)) for n in WITH_CODE if n not in BY_THEMSELVES]
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "docs/adaptation.md":
+    if name == LONG:
         (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")
     if name == "docs/loading.md":
         hf_posenc.patch(stock("llama"), "fire").save_pretrained(tmp_path / "converted")

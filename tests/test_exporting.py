@@ -395,6 +395,7 @@ save_file(found, folder / "found.safetensors")
 """
 
 
+@pytest.mark.grid
 def test_it_loads_and_generates_without_the_package(tmp_path: Path) -> None:
     cases = ["comrope_ld", "liere", "liere, two axes", "some layers without", "gpt2, sinusoidal"]
     models = {f"{index}": EXPORTS[case][0]() for index, case in enumerate(cases)}

@@ -207,6 +207,7 @@ def test_what_is_faded_out_is_as_what_is_dropped(name: str) -> None:
     torch.testing.assert_close(logits(model, ids), faded, **SAME)
 
 
+@pytest.mark.grid
 def test_torch_compile_gives_the_same_logits() -> None:
     model, ids = make("mistral"), tokens(1)
     del model.model.layers[1]

@@ -49,6 +49,7 @@ def test_to_another_scheme(architecture: str, scheme: str, like: str, share: flo
     assert found.after < found.before
 
 
+@pytest.mark.grid
 def test_the_table_of_t5() -> None:
     model, ids = patched("t5", "t5", init="normal"), tokens("t5", 2, 40)
     found = fit(model)
@@ -65,6 +66,7 @@ def test_the_table_of_t5() -> None:
         assert found.after < share * found.spread
 
 
+@pytest.mark.grid
 def test_a_directed_bias_says_what_an_encoder_says_of_left_and_right() -> None:
     found = {}
     for directed in (False, True):

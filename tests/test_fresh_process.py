@@ -154,6 +154,7 @@ for name in ("llama", "gpt2", "t5"):
 """
 
 
+@pytest.mark.grid
 def test_trust_with_the_package_loads_through_the_stub_and_saves_again(folder: Path) -> None:
     outcomes = run(TRUSTED, folder)
     check_bit_equal(folder)
@@ -183,6 +184,7 @@ for name in ("llama", "gpt2", "t5"):
 """
 
 
+@pytest.mark.grid
 def test_with_the_package_imported_plain_auto_classes_load_bit_equal(folder: Path) -> None:
     outcomes = run(LOADED, folder)
     assert [kind for _, kind in outcomes.values()] == ["PosencLlamaModel", "PosencGPT2Model", "PosencT5Model"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from models import DIRECTORIES, checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, ModernBertConfig, PreTrainedConfig
 
@@ -53,7 +54,7 @@ def read(name: str, source: str, *overrides: str, length: int | None = None) -> 
     return Recipe.read(source, ["model=here", *overrides], config=config)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", once(CONFIGS))
 def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None:
     layers = {"gpt2": "n_layer", "t5": "num_layers", "modernbert": "max_position_embeddings"}
     config = replaced(CONFIGS[name], **{layers.get(name, "num_hidden_layers"): 512 if name == "modernbert" else 1})

@@ -87,6 +87,7 @@ def test_a_training_step_is_one_graph(scheme: str) -> None:
         torch.testing.assert_close(got, expected, **SAME)
 
 
+@pytest.mark.grid
 def test_neighbouring_channels_turn_in_one_graph() -> None:
     model = hf_posenc.patch(models.tiny("gpt2"), "rope", layout="interleaved").eval()
     whole: Any = torch.compile(model, backend="eager", fullgraph=True)
@@ -100,6 +101,7 @@ def test_neighbouring_channels_turn_in_one_graph() -> None:
         torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
 
 
+@pytest.mark.grid
 def test_a_second_length_runs_in_one_graph() -> None:
     """The compiler has a symbol for the length then."""
     model = patched("rope")

@@ -242,6 +242,7 @@ def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
     return found[0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("architecture", once(models.ARCHITECTURES))
 def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> None:
     ids = models.tokens(architecture, 2, 12)

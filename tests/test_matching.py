@@ -74,6 +74,7 @@ def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture
         torch.testing.assert_close(model(**inputs).logits, stock(architecture).eval()(**inputs).logits)
 
 
+@pytest.mark.grid
 def test_a_scheme_that_can_say_it_all_does() -> None:
     """The table of T5 as a scheme, from nothing."""
     model = patched("t5", "t5", shared=False)

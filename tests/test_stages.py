@@ -88,6 +88,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
 
 
+@pytest.mark.grid
 def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
