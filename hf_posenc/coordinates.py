@@ -7,36 +7,12 @@ coordinate before it. An image or a table begins, on every axis, where the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PositionError
-
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """The tokens generated so far, input of a rule for their coordinates.
-
-    Attributes:
-        ids: All token ids so far, `[B, P + N]`; ids of the prompt are missing if it was given as embeddings.
-        count: Number of generated tokens N, the last ones of `ids`.
-        prompt: Coordinates of the prompt, `[B, P, n]`.
-        real: Mask of the prompt, bool `[B, P]`; False at padding.
-    """
-
-    ids: Tensor
-    count: int
-    prompt: Tensor
-    real: Tensor
-
-
-# A function that returns coordinates `[B|1, N, n]` of all generated tokens. It runs again at each step, so the
-# coordinates of a token may depend only on ids up to its own.
-Rule: TypeAlias = Callable[[Generated], Tensor]
 
 
 def grid(rows: int, columns: int, *, step: float = 1.0) -> Tensor:
@@ -181,16 +157,6 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
     for place, row in zip(batch, rows, strict=True):
         place[longest - len(row) if padding_side == "left" else 0 :][: len(row)] = row
     return batch
-
-
-def after_the_largest(generated: Generated) -> Tensor:
-    """Return coordinates by the rule for texts, `[B, N, n]`: one more than the largest so far, on every axis."""
-    prompt = generated.prompt
-    largest = prompt.masked_fill(~generated.real[..., None], float("-inf")).amax(dim=(1, 2))  # [B]
-    # A prompt of padding alone has no largest coordinate.
-    largest = largest.where(largest.isfinite(), torch.full_like(largest, -1.0))
-    count = torch.arange(1, generated.count + 1, device=prompt.device)
-    return (largest[:, None] + count.to(prompt))[..., None].expand(-1, -1, prompt.shape[2])
 
 
 def _rows(part: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.coordinates import Generated, Rule, after_the_largest
 from hf_posenc.errors import CacheError, PositionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import check_coords, real_tokens, resolve_positions
@@ -18,15 +17,13 @@ from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, REAL, PosencBody, to
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of coordinates after a prompt.
+    """The continuation of coordinates after a prompt, by the rule for texts: one more than the largest, on every axis.
 
     Attributes:
-        rule: Rule for the generated tokens.
         prompt_ids: Number of token ids in the prompt: one per coordinate, or none where it came as embeddings.
         begin: Number of tokens in the cache before the first coordinate.
     """
 
-    rule: Rule
     prompt_ids: int
     begin: int
 
@@ -39,9 +36,6 @@ class Continuation:
             mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
             length: Number of tokens in the next forward.
             cached: Number of tokens in the cache.
-
-        Raises:
-            PositionError: The rule returned something else than coordinates of the generated tokens.
         """
         count = ids.shape[1] - self.prompt_ids
         if count < 0:
@@ -49,21 +43,14 @@ class Continuation:
             return prompt[:, first : first + length]
         if not count:
             return prompt[:, -length:]
-        batch, size = ids.shape[0], prompt.shape[1]
-        real = torch.ones(batch, size, dtype=torch.bool, device=ids.device)
+        real = prompt
         if mask is not None:
-            before = mask.shape[1] - size - count
-            real = mask[:, before : before + size] != 0
-        generated = self.rule(Generated(ids=ids, count=count, prompt=prompt, real=real.to(prompt.device)))
-        if not isinstance(generated, Tensor) or generated.shape not in {
-            (rows, count, prompt.shape[2]) for rows in (1, batch)
-        }:
-            got = list(generated.shape) if isinstance(generated, Tensor) else repr(generated)
-            raise PositionError(
-                f"position_coords_rule returned {got}; expected coordinates of shape [{batch} or 1, {count}, "
-                f"{prompt.shape[2]}], one row for each generated token."
-            )
-        return torch.cat((prompt, generated.to(prompt).expand(batch, -1, -1)), dim=1)[:, -length:]
+            before = mask.shape[1] - prompt.shape[1] - count
+            hidden = mask[:, before : before + prompt.shape[1], None].to(prompt.device) == 0
+            real = prompt.masked_fill(hidden, float("-inf"))
+        largest = real.amax(dim=(1, 2)).nan_to_num(neginf=-1.0)  # a prompt of padding alone has none
+        following = largest[:, None] + torch.arange(1, count + 1).to(prompt)  # [B, count]
+        return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, -length:]
 
 
 class PosencGenerator(PosencModel):
@@ -86,7 +73,6 @@ class PosencGenerator(PosencModel):
         inputs: Tensor | None = None,
         *args: Any,
         position_coords: Tensor | None = None,
-        position_coords_rule: Rule | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate as `GenerationMixin.generate` does; tokens may have coordinates.
@@ -95,19 +81,18 @@ class PosencGenerator(PosencModel):
             inputs: Token ids or other inputs of the prompt.
             *args: Other arguments of `GenerationMixin.generate`.
             position_coords: Coordinates of the prompt, `[B|1, S, n]`; in an encoder-decoder model, of the encoder's
-                tokens, and those of the decoder have none.
-            position_coords_rule: Rule that gives coordinates to generated tokens, see `hf_posenc.coordinates.Rule`.
-                `None` is the rule for texts: one more than the largest coordinate so far, on every axis.
+                tokens, and those of the decoder have none. A new token gets one more than the largest coordinate so
+                far, on every axis.
             **kwargs: Other keywords of `GenerationMixin.generate`.
 
         Raises:
-            PositionError: Coordinates do not fit the inputs or the schemes, a rule has no coordinates to
-                continue, or the assistant model does not read coordinates.
+            PositionError: Coordinates do not fit the inputs or the schemes, or the assistant model does not read them.
         """
-        given = {} if position_coords is None else {"position_coords": position_coords}
-        if "continuation" not in kwargs:  # else an assisted model calls its assistant
-            given = self._check_generation_coords(inputs, position_coords, position_coords_rule, kwargs)
-        return super().generate(inputs, *args, **given, **kwargs)  # type: ignore[misc]
+        if position_coords is not None and "continuation" not in kwargs:  # else an assisted model calls its assistant
+            kwargs |= self._check_generation_coords(inputs, position_coords, kwargs)
+        elif position_coords is not None:
+            kwargs["position_coords"] = position_coords
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
         self,
@@ -155,22 +140,9 @@ class PosencGenerator(PosencModel):
         first: int = of_model(self).first_position(self)
         return positions + first
 
-    def _check_generation_coords(
-        self, inputs: Tensor | None, coords: Tensor | None, rule: Rule | None, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _check_generation_coords(self, inputs: Tensor | None, coords: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments about coordinates as the steps of generation need them."""
         sequence_to_sequence = self.config.is_encoder_decoder
-        if rule is not None and (coords is None or sequence_to_sequence):
-            raise PositionError(
-                "Got position_coords_rule, but no position_coords of a decoder-only model, from which new tokens would "
-                "go on."
-            )
-        if coords is None:
-            return {}
-        if rule is not None and not callable(rule):
-            raise PositionError(
-                f"Got position_coords_rule={rule!r}; expected a function, see hf_posenc.coordinates.Rule."
-            )
         ids, embedded = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         tokens = next((given for given in (embedded, ids) if given is not None), None)
         if tokens is None:
@@ -185,7 +157,7 @@ class PosencGenerator(PosencModel):
         prompt_ids = length if embedded is None else 0 if ids is None else ids.shape[1]
         if mask is not None and mask.shape[1] > length:
             begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
-        return {"position_coords": coords, "continuation": Continuation(rule or after_the_largest, prompt_ids, begin)}
+        return {"position_coords": coords, "continuation": Continuation(prompt_ids, begin)}
 
     def _check_assistant(self, kwargs: dict[str, Any], axes: int) -> None:
         assistant = kwargs.get("assistant_model")

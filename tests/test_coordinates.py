@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc.coordinates import Generated, after_the_largest, grid, join, stack, table
+from hf_posenc.coordinates import grid, join, stack, table
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.context import Context
+from hf_posenc.patches.generation import Continuation
 
 LANGUAGES = ("llama", "gpt2", "t5")
 
@@ -127,10 +128,10 @@ def test_stack_pads_like_a_tokenizer() -> None:
 
 
 def test_generated_tokens_follow_the_largest_real_coordinate() -> None:
-    prompt = torch.tensor([[[9.0, 9.0], [1.0, 4.0]], [[0.0, 2.0], [1.0, 1.0]], [[7.0, 7.0], [7.0, 7.0]]])
-    real = torch.tensor([[False, True], [True, True], [False, False]])
-    got = after_the_largest(Generated(torch.zeros(3, 5), 3, prompt, real))
-    assert got[..., 0].tolist() == [[5, 6, 7], [3, 4, 5], [0, 1, 2]]
+    prompt = torch.tensor([[[9.0, 9.0], [-3.0, -2.0]], [[0.0, 2.0], [1.0, 1.0]], [[7.0, 7.0], [7.0, 7.0]]])
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1] * 5, [0, 0, 1, 1, 1]])
+    got = Continuation(prompt_ids=2, begin=0).fresh(prompt, torch.zeros(3, 5), mask, 3, 2)
+    assert got[..., 0].tolist() == [[-1, 0, 1], [3, 4, 5], [0, 1, 2]]
     assert torch.equal(got[..., 0], got[..., 1])
 
 
@@ -250,6 +251,8 @@ def test_coordinates_that_do_not_fit_are_refused_at_the_door(coords: Tensor, mes
     for run in (model, model.generate):
         with pytest.raises(PositionError, match=message):
             run(ids, position_coords=coords)
+    with pytest.raises(PositionError, match=r"\[1, 8, 2\]; expected \[2 or 1, 9, 2\]"):
+        two_dimensional("t5").generate(tokens("t5", 2, 9), position_coords=join(8, axes=2))
     with pytest.raises(PositionError, match="no scheme of this model reads coordinates"):
         hf_posenc.patch(stock("llama"), "rope")(ids, position_coords=torch.zeros(2, 9, 2))
 
@@ -267,13 +270,13 @@ def prompt_of(architecture: str, rows: int = 2) -> dict[str, Any]:
     return settings | {"do_sample": False, "position_coords": COORDS}
 
 
-def greedy_by_hand(model: PreTrainedModel, settings: dict[str, Any], rule: Any) -> Tensor:
+def greedy_by_hand(model: PreTrainedModel, settings: dict[str, Any]) -> Tensor:
     """Choose tokens by whole forwards, each with coordinates for all its tokens."""
     ids = settings["inputs"]
     coords = settings["position_coords"].expand(len(ids), -1, -1)
     size, never = coords.shape[1], model.generation_config.eos_token_id
     for _ in range(NEW):
-        places = rule(ids, coords, ids.shape[1] - size)
+        places = text_after(coords, ids.shape[1] - size)
         with torch.no_grad():
             logits = model(ids, position_coords=places).logits[:, -1]
         logits[:, never] = float("-inf")  # as min_new_tokens has it
@@ -281,42 +284,19 @@ def greedy_by_hand(model: PreTrainedModel, settings: dict[str, Any], rule: Any) 
     return ids
 
 
-def text_after(ids: Tensor, coords: Tensor, count: int) -> Tensor:
+def text_after(coords: Tensor, count: int) -> Tensor:
     following = torch.arange(1, count + 1)[None, :, None] + coords.amax(dim=(1, 2))[:, None, None]
     return torch.cat((coords, following.expand(-1, -1, coords.shape[2])), 1)
-
-
-def down_the_first_column(generated: Generated) -> Tensor:
-    """A rule that reads tokens: an even one begins a row, an odd one a column."""
-    fresh = generated.ids[:, generated.ids.shape[1] - generated.count :] % 2
-    return 20.0 + torch.stack(((1 - fresh).cumsum(1), fresh.cumsum(1)), dim=-1)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_new_tokens_go_on_behind_the_largest_coordinate(architecture: str) -> None:
     model, settings = two_dimensional(architecture), prompt_of(architecture)
-    want = greedy_by_hand(model, settings, text_after)
+    want = greedy_by_hand(model, settings)
     assert torch.equal(model.generate(**settings, use_cache=False), want)
     assert torch.equal(model.generate(**settings), want)
     without = {name: value for name, value in settings.items() if "coords" not in name}
     assert not torch.equal(model.generate(**without), want)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_new_tokens_follow_a_rule_that_reads_them(architecture: str) -> None:
-    model, settings = two_dimensional(architecture), prompt_of(architecture)
-
-    def rule(ids: Tensor, coords: Tensor, count: int) -> Tensor:
-        real = torch.ones(coords.shape[:2], dtype=torch.bool)
-        return torch.cat((coords, down_the_first_column(Generated(ids, count, coords, real))), 1)
-
-    want = greedy_by_hand(model, settings, rule)
-    settings["position_coords_rule"] = down_the_first_column
-    assert torch.equal(model.generate(**settings, use_cache=False), want)
-    assert torch.equal(model.generate(**settings), want)
-    assert torch.equal(model.generate(**settings, cache_implementation="static"), want)
-    beams = model.generate(**settings, num_beams=3, use_cache=False)
-    assert torch.equal(model.generate(**settings, num_beams=3), beams)
 
 
 @pytest.mark.parametrize("architecture", LANGUAGES)
@@ -349,9 +329,6 @@ def test_assisted_decoding_sees_the_same_coordinates_or_refuses(architecture: st
         table = assistant.get_input_embeddings().weight
         table.mul_(1 + 0.2 * torch.randn_like(table))  # it must sometimes be wrong
     assert torch.equal(model.generate(**settings, assistant_model=assistant), plain)
-    ruled = model.generate(**settings, position_coords_rule=down_the_first_column)
-    got = model.generate(**settings, position_coords_rule=down_the_first_column, assistant_model=assistant)
-    assert torch.equal(got, ruled)
     for blind in (stock(architecture), hf_posenc.patch(stock(architecture), "fire")):
         with pytest.raises(PositionError, match="cannot follow position_coords with 2 axes"):
             model.generate(**settings, assistant_model=blind)
@@ -403,32 +380,6 @@ def test_only_the_new_tokens_may_follow_a_cache_with_padding(architecture: str) 
         rest = {**settings, "position_coords": coords[:, 6:], "past_key_values": cache, **chunks}
         got = model.generate(ids[:, 6:], attention_mask=mask, **rest)
         assert torch.equal(got[:, 5:], plain[:, -NEW:])
-
-
-def test_generation_refuses_at_the_door_what_it_cannot_follow() -> None:
-    model, ids = two_dimensional("llama"), tokens("llama", 2, 9)
-    coords = join(9, axes=2)
-    for keywords, message in (
-        ({"position_coords_rule": down_the_first_column}, "but no position_coords of a decoder-only model"),
-        ({"position_coords": coords, "position_coords_rule": 3}, "expected a function"),
-        (
-            {"position_coords": coords, "position_coords_rule": lambda generated: None},
-            "position_coords_rule returned None",
-        ),
-        (
-            {"position_coords": coords, "position_coords_rule": lambda generated: torch.zeros(2, 4, 2)},
-            r"returned \[2, 4, 2\]; expected coordinates of shape \[2 or 1, 1, 2\]",
-        ),
-    ):
-        with pytest.raises(PositionError, match=message):
-            model.generate(ids, max_new_tokens=3, **keywords)
-    model, ids = two_dimensional("t5"), tokens("t5", 2, 9)
-    for keywords, message in (
-        ({"position_coords": coords, "position_coords_rule": down_the_first_column}, "of a decoder-only model"),
-        ({"position_coords": join(8, axes=2)}, r"\[1, 8, 2\]; expected \[2 or 1, 9, 2\]"),
-    ):
-        with pytest.raises(PositionError, match=message):
-            model.generate(ids, max_new_tokens=3, **keywords)
 
 
 def test_attend_refuses_coordinates_that_do_not_fit() -> None:
