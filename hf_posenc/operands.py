@@ -186,6 +186,41 @@ def coordinates_of(positions: Tensor, coords: Tensor | None, axes: int, dtype: t
     return coords.to(dtype)
 
 
+def check_coords(
+    coords: Tensor, axes: set[int], batch: int, length: int, device: torch.device, name: str = "position_coords"
+) -> Tensor:
+    """Return coordinates that were given for tokens, float32 or float64 `[B|1, S, n]`.
+
+    Args:
+        coords: The coordinates as the caller gave them.
+        axes: Numbers of coordinates that schemes read; 0 stands for a scheme that reads none.
+        batch: Batch size B.
+        length: Number of tokens S.
+        device: Device of the inputs.
+        name: Name of the argument.
+
+    Raises:
+        PositionError: No scheme reads coordinates, or they do not fit the schemes or the inputs.
+    """
+    wanted = axes - {0}
+    if not wanted:
+        raise PositionError(
+            f"Got {name}, but no scheme here reads coordinates. Leave them out, or take a scheme that has the option "
+            "axes."
+        )
+    shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
+    fits = coords.ndim == 3 and coords.shape[1] == length and coords.shape[0] in (1, batch)
+    if not fits or {coords.shape[2]} != wanted:
+        raise PositionError(
+            f"Got {name} of shape {list(coords.shape)}; expected {shapes}: the coordinates of each input token."
+        )
+    if not coords.is_floating_point():
+        coords = coords.double()
+    if not torch.compiler.is_compiling() and not bool(coords.isfinite().all()):
+        raise PositionError(f"Got {name} that are not finite; expected a number for each axis of each token.")
+    return coords.to(device=device, dtype=torch.promote_types(coords.dtype, torch.float32))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
     """The fresh tokens of one call: the layer has just projected their queries, keys and values.

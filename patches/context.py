@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,15 @@ class _Disabled(threading.local):
 DISABLED = _Disabled()
 
 
-class Switch:
+class Mixin:
+    """A base class in front of a class of transformers, which has the rest."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Switch(Mixin):
     """Mixin of modules that run their stock forward where `disabled` says so."""
 
     posenc_replica_disabled: bool = False
@@ -279,40 +287,3 @@ def resolve_positions(
         # One row of positions lets all rows share one bias.
         positions = positions[:1]
     return positions
-
-
-def check_coords(coords: Tensor, axes: set[int], batch: int, length: int, device: torch.device) -> Tensor:
-    """Return coordinates that were given for the new tokens, float32 or float64 `[B|1, S, n]`.
-
-    Args:
-        coords: The coordinates as the caller gave them.
-        axes: Numbers of coordinates that the model's schemes read; 0 stands for a scheme that reads none.
-        batch: Batch size B.
-        length: Number of new tokens S.
-        device: Device of the inputs.
-
-    Raises:
-        PositionError: No scheme reads coordinates, or they do not fit the schemes or the inputs.
-    """
-    wanted = axes - {0}
-    if not wanted:
-        raise PositionError(
-            "Got position_coords, but no scheme of this model reads coordinates. Leave them out, or patch with a "
-            "scheme that has the option axes."
-        )
-    shapes = f"[{batch} or 1, {length}, {' or '.join(map(str, sorted(wanted)))}]"
-    if (
-        coords.ndim != 3
-        or coords.shape[1] != length
-        or coords.shape[0] not in (1, batch)
-        or {coords.shape[2]} != wanted
-    ):
-        raise PositionError(
-            f"Got position_coords of shape {list(coords.shape)}; expected {shapes}: the coordinates of each input "
-            "token."
-        )
-    if not coords.is_floating_point():
-        coords = coords.double()
-    if not torch.compiler.is_compiling() and not bool(coords.isfinite().all()):
-        raise PositionError("Got position_coords that are not finite; expected a number for each axis of each token.")
-    return coords.to(device=device, dtype=torch.promote_types(coords.dtype, torch.float32))

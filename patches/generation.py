@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import CacheError, PositionError
+from hf_posenc.operands import check_coords
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.context import check_coords, real_tokens, resolve_positions
+from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
 from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, REAL, PosencBody, tokens_in
 
@@ -53,12 +54,8 @@ class Continuation:
         return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, -length:]
 
 
-class PosencGenerator(PosencModel):
+class PosencGenerator(PosencModel, Mixin):
     """Mixin of patched models that generate."""
-
-    if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the pages of its cache have no room for positions."""

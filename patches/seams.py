@@ -7,7 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
-from hf_posenc.operands import Positions, Projection, Tokens
+from hf_posenc.operands import Positions, Projection, Tokens, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import (
     Context,
+    Mixin,
     Passage,
     Switch,
-    check_coords,
     check_mask,
     is_this_thread,
     largest,
@@ -89,16 +89,13 @@ def without_context(module: object) -> NotPatchedError:
     )
 
 
-class PosencAttention:
+class PosencAttention(Mixin):
     """Mixin of patched attention modules: calls the scheme's seams around the architecture's projections."""
 
     posenc_group: int
     posenc_keeps_native: bool
     # Names of the arguments of the stock forward behind the first.
     posenc_arguments: ClassVar[tuple[str, ...]]
-    if TYPE_CHECKING:  # the other base, a module of transformers, has the rest
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -288,7 +285,7 @@ def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None,
     return Mask("all", keep if hides else None, bias)
 
 
-class PosencLayer:
+class PosencLayer(Mixin):
     """Mixin of patched decoder or encoder layers: threads what a scheme carries from layer to layer.
 
     That goes in as the second positional argument of `forward` and comes out as the last result, so that gradient
@@ -296,9 +293,6 @@ class PosencLayer:
     """
 
     posenc_group: int
-    if TYPE_CHECKING:  # the other base, a layer of transformers, has the rest
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def posenc_feed_forward(self) -> nn.Module:
         """Return the module whose output `Scheme.feed` gets."""
@@ -349,10 +343,6 @@ class PosencLayer:
 
 class PosencBody(Switch):
     """Mixin of patched bodies: finds out positions, applies `embed`, and hands the context down."""
-
-    if TYPE_CHECKING:  # the other base, a model of transformers, has the rest
-
-        def __getattr__(self, name: str) -> Any: ...
 
     # Names of the arguments of the stock forward, in order.
     posenc_arguments: ClassVar[tuple[str, ...]]

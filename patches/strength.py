@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Projection, Tokens
-from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.record import Group, Strengths

@@ -12,9 +12,9 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings, ViTModel
 
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
-from hf_posenc.operands import Geometry, NativeTable
+from hf_posenc.operands import Geometry, NativeTable, check_coords
 from hf_posenc.patches.architecture import embedding_rms, weight_of
-from hf_posenc.patches.context import Context, Switch, check_coords, is_this_thread, real_tokens, this_thread
+from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.family import Family, add_family
 from hf_posenc.patches.seams import CONTEXT, PosencBody
 

@@ -310,7 +310,7 @@ def test_wrong_coordinates_are_refused() -> None:
     for coords in (torch.zeros(1, 16, 2), torch.zeros(1, 17, 3), torch.zeros(3, 17, 2), torch.zeros(17, 2)):
         with pytest.raises(hf_posenc.PositionError, match=r"expected \[2 or 1, 17, 2\]"):
             states(model, position_coords=coords)
-    with pytest.raises(hf_posenc.PositionError, match="no scheme of this model reads coordinates"):
+    with pytest.raises(hf_posenc.PositionError, match="no scheme here reads coordinates"):
         states(patched("fire"), position_coords=grid_coords(4, 4, torch.device("cpu")))
     with pytest.raises(hf_posenc.PositionError, match="Pass position_coords"):
         states(model, position_ids=torch.arange(17)[None])

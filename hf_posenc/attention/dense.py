@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.executor import Executor
 from hf_posenc.operands import Block
-from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.softmax import grouped_matmul
 
 
 class Dense(Executor):

@@ -13,7 +13,7 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.engine import executors, run
 from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.errors import OptionError, PositionError, ShapeError
-from hf_posenc.operands import Positions, Tokens
+from hf_posenc.operands import Positions, Tokens, check_coords
 from hf_posenc.scheme import Scheme
 
 
@@ -82,8 +82,12 @@ def attend(
         raise OptionError(f"Executor {executor!r} cannot run {type(scheme).__name__}. Available: {available}.")
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
-    _check_coords(scheme, query_coords, query_positions, "query")
-    _check_coords(scheme, key_coords, key_positions, "key")
+    if query_coords is not None:
+        rows, length = query_positions.shape
+        query_coords = check_coords(query_coords, {scheme.axes}, rows, length, q.device, "query_coords")
+    if key_coords is not None:
+        rows, length = key_positions.shape
+        key_coords = check_coords(key_coords, {scheme.axes}, rows, length, q.device, "key_coords")
     # Distances in a narrow type would overflow.
     query_positions, key_positions = query_positions.long(), key_positions.long()
     positions = Positions(query_positions, key_positions, query_coords, key_coords)
@@ -139,25 +143,6 @@ def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bo
     elif mask.ndim == 3:
         mask = mask[:, None]
     return from_tensor(mask, rule, (*q.shape[:3], keys))
-
-
-def _check_coords(scheme: Scheme, coords: Tensor | None, positions: Tensor, kind: str) -> None:
-    if coords is None:
-        return
-    if not scheme.axes:
-        raise PositionError(
-            f"Got {kind}_coords, but {type(scheme).__name__} reads positions only. Leave them out, or build a scheme "
-            "with axes."
-        )
-    rows, length = positions.shape
-    shape = list(coords.shape)
-    if coords.ndim != 3 or shape[1:] != [length, scheme.axes] or not coords.is_floating_point():
-        raise PositionError(
-            f"Got {kind}_coords of shape {shape} and dtype {coords.dtype}; expected floats of shape [{rows}, {length}, "
-            f"{scheme.axes}]: a coordinate on each axis of each token."
-        )
-    if not bool(coords.isfinite().all()):
-        raise PositionError(f"Got {kind}_coords that are not finite; expected a number for each axis of each token.")
 
 
 def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | None) -> None:

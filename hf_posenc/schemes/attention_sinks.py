@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.ops.masking import softmax_of_seen
+from hf_posenc.ops.softmax import softmax_of_seen
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.ops.linear import grouped_matmul
-from hf_posenc.ops.masking import fill_hidden_
+from hf_posenc.ops.softmax import fill_hidden_, grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear

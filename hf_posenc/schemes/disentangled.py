@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import LARGEST_COUNT, Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import by_distance, keys_by_distance
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.additive import LONGEST

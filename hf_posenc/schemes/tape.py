@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.rotations import turn_pairs
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear

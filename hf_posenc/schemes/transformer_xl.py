@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
-from hf_posenc.ops.linear import grouped_matmul
 from hf_posenc.ops.skew import queries_by_distance
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear

@@ -16,7 +16,7 @@ from hf_posenc import registry
 from hf_posenc.attention import reach
 from hf_posenc.errors import NotPatchedError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
-from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import evaluating, patch, unpatch

@@ -25,7 +25,7 @@ from hf_posenc.attention.cpu.pieces import PiecewiseBias, PiecewiseLookup
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.cpu.tables import TableBias
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.ops.linear import grouped_matmul
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
 

@@ -19,7 +19,7 @@ from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.operands import Block
-from hf_posenc.ops.masking import fill_hidden_
+from hf_posenc.ops.softmax import fill_hidden_
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Locality
 

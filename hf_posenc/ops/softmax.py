@@ -1,9 +1,22 @@
-"""Masking: numbers of hidden keys are overwritten, and hidden keys get no weight."""
+"""Steps of softmax attention: products with keys and values that heads share, and hidden keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
+    """Multiply `[B, H, q, x]` by `[B, G, x, y]` with each kv head serving H / G query heads, without repeating it."""
+    batch, heads, length, width = rows.shape
+    groups = shared.shape[1]
+    if groups == heads:
+        return rows @ shared
+    if torch.compiler.is_exporting():
+        # The fold would bind the graph to one length.
+        return rows @ shared.repeat_interleave(heads // groups, dim=1)
+    folded = rows.reshape(batch, groups, heads // groups * length, width) @ shared  # [B, G, H/G * q, y]
+    return folded.view(batch, heads, length, shared.shape[-1])
 
 
 def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:
