@@ -12,9 +12,8 @@ from hf_posenc.patches.architecture import Architecture, architectures
 
 
 def register_all() -> None:
-    """Register every architecture."""
-    for architecture in architectures().values():
-        register(architecture)
+    """Register every architecture: each does so when it is loaded."""
+    architectures()
 
 
 def register(architecture: Architecture) -> None:

@@ -13,7 +13,7 @@ from hf_posenc.operands import check_coords
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import NO_CONTINUOUS_BATCHING, REAL, PosencBody, tokens_in
+from hf_posenc.patches.seams import REAL, PosencBody, tokens_in
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,10 @@ class PosencGenerator(PosencModel, Mixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the pages of its cache have no room for positions."""
-        raise CacheError(NO_CONTINUOUS_BATCHING)
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, see `init_continuous_batching`."""
-        raise CacheError(NO_CONTINUOUS_BATCHING)
+        raise CacheError(
+            "Patched models do not run with continuous batching: the pages of its cache have no room for positions. "
+            "Use generate with a batch."
+        )
 
     def generate(
         self,

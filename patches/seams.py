@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
-from hf_posenc.errors import AttentionBackendError, CacheError, DirectionError, NotPatchedError
+from hf_posenc.errors import AttentionBackendError, DirectionError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
@@ -39,11 +39,6 @@ from hf_posenc.scheme import Scheme
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
-
-NO_CONTINUOUS_BATCHING = (
-    "Patched models do not run with continuous batching: the pages of its cache have no room for positions. Use "
-    "generate with a batch."
-)
 
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
@@ -389,8 +384,6 @@ class PosencBody(Switch):
             raise DirectionError(
                 "Got is_causal=False; patched decoders are causal. Leave it out, or use the stock model."
             )
-        if call.get("cache") is not None:
-            raise CacheError(NO_CONTINUOUS_BATCHING)
         batch, length = inputs.shape[:2]
         given = self.given_positions(call)
         # A dict has the masks of generation, one for each type of layer.
