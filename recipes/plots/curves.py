@@ -23,8 +23,8 @@ from hf_posenc.recipes.plots import style
 Line = Sequence[tuple[Any, Interval]]
 Mark = tuple[float, str]
 
-# Panels per row, and labels per axis.
-_ACROSS, _TICKS = 4, 8
+# Panels per row, labels per axis, and points of a line up to which each is marked.
+_ACROSS, _TICKS, _MARKED = 4, 8, 20
 # Horizontal offset between models at one point, and its maximum over all models, in points.
 _APART, _WIDEST = 2.5, 20.0
 _DPI = 130
@@ -111,6 +111,7 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 def _errorbar(axes: Axes, line: Line, look: tuple[str, str, str], scale: float, **options: Any) -> None:
     colour, marker, dashes = look
     known = [(place, found) for place, found in line if found.is_known]
+    marker, dashes = (marker, dashes) if len(known) <= _MARKED else ("", "-")
     arms = [[(f.mean - f.low) * scale for _, f in known], [(f.high - f.mean) * scale for _, f in known]]
     axes.errorbar(
         [place for place, _ in known],
@@ -180,7 +181,7 @@ def _legend(figure: Figure) -> None:
     named = dict(sorted(named.items(), key=lambda entry: isinstance(entry[1], Line2D)))
     # About 0.07 inches per character, and 0.65 for the line sample.
     columns = int(figure.get_figwidth() // (0.07 * max(map(len, named)) + 0.65))
-    columns = max(1, min(len(named), 4, columns))
+    columns = max(1, min(len(named), columns))
     # The figure has room for two rows.
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(named) / columns) - 2))
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 9}
