@@ -151,14 +151,12 @@ class Run:
 
     Attributes:
         row: Row of the table.
-        recipe: Name of a recipe.
         changes: To it, as on the command line.
         seed: Random seed of the training.
         folder: Where it is.
     """
 
     row: str
-    recipe: str
     changes: tuple[str, ...]
     seed: int
     folder: Path
@@ -218,7 +216,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         f"evaluation.contexts={sorted({max(64, trained_length(arguments) // 4), trained_length(arguments)})}",
         *arguments.changes,
     ]
-    rows: dict[str, tuple[str, list[str]]] = {NATIVE: (f"{architecture}-{RECIPES[architecture][-1]}", CONTROL)}
+    rows = {NATIVE: CONTROL}
     if arguments.what == "schemes":
         trained = trained_length(arguments)
         numbers = {"{half}": trained // 2, "{trained}": trained, "{longer}": 2 * trained, "{far}": 8 * trained}
@@ -228,31 +226,35 @@ def planned(arguments: argparse.Namespace) -> Iterator[Run]:
         numbers["{far_steps}"] = max(1, arguments.steps * arguments.batch * arguments.length // numbers["{far}"])
         for scheme in RECIPES[architecture]:
             changes = REMOVED.get(scheme, []) if architecture == "llama" else []
-            rows[scheme] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in changes])
+            rows[scheme] = swapped(scheme, [filled(change, numbers) for change in changes])
         for form, (scheme, changes) in FORMS[architecture].items():
             whole = [*(REMOVED.get(scheme, []) if architecture == "llama" else []), *changes]
-            rows[filled(form, numbers)] = (f"{architecture}-{scheme}", [filled(change, numbers) for change in whole])
+            rows[filled(form, numbers)] = swapped(scheme, [filled(change, numbers) for change in whole])
         for scheme, changes in KEPT.items() if architecture == "llama" else ():
             kept = ["conversion.native=keep", "conversion.fit=null", *changes]
-            rows[f"{scheme}, native kept"] = (f"{architecture}-{scheme}", kept)
+            rows[f"{scheme}, native kept"] = swapped(scheme, kept)
     else:
         for scheme in LEVERED:
-            recipe = f"{architecture}-{scheme}"
-            for lever, changes in levers_of(recipe, common) if scheme in RECIPES[architecture] else ():
-                rows[f"{scheme}, {lever}"] = (recipe, changes)
+            for lever, changes in levers_of(scheme, common) if scheme in RECIPES[architecture] else ():
+                rows[f"{scheme}, {lever}"] = swapped(scheme, changes)
     for seed in arguments.seeds:
-        for row, (recipe, changes) in rows.items():
+        for row, changes in rows.items():
             if arguments.only is None or row in arguments.only or row == NATIVE:
                 name = "".join(c if c.isalnum() or c == "_" else "-" for c in row.replace(", ", "--"))
                 everything = merged(*common, *changes, f"training.seed={seed}")
-                yield Run(row, recipe, everything, seed, arguments.runs / f"{name}.{seed}")
+                yield Run(row, everything, seed, arguments.runs / f"{name}.{seed}")
 
 
-def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Return the levers of a recipe with the changes they stand for; those that change nothing in it are left out."""
+def swapped(scheme: str, changes: list[str]) -> list[str]:
+    """Return changes to the recipe `swap` that begin with the scheme, unless they are those of a control."""
+    return changes if CONTROL[0] in changes else [f"conversion.scheme={scheme}", *changes]
+
+
+def levers_of(scheme: str, common: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Return the levers of a swap with the changes they stand for; those that change nothing in it are left out."""
     from hf_posenc.recipes.schema.recipe import Recipe
 
-    shipped = Recipe.read(recipe, merged(*common))
+    shipped = Recipe.read("swap", merged(*common, *swapped(scheme, [])))
     training = shipped.training
     assert training.length is not None
     numbers = {
@@ -265,7 +267,7 @@ def levers_of(recipe: str, common: list[str]) -> Iterator[tuple[str, list[str]]]
     }
     for lever, changes in LEVERS.items():
         mine = [filled(change, numbers) for change in changes]
-        if not changes or Recipe.read(recipe, merged(*common, *mine)) != shipped:
+        if not changes or Recipe.read("swap", merged(*common, *swapped(scheme, mine))) != shipped:
             yield lever, mine
 
 
@@ -336,7 +338,7 @@ def complete(runs: list[Run], record: Record, arguments: argparse.Namespace) -> 
         if not record.has(budget, run):
             program = ["-c", "from hf_posenc.cli import app; app()"]
             done = (run.folder / "model").is_dir() or succeeds(
-                run, [*program, "train", run.recipe, *run.changes, "--out", str(run.folder)]
+                run, [*program, "train", "swap", *run.changes, "--out", str(run.folder)]
             )
             measuring = [__file__, "measure", str(run.folder), "--far-windows", str(arguments.far_windows)]
             if done and ((run.folder / FAR).exists() or succeeds(run, measuring)):

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import registry
 from hf_posenc.errors import PosencError, RecipeError, suggest
 from hf_posenc.patches import record, rotary
-from hf_posenc.patches.architecture import architectures, of_config
+from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
@@ -93,7 +92,7 @@ def resolve(
 
     Args:
         kind: Class of recipes.
-        source: Name of a goal, or of a recipe of earlier versions.
+        source: Name of a goal.
         overrides: Overrides of the user; `factor` and `by` are those of `extend`.
         config: Config of the model; `None` reads it.
 
@@ -101,13 +100,12 @@ def resolve(
         RecipeError: There is no such recipe, or it does not suit the model.
         CheckpointError: The config of the model cannot be read.
     """
-    goal, *own = _words(source, overrides)
-    content: Content = fields.parse(library.content(goal), goal)
-    fields.override(kind, content, [pair for pair in own if not _is_way(goal, pair)])
+    if source not in library.names():
+        raise RecipeError(f"There is no recipe {source!r}. {suggest(source, library.names())} A file ends in .yaml.")
+    content: Content = fields.parse(library.content(source), source)
     ways: Content = {}
-    for pairs in (own, overrides):
-        fields.override(kind, ways, [pair for pair in pairs if _is_way(goal, pair)])
-    overrides = tuple(pair for pair in overrides if not _is_way(goal, pair))
+    fields.override(kind, ways, [pair for pair in overrides if _is_way(source, pair)])
+    overrides = tuple(pair for pair in overrides if not _is_way(source, pair))
     given: Content = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
     paths = fields.override(kind, given, overrides)
     config = load_config(str(given["model"])) if config is None else config
@@ -116,11 +114,11 @@ def resolve(
         return content, overrides  # An error of the user, which validation names.
     case = _Case(config, content, conversion, training or {}, documents=_says(given, "data", "packing", "documents"))
     case.alone = _says(given, "adapter", "kind", "scheme")
-    if goal == "extend":
+    if source == "extend":
         case.extend(**ways)
     elif conversion.get("scheme") is not None:
         case.swap(str(conversion["scheme"]))
-    elif goal == "swap" and not own and not {("conversion",), ("conversion", "scheme")} & set(paths):
+    elif source == "swap" and not {("conversion",), ("conversion", "scheme")} & set(paths):
         raise RecipeError(
             "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
             "schemes` lists all."
@@ -136,27 +134,6 @@ def _says(given: Content, section: str, key: str, value: str) -> bool:
 
 def _is_way(goal: str, pair: str) -> bool:
     return goal == "extend" and pair.partition("=")[0] in ("factor", "by")
-
-
-def _words(source: str, overrides: Sequence[str]) -> list[str]:
-    """Return a goal and overrides for its name, or for a name that earlier versions had."""
-    if source in library.names():
-        return [source]
-    other = _data()["earlier"].get(source)
-    if other is not None:
-        return str(other).split()
-    made_for, _, scheme = source.partition("-")
-    known = [f"{name}-{info}" for name in architectures() for info in registry.schemes()]
-    if source not in known:
-        near = get_close_matches(source, [*library.names(), *known], n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise RecipeError(
-            f"There is no recipe {source!r}. {hint}There are {', '.join(library.names())}; a file ends in .yaml."
-        )
-    default = fields.parse(library.content("swap"), "swap")["model"]
-    if not any(pair.startswith("model=") for pair in overrides) and not default.endswith(made_for):
-        raise RecipeError(f"{source} is now swap scheme={scheme} model=DIR. Give the model, a {made_for}.")
-    return ["swap", f"scheme={scheme}"]
 
 
 class _Case:

@@ -284,19 +284,19 @@ def test_recipes_lists_goals_and_recommends_at_most_five(checkpoints: dict[str, 
 
 
 def test_show_prints_every_key_after_overrides() -> None:
-    overrides = ["training.steps=7", "conversion.options.threshold=32"]
-    assert run("recipes", "show", "llama-fire", *overrides).stdout == Recipe.read("llama-fire", overrides).text()
+    overrides = ["scheme=fire", "training.steps=7", "conversion.options.threshold=32"]
+    assert run("recipes", "show", "swap", *overrides).stdout == Recipe.read("swap", overrides).text()
 
 
 def test_copy_writes_the_recipe_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "hf-posenc train llama-fire.yaml --out" in run("recipes", "copy", "llama-fire").stdout
-    assert run("recipes", "copy", "llama-fire", "mine.yaml").exit_code == 0
-    for name in ("llama-fire.yaml", "mine.yaml"):
-        assert Recipe.read(tmp_path / name) == Recipe.read("llama-fire")
+    assert "hf-posenc train swap.yaml --out" in run("recipes", "copy", "swap", "scheme=fire").stdout
+    assert run("recipes", "copy", "swap", "mine.yaml", "scheme=fire").exit_code == 0
+    for name in ("swap.yaml", "mine.yaml"):
+        assert Recipe.read(tmp_path / name) == Recipe.read("swap", ["scheme=fire"])
     # And never over what is there.
     (tmp_path / "mine.yaml").write_text("of mine", encoding="utf-8")
-    assert run("recipes", "copy", "llama-fire", "mine.yaml").exit_code == 1
+    assert run("recipes", "copy", "swap", "mine.yaml", "scheme=fire").exit_code == 1
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == "of mine"
 
 
@@ -327,17 +327,17 @@ class Calls:
 def test_train_and_resume_run_what_was_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls, out = Calls(monkeypatch), tmp_path / "a run"
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert run("train", "llama-fire", "training.steps=7", "--out", out, "data.limit=3").exit_code == 0
+    assert run("train", "swap", "scheme=fire", "training.steps=7", "--out", out, "data.limit=3").exit_code == 0
     assert run("resume", out).exit_code == 0
-    recipe = Recipe.read("llama-fire", ["training.steps=7", "data.limit=3"])
-    command = f"hf-posenc train llama-fire training.steps=7 --out '{out}' data.limit=3"
+    recipe = Recipe.read("swap", ["scheme=fire", "training.steps=7", "data.limit=3"])
+    command = f"hf-posenc train swap scheme=fire training.steps=7 --out '{out}' data.limit=3"
     assert calls.made == [(recipe, out, command), (out,)]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch)
-    result = run("train", "drope", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
+    result = run("train", "remove", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0, result.stderr
     for part in ("tiny-llama", "nope", "keep", "10 steps of 8 windows of 128 tokens, 10,240 in all", "builtin", "GiB"):
         assert part in result.stdout
@@ -379,12 +379,12 @@ SMALL = [
 
 def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    typed = ["train", "llama-kerple", *SMALL, "--out", str(out)]
+    typed = ["train", "swap", "scheme=kerple", *SMALL, "--out", str(out)]
     done = run(*typed)
     assert done.exit_code == 0, done.stderr
     assert f"wrote {out}: " in done.stdout
     assert json.loads((out / "run.json").read_text(encoding="utf-8"))["command"] == shlex.join(["hf-posenc", *typed])
-    assert Recipe.read(out / "recipe.yaml") == Recipe.read("llama-kerple", SMALL)
+    assert Recipe.read(out / "recipe.yaml") == Recipe.read("swap", ["scheme=kerple", *SMALL])
     assert run("verify", out / "model").stdout.startswith("active: kerple")
     again = run("resume", out)
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
@@ -483,20 +483,23 @@ BAD = {
     "out that cannot be made": ("convert {llama} fire {empty}/" + 250 * "x", ["xxx cannot be written: "]),
     "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
-    "unknown recipe": ("recipes show lama-fire", ["'lama-fire'", "Did you mean 'llama-fire'?"]),
+    "unknown recipe": ("recipes show swp", ["'swp'", "Did you mean 'swap'?"]),
     "rope type": ("plan {llama} yarn", ["hf-posenc train extend by=yarn"]),
     "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
-    "unknown key": ("train llama-fire training.stpes=3 --out {empty}/out", ["no key 'training.stpes'", "'steps'"]),
+    "unknown key": (
+        "train swap scheme=fire training.stpes=3 --out {empty}/out",
+        ["no key 'training.stpes'", "'steps'"],
+    ),
     "recipe of a model that is not there": (
-        "train llama-fire model=./no --dry-run --out {empty}/out",
+        "train swap scheme=fire model=./no --dry-run --out {empty}/out",
         ["no directory"],
     ),
     "dry run of what is refused": (
-        "train llama-fire training.skip_to=100 --dry-run --out {empty}/out",
+        "train swap scheme=fire training.skip_to=100 --dry-run --out {empty}/out",
         ["training.skip_to is 100", "more than training.length = 128"],
     ),
     "dry run on a converted model": (
-        "train llama-kerple model={converted} --dry-run --out {empty}/out",
+        "train swap scheme=kerple model={converted} --dry-run --out {empty}/out",
         ["is converted already"],
     ),
     "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
@@ -505,9 +508,9 @@ BAD = {
         "train extend model={converted} --dry-run --out {empty}/out",
         ["its own rotation is gone"],
     ),
-    "recipe over something else": ("train llama-fire --out {llama}", ["exists, and holds no run"]),
-    "copy over a file": ("recipes copy llama-fire {mine}", ["mine.yaml exists"]),
-    "copy to another kind of file": ("recipes copy llama-fire {empty}/mine.txt", ["ends in .yaml"]),
+    "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),
+    "copy over a file": ("recipes copy swap {mine} scheme=fire", ["mine.yaml exists"]),
+    "copy to another kind of file": ("recipes copy swap {empty}/mine.txt scheme=fire", ["ends in .yaml"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push what is no run": ("push {empty} me/mine", ["holds no run"]),
@@ -535,7 +538,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
     (folder / "empty").mkdir()
     (folder / "started").mkdir()
     for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
-        path.write_text(Recipe.parse("llama-fire").text(), encoding="utf-8")
+        path.write_text(Recipe.parse("swap", ["scheme=fire"]).text(), encoding="utf-8")
     adapted = folder / "adapted"
     (adapted / "model").mkdir(parents=True)
     shutil.copy(folder / "mine.yaml", adapted / "recipe.yaml")
@@ -569,7 +572,8 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["plan gfire fire", "eval tiny-llama gfire --out {out}", "train llama-fire model=runs/gfire --out {out}"]
+    "command",
+    ["plan gfire fire", "eval tiny-llama gfire --out {out}", "train swap scheme=fire model=runs/gfire --out {out}"],
 )
 def test_a_mistyped_directory_is_refused_at_once_without_a_network(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -603,7 +607,7 @@ def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
         ("plan",),
         ("dance",),
         ("plan", checkpoints["llama"], "fire", "--native", "some"),
-        ("train", "llama-fire"),
+        ("train", "swap", "scheme=fire"),
         ("recipes", "dance"),
     ):
         result = run(*arguments)

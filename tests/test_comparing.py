@@ -66,7 +66,7 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         assert (each.recipe.distillation.share > 0) == (name not in (NATIVE, "mine"))
     # The goal of this scheme skips positions.
     assert found["rope"].recipe.distillation == found["fire"].recipe.distillation
-    assert found["fire"].recipe.conversion == Recipe.parse("llama-fire").conversion
+    assert found["fire"].recipe.conversion == Recipe.parse("swap", ["scheme=fire"]).conversion
     assert found[NATIVE].recipe.conversion.scheme is None
     teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
     assert settings(list(found.values())) == {

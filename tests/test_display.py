@@ -42,7 +42,7 @@ FACTS = Facts(
     data_tokens=1_000_000,
     processes=2,
     device="CPU with 2 threads",
-    command="hf-posenc train llama-fire --out run",
+    command="hf-posenc train swap --out run",
     versions={"hf-posenc": "0.1.0", "python": "3.11.7"},
 )
 

@@ -787,7 +787,7 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
         (folder / name).write_bytes((folder / name).read_bytes()[:size])
         typed = {"convert": ["alibi", out], "plot": ["--out", out], "eval": ["--out", out]}
         for command in commands:
-            train = ["train", "llama-fire", f"model={folder}", "--out", out]
+            train = ["train", "swap", "scheme=fire", f"model={folder}", "--out", out]
             given = train if command == "train" else [command, str(folder), *typed[command]]
             result = CliRunner().invoke(cli.app, given)
             assert result.exit_code == 1

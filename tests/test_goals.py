@@ -99,15 +99,10 @@ def test_a_swap_follows_from_the_scheme_and_the_model(name: str, pairs: list[str
     assert (conversion.native, conversion.fit, conversion.options, conversion.stacks) == wanted
 
 
-def test_names_of_earlier_versions_lead_to_goals() -> None:
-    assert read("gpt2", "gpt2-fire") == read("gpt2", "swap", "scheme=fire")
-    assert read("llama", "drope") == read("llama", "remove")
-    assert read("llama", "context-extension").conversion.scheme == "fox"
+def test_what_a_goal_needs_and_how_layers_leave_their_encoding() -> None:
     # Layers that are made local must not fade with the others.
     assert read("llama", "remove", "layers=every:2").conversion.native == "handover"
     assert read("llama", "remove", "layers=every:2", "window=8").conversion.native == "remove"
-    with pytest.raises(RecipeError, match="gpt2-fire is now swap scheme=fire model=DIR"):
-        Recipe.read("gpt2-fire")
     with pytest.raises(RecipeError, match="swap needs a scheme"):
         Recipe.read("swap")
 

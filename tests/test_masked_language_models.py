@@ -71,7 +71,9 @@ def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def recipe(folders: dict[str, Path], name: str, *overrides: str) -> Recipe:
     tiny = [f"training.{pair}" for pair in ("steps=3", "length=64", "batch_size=4", "learning_rate=1e-3")]
     sources = (f"model={folders[name]}", f"data.source={text_file(40_000)}")
-    return Recipe.read("llama-kerple", [*tiny, *sources, "evaluation={contexts: [64], windows: 2}", *overrides])
+    return Recipe.read(
+        "swap", ["scheme=kerple", *tiny, *sources, "evaluation={contexts: [64], windows: 2}", *overrides]
+    )
 
 
 def windows(tokenizer: Any, count: int = 40, length: int = 64) -> Tensor:

@@ -246,7 +246,7 @@ def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: p
     losses = iter((1.0, 2.0))
     monkeypatch.setattr(fit_bias, "_loss", lambda *given: next(losses))
     small = ["training.steps=1", "training.length=64", "evaluation.contexts=[64]", "evaluation.windows=2"]
-    recipe = Recipe.read("llama-kerple", [*small, "training.batch_size=2", "distillation={}"])
+    recipe = Recipe.read("swap", ["scheme=kerple", *small, "training.batch_size=2", "distillation={}"])
     console = Console(record=True, width=200, file=io.StringIO())
     run.train(recipe, tmp_path / "out", console=console)
     record = json.loads((tmp_path / "out" / directory.RUN).read_text(encoding="utf-8"))

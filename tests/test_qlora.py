@@ -114,7 +114,7 @@ def test_a_recipe_trains_over_four_bits(kind: str, tmp_path: Path) -> None:
         "distillation.share=0.5",
     ]
     changes += ["evaluation.windows=2", "evaluation.contexts=[64]", "adapter.four_bit=true", f"adapter.kind={kind}"]
-    outcome = run.train(Recipe.read("llama-kerple", changes), tmp_path / "out")
+    outcome = run.train(Recipe.read("swap", ["scheme=kerple", *changes]), tmp_path / "out")
     assert AutoPeftModelForCausalLM.from_pretrained(outcome.model).peft_config
 
 

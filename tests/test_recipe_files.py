@@ -358,7 +358,7 @@ def test_a_schedule_runs_or_is_refused(schedule: str, overrides: list[str], tmp_
 
 def test_there_is_no_such_recipe(tmp_path: Path) -> None:
     for source, expected in {
-        "lama-fire": "Did you mean 'llama-fire'?",
+        "swp": "Did you mean 'swap'?",
         str(tmp_path / "none.yaml"): "There is no file",
         str(tmp_path): "There is no recipe",
     }.items():

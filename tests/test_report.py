@@ -198,7 +198,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert text.count("from_pretrained(") == 1
     assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 [34, 435]"
     assert "0.25 s per step" in text
-    assert "```bash\nhf-posenc train llama-fire --out run\n```" in text
+    assert "```bash\nhf-posenc train swap --out run\n```" in text
     assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text
     written = text.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(written) == dataclasses.asdict(facts.recipe)
@@ -248,11 +248,11 @@ def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path
         path.parent.mkdir()
         path.write_text("---\nlicense: apache-2.0\n---\n")
     data, taught = {"source": str(text), "held_out": str(text)}, {"teacher": str(tmp_path / "teacher")}
-    command = f"hf-posenc train llama-fire model={base} data.source={text} --out {tmp_path / 'run'}"
+    command = f"hf-posenc train swap model={base} data.source={text} --out {tmp_path / 'run'}"
     facts = facts_with(dataclasses.replace(FACTS, command=command), model=str(base), data=data, distillation=taught)
     written = report.model_card(Results(measured(), facts))
     assert str(tmp_path) not in written
-    assert "hf-posenc train llama-fire model=base data.source=my.txt --out run" in written
+    assert "hf-posenc train swap model=base data.source=my.txt --out run" in written
     assert "Distilled from teacher (loss weight 0.5)." in written
     card = ModelCard(written)
     assert card.data.license == "apache-2.0"

@@ -483,7 +483,7 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
         "skip_to is 512, and the model's own table, which conversion.native=handover.* Give conversion.native=remove",
     ),
     "table of the control": (
-        *("gpt2-fire", ["training.length=256", "conversion={scheme: null}", "distillation={}"]),
+        *("gpt2", ["training.length=256", "conversion={scheme: null}", "distillation={}"]),
         "length is 256, and the model's own table has 128 positions. Give at most as many",
     ),
     "table of the scheme": (
@@ -500,9 +500,15 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
 @pytest.mark.parametrize("case", LENGTHS)
 def test_lengths_are_checked_before_anything_is_measured(case: str, tmp_path: Path) -> None:
     name, changes, said = LENGTHS[case]
-    model = DIRECTORIES[name.partition("-")[0]]
+    architecture, _, scheme = name.partition("-")
+    pairs = [
+        f"model={DIRECTORIES[architecture]}",
+        "training.steps=1",
+        *changes,
+        *([f"scheme={scheme}"] if scheme else []),
+    ]
     with pytest.raises(RecipeError, match=said):
-        run.train(Recipe.read(name, [f"model={model}", "training.steps=1", *changes]), tmp_path / "out")
+        run.train(Recipe.read("swap", pairs), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -559,7 +565,7 @@ def test_the_length_of_a_config_is_left_alone_where_frequencies_follow_from_it()
 
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
-    recipe = Recipe.read("gpt2-fire", [f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])
+    recipe = Recipe.read("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])
     assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
     assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 

@@ -37,8 +37,9 @@ SMALL = (
 LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 
 
-def recipe_of(*changes: str, architecture: str = "llama", name: str = "llama-kerple") -> Recipe:
-    return Recipe.read(name, [f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", *SMALL, *changes])
+def recipe_of(*changes: str, architecture: str = "llama") -> Recipe:
+    model = f"model={DIRECTORIES[architecture]}"
+    return Recipe.read("swap", ["scheme=kerple", model, f"data.source={text_file()}", *SMALL, *changes])
 
 
 class Stopped(Exception):
@@ -261,6 +262,6 @@ def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"transfer.steps is 4, but conversion\."):
             recipe_of(change, "conversion.options={}")
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
-        Recipe.read("llama-kerple", ["transfer={projections: false}"])
+        Recipe.read("swap", ["scheme=kerple", "transfer={projections: false}"])
     with pytest.raises(OptionError, match="adds its own encoding"):
-        run.train(recipe_of("conversion.native=remove", architecture="gpt2", name="gpt2-kerple"), tmp_path / "out")
+        run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")

@@ -87,8 +87,8 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
 
 
 def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
-    recipe = Recipe.read("llama-fire")
-    control = Recipe.read("llama-fire", ["conversion={scheme: null}", "distillation={}", "training.skip_to=null"])
+    recipe = Recipe.read("swap", ["scheme=fire"])
+    control = Recipe.read("control")
     other = dataclasses.replace(control, training=dataclasses.replace(control.training, steps=7))
     slow = dataclasses.replace(control, training=dataclasses.replace(control.training, learning_rate=1e-9))
     lora = dataclasses.replace(control, adapter=dataclasses.replace(control.adapter, kind="lora"))

@@ -103,7 +103,7 @@ def contestants(
     for name, source in zip(names, wanted, strict=True):
         if library.is_file(source):
             own = Recipe.read(source, overrides)
-        elif source in library.names() or "-" in source:
+        elif source in library.names():
             own = Recipe.read(source, named, config=config)
         else:
             # Unknown scheme names raise their own error.
