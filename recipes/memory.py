@@ -36,7 +36,7 @@ class Need:
         return self.fixed + windows * self.window
 
 
-def need(model: nn.Module, recipe: Recipe, length: int, *, trained: int | None = None) -> Need:
+def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     """Estimate the memory of a step from the shapes of a model, which may lie on the meta device.
 
     A matrix stands for one linear layer, whose input and output are kept for the backward pass; with checkpointing
@@ -46,12 +46,10 @@ def need(model: nn.Module, recipe: Recipe, length: int, *, trained: int | None =
         model: Model.
         recipe: Recipe of the run.
         length: Tokens per window.
-        trained: Number of trained weights; `None` counts those that require gradients.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     weights = {id(weight): weight for weight in model.parameters()}.values()
-    if trained is None:
-        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     size = 4 if recipe.adapter.kind == "none" else next(iter(weights)).element_size()
     own = sum(weight.numel() for weight in weights) * size
     teaches = recipe.distillation.share > 0 or recipe.distillation.hidden > 0
@@ -93,19 +91,13 @@ def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> 
 
 
 def fitted(
-    recipe: Recipe,
-    model: nn.Module,
-    length: int,
-    device: torch.device,
-    processes: int = 1,
-    *,
-    trained: int | None = None,
+    recipe: Recipe, model: nn.Module, length: int, device: torch.device, processes: int = 1
 ) -> tuple[Recipe, str]:
     """Return a recipe with micro batches that fit in all its stages, and the estimate for its training in words."""
     free, lengthen = available(device, processes), recipe.lengthen
-    training, words = fitting(recipe.training, need(model, recipe, length, trained=trained), free, processes)
+    training, words = fitting(recipe.training, need(model, recipe, length), free, processes)
     if lengthen.steps:
-        wanted = need(model, recipe, lengthen.length or length, trained=trained)
+        wanted = need(model, recipe, lengthen.length or length)
         settings, _ = fitting(recipe.lengthening, wanted, free, processes)
         lengthen = replace(lengthen, micro_batch_size=settings.micro_batch_size)
     return replace(recipe, training=training, lengthen=lengthen), words

@@ -339,7 +339,7 @@ def test_dry_run_says_what_would_be_done(monkeypatch: pytest.MonkeyPatch, tmp_pa
     calls = Calls(monkeypatch)
     result = run("train", "remove", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0, result.stderr
-    for part in ("tiny-llama", "nope", "keep", "10 steps of 8 windows of 128 tokens, 10,240 in all", "builtin", "GiB"):
+    for part in ("tiny-llama", "nope", "faded out", "10,240 (10 steps x 8 windows x 128 tokens)", "builtin", "GiB"):
         assert part in result.stdout
     assert calls.made == []
     assert list(tmp_path.iterdir()) == []

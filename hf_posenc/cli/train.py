@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posenc.cli.application import app, in_syntax_of, is_main, listing, print_table, quiet, resumable
+from hf_posenc.cli.application import app, is_main, listing, print_table, quiet, resumable
 from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
@@ -200,41 +200,39 @@ def _say_what_is_there(outcome: Outcome) -> None:
 
 
 def _plan(recipe: Recipe) -> str:
-    """Return a description of a recipe's run; of the model only the config is read, of the text about a window."""
+    """Return the facts of a recipe's run; of the model only the config is read, of the text about a window."""
+    from hf_posenc.patches import patch as patching
     from hf_posenc.patches import plan as planning
     from hf_posenc.recipes import loading, memory
     from hf_posenc.recipes.data.windows import load_data
     from hf_posenc.recipes.processes import processes
-    from hf_posenc.recipes.reports import counted
+    from hf_posenc.recipes.runs.facts import Facts, rows
     from hf_posenc.recipes.schema import suitability
+    from hf_posenc.recipes.training.adapter import attach, check_targets
     from hf_posenc.recipes.training.stages import stages
 
     config = loading.load_config(recipe.model)
     suitability.check_unconverted(recipe, config)
-    length, _ = suitability.lengths(recipe, config)
+    length, own = suitability.lengths(recipe, config)
     longest = max(length, (recipe.lengthen.length or length) if recipe.lengthen.steps else 0)
     tokenizer = loading.load_tokenizer(loading.place(recipe.model))
     load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
-    conversion, training = recipe.conversion, recipe.training
-    lines, new = [f"{'model:':<20} {recipe.model}"], 0
-    if conversion.rope:
-        lines.append(
-            f"{'rope parameters:':<20} {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
-        )
+    model, conversion, planned = planning.skeleton(config), recipe.conversion, None
+    check_targets(model, recipe.adapter)
     if conversion.scheme is not None:
-        planned = planning.plan(config, conversion.scheme, **conversion.keywords)
-        new = planned.parameters
-        lines.append(in_syntax_of("train", str(planned)))
-    model = planning.skeleton(config)
-    for stage in stages(recipe, model):
-        settings, name = stage.recipe.training, stage.title
-        windows, tokens = settings.batch_size, settings.length or length
-        count = f"{counted(windows, 'window')} of {tokens:,} tokens, {settings.steps * windows * tokens:,} in all"
-        lines.append(f"{f'{name}:':<20} {counted(settings.steps, 'step')} of {count}")
-    lines.append(f"{'text:':<20} {recipe.data.source}")
-    if training.skip_to is not None:
-        lines.append(f"{'positions:':<20} up to {training.skip_to:,}, by skipping some (PoSE)")
-    device, trained = processes().device, None if recipe.adapter.kind == "none" else new
-    estimate = memory.fitted(recipe, model, length, device, trained=trained)[1]
-    lines.append(f"{'memory of a step:':<20} {estimate}")
-    return "\n".join(lines)
+        planned = planning.plan(model, conversion.scheme, **conversion.keywords)
+        patching.patch(model, conversion.scheme, **conversion.keywords)
+    suitability.check_tables(recipe, model, length)
+    model, together = attach(model, recipe.adapter), processes()
+    _, estimate = memory.fitted(recipe, model, length, together.device, together.num_processes)
+    facts = Facts.of(
+        model,
+        recipe,
+        planned,
+        trained_length=own,
+        data_tokens=None,
+        processes=together.num_processes,
+        stages=stages(recipe, model),
+        memory=estimate,
+    )
+    return "\n".join(f"{name:<16} {value}" for name, value in rows(facts))

@@ -254,6 +254,8 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "trained", f"{facts.trained}: {facts.trained_parameters:,} parameters, {facts.new_parameters:,} of them new"
     steps = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')} x {facts.length:,} tokens"
     yield "tokens", f"{facts.tokens:,} ({steps}{' and the other stages' * bool(facts.other_tokens)})"
+    if training.skip_to is not None:
+        yield "positions", f"up to {training.skip_to:,}, by skipping some (PoSE)"
     yield from (("stage", words) for words in facts.stages)
     epochs = ""
     if facts.data_tokens:
