@@ -439,7 +439,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
 
 
 def section(table: Table, kind: Any = "markdown") -> str:
-    parts = SimpleNamespace(title="<title>", note="a <\n b", remarks=list, tables=lambda: [table])
+    parts = SimpleNamespace(title="<title>", note="a <\n b", tables=lambda: [table])
     return render("section", kind, section=parts)
 
 

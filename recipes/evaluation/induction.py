@@ -50,7 +50,7 @@ class InductionCopy(ByLength):
         trained_length: int | None = None,
     ) -> None:
         self._symbols, self._lengths = symbols, tuple(sorted(different("lengths", lengths)))
-        self.note = f"{self._says()} {len(symbols)} different tokens; {samples} samples per length."
+        self.note = f"{self._says()} {len(symbols)} different tokens; {samples} samples per length. {self._ends}"
         generator = torch.Generator().manual_seed(seed)
         self._rows = [(self._text(length, generator),) for length in self._lengths for _ in range(samples)]
         self.tokens = sum(row.numel() for (row,) in self._rows)

@@ -80,6 +80,9 @@ class ByLength(Measure):
     Subclasses set the lengths, and as many rows for each, in this order.
     """
 
+    # For the notes of subclasses.
+    _ends: ClassVar[str] = "Where a model does no better than guessing, longer texts are left out."
+
     _lengths: tuple[int, ...]
     _rows: Sequence[Row]
 

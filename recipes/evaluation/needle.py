@@ -108,7 +108,7 @@ class NeedleRetrieval(ByLength):
         self.note = (
             f"A key of {passkey.length} tokens, each one of {len(passkey.symbols)} symbols, stands in a text at the "
             f"given depth (0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. "
-            "Rank: share of the other symbols that are less likely than the right one."
+            f"Rank: share of the other symbols that are less likely than the right one. {self._ends}"
         )
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError, WrapSerializer
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.directories import published, write_text
-from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, Point, table
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
 from hf_posenc.recipes.plots.curves import Mark, Panel, heat_maps_figure, lines_figure
 from hf_posenc.recipes.reports import Table, render
 
@@ -73,22 +73,6 @@ class Section:
             if others and grids[first].quantity in (PERPLEXITY, MASKED_PERPLEXITY):
                 relative = {name: grids[name].relative_to(grids[first]) for name in others}
                 yield table(relative, f"In % of the perplexity of {first}, paired by sample:")
-
-    def remarks(self) -> Iterator[str]:
-        """Yield a sentence for each length from which on models were not measured, because nothing was to be seen."""
-        ends: dict[Point, list[str]] = {}
-        for name, grids in self.models.items():
-            judged = [grid for grid in grids if grid.quantity.guess is not None]
-            for index, point in enumerate(grids[0].points[:-1]):
-                here = [(grid.quantity, grid.samples[..., index, :]) for grid in judged]
-                is_last = all(bool(grid.samples[..., index + 1 :, :].isnan().all()) for grid in grids)
-                if here and is_last and not any(quantity.shows(samples) for quantity, samples in here):
-                    if all(bool(samples.isfinite().all()) for _, samples in here):
-                        ends.setdefault(point, []).append(name)
-                    break
-        for point, names in ends.items():
-            who = f"{', '.join(names[:-1])} and {names[-1]} do" if names[1:] else f"{names[0]} does"
-            yield f"{who} no better than guessing at {point:,} tokens, so longer texts are left out."
 
     def markdown(self) -> str:
         """Return the section as Markdown, without its picture."""
