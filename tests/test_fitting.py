@@ -228,8 +228,6 @@ def test_numbers_and_options_that_mean_nothing() -> None:
     for given in ({"length": 1}, {"length": -3}, {"steps": 0}):
         with pytest.raises(OptionError, match="at least 2 tokens to look at, and at least 1 step"):
             fit(model, ids=ids, **given)
-    with pytest.raises(OptionError, match=r"fit\(step=50\): options are those of the scheme"):
-        fit(model, ids=ids, step=50)
     for wrong in (ids[0], ids[:, :0]):
         with pytest.raises(ShapeError, match="fit: ids has the shape"):
             fit(model, ids=wrong)

@@ -70,7 +70,6 @@ def fit(
     corrupt: Callable[[Tensor], Tensor] | None = None,
     length: int | None = None,
     steps: int = 20,
-    **options: Any,
 ) -> Fit:
     """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
 
@@ -94,26 +93,19 @@ def fit(
         corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
         steps: Maximum number of steps (L-BFGS, 20 iterations each); the last is one that hardly lowers the error.
-        **options: Options of the scheme `like`.
 
     Returns:
         Errors, losses and verdict.
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: A scheme is not additive or has no parameters, the target does not exist, a number is out of range,
-            or there are options for `like="native"`.
+        OptionError: A scheme is not additive or has no parameters, the target does not exist, or a number is out of
+            range.
         ShapeError: `ids` are not windows of known tokens.
     """
     surgery.check_patched("fit", model)
     if steps < 1 or (length is not None and length < 2):
         raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
-    if like == "native" and options:
-        raise OptionError(
-            f"fit({', '.join(f'{name}={value!r}' for name, value in options.items())}): options are those of the "
-            "scheme to fit to, and the native encoding has none. Leave them out, or name a scheme: fit(model, "
-            "'kerple')."
-        )
     judged = None
     if ids is not None:
         check_windows("fit", model, ids, least=1)
@@ -132,7 +124,7 @@ def fit(
     rows = torch.arange(1, _ROWS + 1)[None] * (far - 1) // _ROWS
     block = Block(Positions(rows, torch.arange(far)[None]), reach=far - 1)
     # Check all schemes before changing one.
-    found = _wanted(model, like, ids if reads else None, block, options)
+    found = _wanted(model, like, ids if reads else None, block)
     sums = torch.zeros(3, dtype=torch.float64)
     with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
         start = None if judged is None else _loss(model, judged, corrupt)
@@ -155,9 +147,7 @@ def fit(
     return Fit(before, after, spread, losses, accepted, sentence)
 
 
-def _wanted(
-    model: PreTrainedModel, like: str, ids: Tensor | None, block: Block, options: dict[str, Any]
-) -> dict[AdditiveBias, list[Error]]:
+def _wanted(model: PreTrainedModel, like: str, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
     """Return the schemes to fit, each with the errors of its layers; raise if one cannot be fitted."""
     architecture = of_model(model)
     heads = {} if ids is None else _heads(model, ids, block)
@@ -184,7 +174,7 @@ def _wanted(
             error = _divergence(geometry, block, *heads.pop(attention))
         else:
             # The same for all layers, also if the other scheme draws its start.
-            error = biases[stack] = biases.get(stack) or _error(like, geometry, block, options)
+            error = biases[stack] = biases.get(stack) or _error(like, geometry, block)
         wanted.setdefault(scheme, []).append(error)
     return wanted
 
@@ -220,10 +210,10 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
     return found
 
 
-def _error(like: str, geometry: Geometry, block: Block, options: dict[str, Any]) -> Error:
+def _error(like: str, geometry: Geometry, block: Block) -> Error:
     """Return the error of a bias that is like the native one or another scheme's."""
     if like != "native":
-        scheme = registry.build(like, geometry, **options).double()
+        scheme = registry.build(like, geometry).double()
         if not isinstance(scheme, AdditiveBias):
             raise OptionError(f"fit: like={like!r}: expected 'native' or one of {', '.join(additive())}.")
         return _distance(geometry, block, scheme.bias(block, torch.float64)[0].detach())
