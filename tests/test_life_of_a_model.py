@@ -65,7 +65,7 @@ def live(name: str, scheme: str, folder: Path, steps: int = 2, characters: int =
     sources = (f"model={folder / 'stock'}", f"data.source={text}", "conversion.fit=null")
     size = ("training.length=64", "training.batch_size=4", f"training.steps={steps}")
     measured = "evaluation={contexts: [64], windows: 4}"
-    outcome = run.train(Recipe.read(f"llama-{scheme}", [*sources, *size, measured]), folder / "run")
+    outcome = run.train(Recipe.read("swap", [f"scheme={scheme}", *sources, *size, measured]), folder / "run")
     trained = auto.from_pretrained(outcome.model)
     with serving(Hub(), folder / "home"):
         trained.push_to_hub("me/model")

@@ -127,9 +127,9 @@ def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, chang
         "training.steps=1",
         "distillation={}",
     ]
-    head = [f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", "training.length=64"]
+    head = ["scheme=disentangled", f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", "length=64"]
     measured = ["training.batch_size=2", "evaluation.contexts=[64]", "evaluation.windows=4"]
-    recipe = Recipe.read(f"{architecture}-disentangled", [*head, *measured, *changes])
+    recipe = Recipe.read("swap", [*head, *measured, *changes])
     outcome = run.train(recipe, tmp_path / "out")
     course = dict(outcome.measurements.course())
     assert course[12].at(64).mean < course[0].at(64).mean
