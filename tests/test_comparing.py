@@ -33,7 +33,7 @@ from hf_posenc.recipes.comparison import verdict
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, contestants, settings
 from hf_posenc.recipes.comparison.examiner import Cost, Findings
 from hf_posenc.recipes.comparison.verdict import judge, leaders
-from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, RATIO, Grid
 from hf_posenc.recipes.evaluation.report import Report, Section, load, save
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
@@ -394,11 +394,11 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
     page.feed(shown)
     assert not page.others
-    # By length, and of the native model and the scheme.
-    assert len(page.pictures) == 3
+    # Of each measure, and of the native model and the scheme.
+    assert len(page.pictures) == 4
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
     for part in (
-        "Quality by length",
+        "Perplexity by context length",
         "Cost, length and start",
         "Failed",
         "Copying a random sequence",
@@ -407,10 +407,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
         assert part in shown
     written = (out / "report.md").read_text(encoding="utf-8")
     native, alibi = (load(Findings, out / "runs" / name / "results.json", "") for name in (NATIVE, "alibi"))
-    ratio = alibi.ratio(128, native)
-    assert re.search(
-        rf"^\| alibi +\|.* {ratio.mean * 100:.0f} \[{ratio.low * 100:.0f}, {ratio.high * 100:,.0f}\]", written, re.M
-    )
+    assert re.search(rf"^\| alibi +\|.* {re.escape(RATIO.write(alibi.ratio(128, native)))} ", written, re.M)
     assert "| broken" not in written
     assert "- broken: " in written
     assert all((out / name).is_file() for name in re.findall(r"\]\((.+?)\)", written))

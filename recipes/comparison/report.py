@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL
 from hf_posenc.recipes.comparison.examiner import Findings
 from hf_posenc.recipes.comparison.verdict import Verdict
-from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.report import Section
-from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.reports import Cell, Table, render
 
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
-_CURVES = "length.png"
 # Upper limits of good and fair cells, as multiples of the native model or of the value at the trained length.
 _GOOD, _FAIR = 1.05, 1.5
 # Multiples of the trained length on the report card.
 _TIMES = (4, 8)
-# Upper end of the picture of perplexity by length, in % of the native model's at the trained length.
-_TOP = 300.0
 
 
 def write(
@@ -44,11 +38,13 @@ def write(
     schemes; error messages and pictures are by scheme. There is no verdict if no scheme is left.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
-    # The reference comes first, in black; the original model, which only one picture shows, comes last.
+    # The reference comes first, in black; the original model comes last.
     rank = {NATIVE: 0, ORIGINAL: 2}
     ordered = {name: found[name] for name in sorted(found, key=lambda name: rank.get(name, 1))}
-    with published(folder / PICTURES / _CURVES) as draft:
-        _curves(ordered, trained).savefig(draft, format="png")
+    sections = list(_sections(ordered))
+    for section in sections:
+        with published(folder / PICTURES / section.picture) as draft:
+            section.figure().savefig(draft, format="png")
     for name, source in overviews.items():
         with published(folder / PICTURES / f"{name}.png") as draft:
             draft.write_bytes(source.read_bytes())
@@ -60,52 +56,16 @@ def write(
         "schemes": len(found) - len({NATIVE, ORIGINAL} & {*found}),
         "verdict": verdict,
         "failed": failed,
-        "trained": trained,
         "keepers": ", ".join(name for name, each in found.items() if each.keeps_native),
-        "quality": _quality(found, trained, marked),
         "costs": _costs(found, trained, marked, settings["differences"]),
         "limits": (_GOOD, _FAIR),
-        "sections": list(_others(found)),
-        "curves": f"{PICTURES}/{_CURVES}",
+        "sections": sections,
+        "pictures": PICTURES,
         "overviews": {name: f"{PICTURES}/{name}.png" for name in overviews},
         "folder": folder,
     }
     write_text(folder / MARKDOWN, render("comparison", **values))
     write_text(folder / HTML, render("comparison", "html", **values))
-
-
-def _curves(found: Mapping[str, Findings], trained: int) -> Figure:
-    native = found[NATIVE]
-    lines = {
-        name: [(context, each.ratio(context, native, trained)) for context in each.contexts]
-        for name, each in found.items()
-    }
-    noun = native.perplexity.quantity.noun
-    label = f"{noun} in % of the native model's at {trained:,} tokens\n(same training; lower is better)"
-    panel = Panel(lines=lines, y=label, scale=100, top=_TOP, mark=trained_mark(trained))
-    return lines_figure(f"{noun.capitalize()} by context length", [panel])
-
-
-def _quality(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...]) -> Table:
-    native = found[NATIVE]
-    perplexities = {name: each.perplexity.at(trained).mean for name, each in found.items()}
-    # The native rows come first, then the schemes from the best at the trained length on.
-    order = sorted(found, key=lambda name: (name not in (ORIGINAL, NATIVE), perplexities[name]))
-    rows = [
-        [
-            name,
-            *(
-                # The reference itself needs no estimate.
-                "100" if (name, at) == (NATIVE, trained) else RATIO.write(found[name].ratio(at, native, trained))
-                for at in native.contexts
-            ),
-            f"{perplexities[name]:.2f}",
-        ]
-        for name in order
-    ]
-    return Table(
-        ["", *(f"{at:,}" for at in native.contexts), f"{native.perplexity.quantity.noun} at {trained:,}"], rows, marked
-    )
 
 
 def _graded(multiple: float, span: str = "") -> Cell:
@@ -142,9 +102,8 @@ def _costs(
     return Table(header, rows, marked)
 
 
-def _others(found: Mapping[str, Findings]) -> Iterator[Section]:
-    """Return the results of the other measures, of all models together."""
+def _sections(found: Mapping[str, Findings]) -> Iterator[Section]:
+    """Yield the results of each measure, of all models together."""
     for section in found[NATIVE].report.sections:
-        if section.name != "perplexity":
-            models = {name: each.report[section.name].models[name] for name, each in found.items()}
-            yield Section(section.name, section.title, section.note, models, section.mark)
+        models = {name: each.report[section.name].models[name] for name, each in found.items()}
+        yield replace(section, models=models)
