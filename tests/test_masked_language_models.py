@@ -171,7 +171,7 @@ def test_a_teacher_reads_long_windows_in_pieces(tokenizer: Any, folders: dict[st
 def test_a_resumed_run_masks_the_same_tokens(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = recipe(folders, "bert", "conversion={scheme: kerple, native: handover}", "saving.every=1")
+    wanted = recipe(folders, "bert", "conversion.native=handover", "saving.every=1")
     stop_after(monkeypatch, 1)
     with pytest.raises(Stop):
         run.train(wanted, tmp_path / "run")

@@ -258,9 +258,12 @@ def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
-    for change in ("conversion.native=keep", "conversion.scheme=null"):
+    for goal, changes in (
+        ("swap", ["scheme=kerple", "conversion.native=keep", "conversion.options={}"]),
+        ("control", []),
+    ):
         with pytest.raises(RecipeError, match=r"transfer.steps is 4, but conversion\."):
-            recipe_of(change, "conversion.options={}")
+            Recipe.read(goal, [*changes, "transfer.steps=4"])
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
         Recipe.read("swap", ["scheme=kerple", "transfer={projections: false}"])
     with pytest.raises(OptionError, match="adds its own encoding"):
