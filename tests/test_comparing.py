@@ -152,7 +152,7 @@ def findings(
 
     # Steps of different models are no pairs: slow ones do not come together.
     times = tuple(time * (1 + (ord(name[0]) + number) % 3 / 100) for number in range(3))
-    price = Cost(times, memory, 0, 0, 0)
+    price = Cost(times, memory, 0, 0)
     grid = Grid(PERPLEXITY, {"tokens read": (128, 1024)}, torch.stack([around(near), around(far)]))
     return Findings(name, Report((Section("perplexity", "Perplexity", "", {name: (grid,)}),)), price)
 
@@ -256,14 +256,14 @@ def test_a_masked_language_model_has_a_pseudo_perplexity() -> None:
 def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
     # Their own intervals overlap: [0.97, 1.07] and [1.05, 1.15].
     costs = {
-        name: Cost(times, memory, 0, 0, 0)
+        name: Cost(times, memory, 0, 0)
         for name, times, memory in (("a", (1.0, 1.02, 1.04), 1.2), ("b", (1.08, 1.10, 1.12), 1.0))
     }
     assert costs["b"].time.low < costs["a"].time.high
     assert verdict.as_fast(costs) == ("a",)
     assert verdict.cheapest(costs) == "a"
     # What is known of a single pair is its time.
-    alone = {"a": Cost((1.0,), 1.2, 0, 0, 0), "b": Cost((1.1,), 1.0, 0, 0, 0), "c": Cost((1.0,), 1.0, 0, 0, 0)}
+    alone = {"a": Cost((1.0,), 1.2, 0, 0), "b": Cost((1.1,), 1.0, 0, 0), "c": Cost((1.0,), 1.0, 0, 0)}
     assert verdict.as_fast(alone) == ("a", "c")
 
 
@@ -415,7 +415,6 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     assert alibi.start_ratio is not None
     assert alibi.start_ratio > 1.5
     assert alibi.cost.cache_bytes == hf_posenc.plan(CONFIG, "alibi").cache_bytes_per_token
-    assert alibi.cost.own_cache_bytes == 4 * 2 * 2 * 24 * 4
 
     # In another order it is the same comparison.
     (once, again) = (

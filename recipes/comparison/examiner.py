@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_posenc.errors import OptionError, PosencError, RecipeError
-from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import published
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import intervals, plots
@@ -51,14 +50,12 @@ class Cost:
         memory_ratio: Ratio of the memory saved for the backward pass to the native model's.
         parameters: Number of new parameters.
         cache_bytes: Bytes cached per token in addition to keys and values, over all layers.
-        own_cache_bytes: Bytes of keys and values per token, over all layers.
     """
 
     step_ratios: tuple[float, ...]
     memory_ratio: float
     parameters: int
     cache_bytes: int
-    own_cache_bytes: int
 
     @property
     def time(self) -> Interval:
@@ -73,6 +70,10 @@ class Cost:
     @property
     def _logarithms(self) -> Tensor:
         return torch.tensor(self.step_ratios, dtype=torch.float64).log()
+
+
+# The native model has no additional cost.
+_FREE = Cost((1.0,), 1.0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +174,7 @@ class Examiner:
         if not path.is_file():
             folder.mkdir(exist_ok=True)
             model = load(self._native, **self._dtype)[0].to(self._device)
-            free = Cost((1.0,), 1.0, 0, 0, _own_cache_bytes(model))
-            results.save(self._findings(ORIGINAL, model, free, start="as it was given"), path)
+            results.save(self._findings(ORIGINAL, model, _FREE, start="as it was given"), path)
         return _load(path)
 
     def examine(self, contestant: Contestant) -> Findings:
@@ -202,12 +202,10 @@ class Examiner:
 
     def _cost(self, contestant: Contestant, model: Any) -> Cost:
         conversion = contestant.recipe.conversion
+        if conversion.scheme is None:
+            return _FREE
         native, _ = load(self._native, dtype=next(model.parameters()).dtype)
         native.to(self._device)
-        cache = _own_cache_bytes(native)
-        if conversion.scheme is None:
-            # The native model has no additional cost.
-            return Cost((1.0,), 1.0, 0, 0, cache)
         # At the end of training, a handover is over.
         ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
         planned = plan(native, conversion.scheme, **ended.keywords)
@@ -219,23 +217,11 @@ class Examiner:
         memory = kept_bytes(model, batch) / kept_bytes(native, batch)
         for each in (model, native):
             each.eval()
-        return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token, cache)
+        return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token)
 
 
 def _load(path: Path) -> Findings:
     found: Findings = results.load(Findings, path, "Remove it to measure again.")
-    return found
-
-
-def _own_cache_bytes(model: Any) -> int:
-    """Return the bytes of keys and values per token, over all layers that cache them."""
-    architecture = of_model(model)
-    found = 0
-    for body in architecture.stacks(model).values():
-        for layer in range(len(architecture.attentions(body))):
-            geometry = architecture.geometry(body, layer)
-            if geometry.causal:
-                found += 2 * geometry.kv_heads * geometry.head_dim * next(model.parameters()).element_size()
     return found
 
 

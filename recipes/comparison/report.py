@@ -80,7 +80,7 @@ def _costs(
 ) -> Table:
     times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
     header = ["", "step time", "step memory", *(f"at {each} times the length" for each in times)]
-    header += ["new parameters", "cache (bytes per token)", "at the start (times)", "start", "own settings"]
+    header += ["new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
     rows: list[list[str | Cell]] = []
     for name, each in found.items():
         if name != ORIGINAL:
@@ -93,7 +93,7 @@ def _costs(
                     _graded(time.mean, span),
                     *map(_graded, (cost.memory_ratio, *growths)),
                     f"{cost.parameters:,}",
-                    f"{cost.own_cache_bytes:,} + {cost.cache_bytes:,}",
+                    f"{cost.cache_bytes:,}",
                     "-" if each.start_ratio is None else f"{each.start_ratio:.3g}",
                     each.start,
                     differences.get(name, "-"),
