@@ -71,7 +71,7 @@ def test_table(tmp_path: Path) -> None:
     assert perplexity["tokens read"] == ["64", "128", "1,024"]
     # Two windows have one degree of freedom: the interval reaches 12.7 standard errors of the loss to each side.
     assert perplexity["native"] == ["12 [0, 6,996]", "4 [0, 2,574]", "-"]
-    ratio = rows_under(text, "As a percentage")
+    ratio = rows_under(text, "In % of the perplexity of native")
     # 0.2 nats with a standard error of 0.1, paired by window.
     assert ratio["fire, after 200 steps"] == ["100.000 [100.000, 100.000]", "122 [34, 435]", "-"]
     assert "native" not in ratio
@@ -196,7 +196,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
     assert "Distilled from the original (loss weight 0.5)." in text
     assert text.count("from_pretrained(") == 1
-    assert rows_under(text, "As a percentage")["fire, after 200 steps"][1] == "122 [34, 435]"
+    assert rows_under(text, "In % of the perplexity of native")["fire, after 200 steps"][1] == "122 [34, 435]"
     assert "0.25 s per step" in text
     assert "```bash\nhf-posenc train swap --out run\n```" in text
     assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text

@@ -19,7 +19,7 @@ from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
-from hf_posenc.recipes.evaluation.report import panel
+from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.reports import render
@@ -64,20 +64,15 @@ class Results:
         facts, models = self.facts, self.models()
         how = f"with {facts.encoding}" if facts.encoding else "trained as it is"
         first = next(iter(models.values()), None)
-        tables = [table(models, "")] if models else []
-        unread = any(bool(grid.samples.isnan().any()) for grid in models.values())
-        native = models.pop("native", None)
-        if native is not None and models:
-            relative = {name: grid.relative_to(native) for name, grid in models.items()}
-            tables.append(table(relative, "As a percentage of the native model's perplexity, window by window:"))
+        measured = Section("perplexity", "", "", {name: (grid,) for name, grid in models.items()})
         return {
             "title": f"{name_of(facts.recipe.model)} {how}",
             "facts": facts,
-            "perplexity": tables,
+            "perplexity": list(measured.tables()) if models else [],
             "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
             "targets": TARGETS,
             "windows": 0 if first is None else first.samples.shape[-1],
-            "unread": unread,
+            "unread": any(bool(grid.samples.isnan().any()) for grid in models.values()),
             "losses": [loss for _, loss in self.losses()],
             "pace": self.pace,
             "verdict": self.verdict,
