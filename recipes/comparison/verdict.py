@@ -83,7 +83,6 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
             far = recommended(found, far_leaders)
             reasons += [_leading(found, far_leaders, far, farthest), *_far_reasons(found, far, trained, farthest)]
         overall = _overall(found, near, far, trained)
-    reasons += _cost_reasons(found)
     headline = _headline(found, near, far, overall, trained, farthest)
     if is_short:
         headline = f"Provisional, after a short training: {headline[0].lower()}{headline[1:]}"
@@ -187,26 +186,6 @@ def _overall(found: Mapping[str, Findings], near: str, far: str | None, trained:
     # A scheme that is better at the trained length deserves its own recommendation.
     fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
     return far if fits else None
-
-
-def _cost_reasons(found: Mapping[str, Findings]) -> Iterator[str]:
-    costs = {name: each.cost for name, each in found.items() if name != NATIVE}
-    if not costs:
-        return
-    least, alike = cheapest(costs), as_fast(costs)
-    most = max(costs, key=lambda name: costs[name].time.mean)
-    text = f"The cheapest to train is {least}: {_times(costs[least])}"
-    others = [name for name in alike if name != least]
-    # The mean step of the cheapest may be longer than theirs.
-    if others:
-        text += f"; {_list(others)} {_is(others)} equally fast within noise"
-    if most not in alike:
-        text += f"; the most expensive is {most}: {_times(costs[most])}"
-    yield text + "."
-
-
-def _times(cost: Cost) -> str:
-    return f"{cost.time.mean:.2f} times the native step in time, {cost.memory_ratio:.2f} times in memory"
 
 
 def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
