@@ -64,16 +64,6 @@ class BucketAttention(PosencAttention):
         return q, k, v
 
 
-class BucketLayer(PosencLayer):
-    """Mixin of patched layers."""
-
-    def posenc_feed_forward(self) -> nn.Module:
-        last = self.layer[-1]
-        # Switch Transformers have experts in some layers, and another name in all.
-        module: nn.Module = last.mlp if hasattr(last, "mlp") else last.DenseReluDense
-        return module
-
-
 class BucketBody(PosencBody):
     """Mixin of patched stacks. Both stacks get the keywords of the model's forward; some belong to one of them."""
 
@@ -208,7 +198,7 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
     lock = ("feed_forward_proj", "requires-hf_posenc-package")
     twins = Twins(name, namespace, stack.config_class, lock)
     twins.add(attention, BucketAttention)
-    twins.add(block, BucketLayer)
+    twins.add(block, PosencLayer)
     twins.add_body(stack, BucketBody)
     twins.add_heads(models)
     parts = {"name": name, "twins": twins, "attention": attention, "parts": (stack,), "body": stack}

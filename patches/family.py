@@ -44,9 +44,8 @@ from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, Pose
 from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
 from hf_posenc.patches.twins import Twins, modeling_module, models_in
 
-# Names that stock attentions give to the cache, and stock layers to the feed-forward.
+# Names that stock attentions give to the cache.
 _CACHES = ("past_key_values", "layer_past")
-_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
 
 # Fields of configs that name the activation.
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function")
@@ -162,17 +161,6 @@ def _without_rotation(forward: Any) -> Any:
     found = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
     found.__kwdefaults__ = stock.__kwdefaults__
     return found
-
-
-class FamilyLayer(PosencLayer):
-    """Mixin of patched layers."""
-
-    def posenc_feed_forward(self) -> nn.Module:
-        parts: dict[str, nn.Module] = dict(self.named_modules())
-        found = [parts[name] for name in _FEED_FORWARDS if name in parts]
-        if not found:
-            raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {_FEED_FORWARDS}.")
-        return found[0]
 
 
 class FamilyBody(PosencBody):
@@ -425,7 +413,7 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
     kind = kind or (RotaryFamily if rotary else TableFamily)
     twins = Twins(name, namespace, stock_config, kind.lock(stock_config, rotary))
     twins.add(attention, FamilyAttention)
-    twins.add(layer, FamilyLayer)
+    twins.add(layer, PosencLayer)
     twins.add_body(body, kind.acting, FamilyBody)
     twins.add_heads(models)
     parts = {"name": name, "twins": {**twins, **kind.shared}, "attention": attention, "body": body, "layer": layer}

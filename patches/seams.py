@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
-from hf_posenc.errors import AttentionBackendError, DirectionError, NotPatchedError
+from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
@@ -39,6 +39,10 @@ from hf_posenc.scheme import Scheme
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
+
+# Names that stock layers give to the feed-forward. T5 has it behind one or two attentions, with experts in some layers.
+_OF_T5 = ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
+_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense", *_OF_T5)
 
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
@@ -291,7 +295,11 @@ class PosencLayer(Mixin):
 
     def posenc_feed_forward(self) -> nn.Module:
         """Return the module whose output `Scheme.feed` gets."""
-        raise NotImplementedError
+        parts: dict[str, nn.Module] = dict(self.named_modules())
+        found = [parts[name] for name in _FEED_FORWARDS if name in parts]
+        if not found:
+            raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {_FEED_FORWARDS}.")
+        return found[0]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context: Context | None = kwargs.get(CONTEXT)
