@@ -11,9 +11,10 @@ import math
 import os
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hf_posenc.errors import RecipeError, StorageError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
 from hf_posenc.patches.patch import disabled, patch
-from hf_posenc.patches.plan import plan
+from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.preparation import native_scheme
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.patches.strength import set_strength
@@ -61,7 +62,7 @@ from hf_posenc.recipes.runs.directory import (
 )
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
-from hf_posenc.recipes.runs.progress import Progress
+from hf_posenc.recipes.runs.progress import Pace, Progress
 from hf_posenc.recipes.runs.stop import STOP
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
 from hf_posenc.recipes.schema import fields, suitability
@@ -72,6 +73,9 @@ from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
 from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
+
+# Context in which a model computes as it was loaded.
+Original = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 _LOGS_VARIABLE = "TENSORBOARD_LOGGING_DIR"
 # Windows for `fit`; tokens that judge the transfer.
@@ -190,6 +194,7 @@ class _Run:
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
         self.transferred: dict[str, Any] | None = record.get(TRANSFER)
+        self.teacher: Teacher | None = None
         # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
         transfer = folder / CHECKPOINTS / "transfer"
         has_begun = self.checkpoint or files.last(transfer) or (transfer / TRANSFERRED).is_file()
@@ -197,7 +202,8 @@ class _Run:
         self.micro: dict[str, int | None] = kept.get(str(self.processes.num_processes), {})
 
     def complete(self) -> Outcome:
-        recipe = self.recipe
+        """Do what is left of the run."""
+        recipe, evaluation = self.recipe, self.recipe.evaluation
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
         suitability.check_unconverted(recipe, model.config)
@@ -207,130 +213,144 @@ class _Run:
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
         logs = {_LOGS_VARIABLE: os.environ.get(_LOGS_VARIABLE, self.folder / LOGS)}
         with enough_threads(model, micro_batch * length), patch_environment(**logs):
-            return self._adapt(model, tokenizer, length, own_length)
+            read = partial(load_data, recipe.data, tokenizer, seed=recipe.training.seed, config=model.config)
+            data = read(length=length)
+            self._check_text(data)
+            contexts, notes = contexts_for(
+                own_length, len(data.held_out), windows=evaluation.windows, contexts=evaluation.contexts
+            )
+            planned, as_loaded = self._convert(model)
+            suitability.check_tables(recipe, model, length)
+            if self.checkpoint is None:  # Its weights would replace the fitted ones.
+                self.fitted = self._fit(model, data)
+            model = attach(model, recipe.adapter)
+            sized, estimate = self._sized(model, length)
+            with as_loaded(model) if planned is None else contextlib.nullcontext():
+                self.teacher = _teacher(model, sized)
+            plans = stages(sized, model)
+            texts = self._texts(plans, data, read)
+            facts = Facts.of(
+                model,
+                recipe,
+                planned,
+                trained_length=own_length,
+                data_tokens=data.tokens,
+                processes=self.processes.num_processes,
+                command=self.command,
+                stages=plans,
+                memory=estimate,
+                refused="" if self.fitted is None or self.fitted["accepted"] else self.fitted["sentence"],
+            )
+            self._claim(facts)
+            if self.console:
+                print_header(self.console, facts)
+            for note in notes:
+                _say(self.console, note)
 
-    def _adapt(self, model: Any, tokenizer: Any, length: int, own_length: int) -> Outcome:
-        recipe, conversion, evaluation = self.recipe, self.recipe.conversion, self.recipe.evaluation
+            def measure(model: Any) -> Grid:
+                with self._precise():
+                    return context_curve(
+                        model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt
+                    )
 
-        def prepared(length: int) -> Prepared:
-            return load_data(recipe.data, tokenizer, length=length, seed=recipe.training.seed, config=model.config)
+            log: list[dict[str, Any]] = []
+            trainer, pace = None, None
+            for stage in plans:
+                if stage.name == "transfer":
+                    self._transfer(
+                        stage, model, data, facts, Measuring(self.measurements, measure, console=self.console)
+                    )
+                    continue
+                measuring = Measuring(
+                    self.measurements,
+                    measure,
+                    every=evaluation.every,
+                    begins=stage.begins,
+                    native=as_loaded if stage.name == "training" else None,
+                    console=self.console,
+                )
+                windows = texts[stage.recipe.training.length]
+                trainer, pace = self._train(stage, model, windows, facts, measuring, ends=stage is plans[-1])
+                log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
+            assert trainer is not None
+            if self.transferred is not None and not self.transferred["accepted"]:
+                facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
+            verdict = judge(self.measurements, facts, control_of(self.folder, sized, self.text))
+            results = report.Results(self.measurements, facts, log, pace, verdict)
+            if self.processes.is_main_process:
+                report.write(self.folder, results)
+            _tell_length(model, tokenizer, facts.reach)
+            self._save(trainer, tokenizer, results)
+        loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
+        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
 
-        data = prepared(length)
+    def _check_text(self, data: Prepared) -> None:
         self.text = _digest(data)
         if has_begun(self.folder) and record_of(self.folder).get(TEXT, self.text) != self.text:
             raise RecipeError(
-                f"The text of {recipe.data.source} has other tokens than when the run in {self.folder} began, so "
+                f"The text of {self.recipe.data.source} has other tokens than when the run in {self.folder} began, so "
                 "measurements before and after could not be compared. Put it back, or train in another folder."
             )
-        contexts, notes = contexts_for(
-            own_length, len(data.held_out), windows=evaluation.windows, contexts=evaluation.contexts
-        )
-        planned = None
+
+    def _convert(self, model: Any) -> tuple[Plan | None, Original]:
+        """Convert the model; return the plan of that, and the context in which the model computes as it was loaded."""
+        conversion = self.recipe.conversion
         if conversion.scheme is not None:
             planned = plan(model, conversion.scheme, **conversion.keywords)
             local = native_scheme(model) if conversion.window is not None else None
             patch(model, conversion.scheme, **conversion.keywords)
             if conversion.window is not None:
                 _narrow(model, local, planned.layers, conversion.window)
-        stock_rope = set_rope(model, conversion.rope) if conversion.rope else None
-        suitability.check_tables(recipe, model, length)
-        if self.checkpoint is None:  # Its weights would replace the fitted ones.
-            self.fitted = self._fit(model, data)
-        model = attach(model, recipe.adapter)
-        recipe, estimate = memory.fitted(recipe, model, length, self.processes.device, self.processes.num_processes)
+            return planned, disabled
+        if not conversion.rope:
+            return None, lambda model: contextlib.nullcontext()
+        stock = set_rope(model, conversion.rope)
+        return None, lambda model: native_rope(model, stock)
+
+    def _sized(self, model: Any, length: int) -> tuple[Recipe, str]:
+        """Return the recipe with micro batches that fit into memory, and the estimated memory of a step, in words."""
+        recipe, estimate = memory.fitted(
+            self.recipe, model, length, self.processes.device, self.processes.num_processes
+        )
         sections = {name: getattr(recipe, name) for name in ("training", "lengthen")}
         self.micro = self.micro or {name: section.micro_batch_size for name, section in sections.items()}
         sized = {name: replace(each, micro_batch_size=self.micro[name]) for name, each in sections.items()}
-        recipe = replace(recipe, **sized)
-        with native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext():
-            teacher = _teacher(model, recipe)
-        plans = stages(recipe, model)
-        # What is wrong with the batches or the text of a later stage is said before the first one.
-        texts = {recipe.training.length: data}
+        return replace(recipe, **sized), estimate
+
+    def _texts(
+        self, plans: Sequence[Stage], data: Prepared, read: Callable[..., Prepared]
+    ) -> dict[int | None, Prepared]:
+        """Return the text of all stages by the length of windows, so that a later stage fails before the first one."""
+        texts = {self.recipe.training.length: data}
         for stage in plans:
             settings = stage.recipe.training
             divide_batch(settings, self.processes.num_processes, section=stage.name)
             if settings.length not in texts:
-                texts[settings.length] = prepared(settings.length or length)
-        facts = Facts.of(
-            model,
-            self.recipe,
-            planned,
-            trained_length=own_length,
-            data_tokens=data.tokens,
-            processes=self.processes.num_processes,
-            command=self.command,
-            stages=plans,
-            memory=estimate,
-            refused="" if self.fitted is None or self.fitted["accepted"] else self.fitted["sentence"],
-        )
-        self._claim(facts)
-        if self.console:
-            print_header(self.console, facts)
-        for note in notes:
-            _say(self.console, note)
+                texts[settings.length] = read(length=settings.length) if settings.length else data
+        return texts
 
-        def native(model: Any) -> contextlib.AbstractContextManager[None]:
-            if planned is not None:
-                return disabled(model)
-            return native_rope(model, stock_rope) if stock_rope else contextlib.nullcontext()
-
-        def measure(model: Any) -> Grid:
-            with self._precise():
-                return context_curve(model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt)
-
-        log: list[dict[str, Any]] = []
-        pace, trainer = None, None
-        for stage in plans:
-            if stage.name == "transfer":
-                measuring = Measuring(self.measurements, lambda _: measure(model), console=self.console)
-                if self.checkpoint is None:
-                    with disabled(model):
-                        measuring.take(NATIVE, model)
-                    measuring.take(0, model)
-                    self._transfer(stage, model, data, teacher, facts)
-                    measuring.take(stage.recipe.training.steps, model)
-                if self.transferred is not None and not self.transferred["accepted"]:
-                    facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
-                continue
-            ends, is_main = stage is plans[-1], stage.name == "training"
-            measuring = Measuring(
-                self.measurements,
-                measure,
-                every=evaluation.every,
-                begins=stage.begins,
-                native=native if is_main else None,
-                console=self.console,
+    def _train(
+        self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring, *, ends: bool
+    ) -> tuple[AdaptationTrainer, Pace | None]:
+        """Run a stage that trains the whole model; return its trainer and its pace."""
+        checkpoints, is_main = self._checkpoints(stage), stage.name == "training"
+        text = "text_loss" if is_main and self.teacher is not None else "loss"
+        with Progress(self.console, stage.tokens(facts.length), text=text) as progress:
+            trainer = adaptation_trainer(
+                model,
+                stage.recipe,
+                data.train,
+                folder=checkpoints.unfinished,
+                collate=data.collate,
+                teacher=self.teacher if is_main else None,
+                callbacks=[measuring, progress, checkpoints, STOP],
+                saves_end=not ends,
             )
-            windows = texts[stage.recipe.training.length]
-            checkpoints = self._checkpoints(stage)
-            text = "text_loss" if is_main and teacher is not None else "loss"
-            with Progress(self.console, stage.tokens(length), text=text) as progress:
-                trainer = adaptation_trainer(
-                    model,
-                    stage.recipe,
-                    windows.train,
-                    folder=checkpoints.unfinished,
-                    collate=windows.collate,
-                    teacher=teacher if is_main else None,
-                    callbacks=[measuring, progress, checkpoints, STOP],
-                    saves_end=not ends,
-                )
-                if ends:
-                    # Leave the only reference to the trainer, which frees the teacher when it has faded.
-                    del teacher
-                self._go_on(trainer, files.last(checkpoints.folder))
-            log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
-            pace = progress.pace
-        assert trainer is not None
-        verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
-        results = report.Results(self.measurements, facts, log, pace, verdict)
-        if self.processes.is_main_process:
-            report.write(self.folder, results)
-        _tell_length(model, tokenizer, facts.reach)
-        self._save(trainer, tokenizer, results)
-        loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
-        return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
+            if ends:
+                # Leave the only reference to the trainer, which frees the teacher when it has faded.
+                self.teacher = None
+            self._go_on(trainer, files.last(checkpoints.folder))
+        return trainer, progress.pace
 
     def _checkpoints(self, stage: Stage) -> files.WholeCheckpoints:
         folder = self.folder / CHECKPOINTS
@@ -349,9 +369,14 @@ class _Run:
         trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
         trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
 
-    def _transfer(self, stage: Stage, model: Any, data: Prepared, teacher: Teacher | None, facts: Facts) -> None:
-        """Run the attention transfer, or read its result; its verdict goes into run.json."""
-        recipe, device = self.recipe, self.processes.device
+    def _transfer(self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring) -> None:
+        """Run the attention transfer, or read its result, and measure around it; its verdict goes into run.json."""
+        if self.checkpoint is not None:
+            return
+        with disabled(model):
+            measuring.take(NATIVE, model)
+        measuring.take(0, model)
+        recipe, device, teacher = self.recipe, self.processes.device, self.teacher
         checkpoints = self._checkpoints(stage)
         result = checkpoints.folder / TRANSFERRED
         original = teacher.model if teacher is not None and recipe.distillation.teacher is None else None
@@ -394,6 +419,7 @@ class _Run:
         self.processes.wait_for_everyone()
         transfer.place(home)
         _say(self.console, found.sentence)
+        measuring.take(stage.recipe.training.steps, model)
 
     def _precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
