@@ -462,6 +462,25 @@ def test_the_structure_of_a_scheme_decides(
     assert [str(choice) for choice in record] == [want]
 
 
+@pytest.mark.parametrize("only_causal", [False, True])
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_blocks_run_where_the_kernel_of_torch_fails_its_trial(
+    name: str, only_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernel.works()
+    right = getattr(kernel, name)
+
+    def wrong(*operands: object, causal: bool = False) -> list[Tensor]:
+        return [found + 0.1 * (causal or not only_causal) for found in right(*operands, causal=causal)]
+
+    monkeypatch.setattr(kernel, name, wrong)
+    monkeypatch.setattr(kernel, "works", kernel.works.__wrapped__)
+    for scheme in ("kerple", "cope"):
+        with attention.recorded() as record:
+            one_attention(make(scheme), None, *plain(520))
+        assert [str(choice) for choice in record] == ["blocks"]
+
+
 def test_a_bias_may_hide_all_keys_before_a_block() -> None:
     places = torch.cat((torch.arange(100), 900 + torch.arange(80)))[None]
     ids = models.tokens("llama", 1, places.shape[1])

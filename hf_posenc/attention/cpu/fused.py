@@ -48,7 +48,7 @@ class Fused(Executor):
     windows = True
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
-        return device.type == "cpu" and scheme.added() is not None
+        return device.type == "cpu" and scheme.added() is not None and kernel.works()
 
     def pays(self, call: Call) -> bool:
         return call.queries >= FEWEST_QUERIES

@@ -35,7 +35,7 @@ class Local(Executor):
     name = "locality"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
-        return device.type == "cpu" and scheme.locality() is not None
+        return device.type == "cpu" and scheme.locality() is not None and kernel.works()
 
     def pays(self, call: Call) -> bool:
         return call.queries >= FEWEST_QUERIES and call.keys >= _FEWEST_KEYS
