@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import ArchitectureError
@@ -106,7 +109,8 @@ def read_facts(
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
-    said = (index, type(config), repr(vars(config)), layer, attention, rotary)
+    code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
+    said = (index, type(config), repr(vars(config)), code)
     if said not in _FOUND:
         if len(_FOUND) == _MOST_FOUND:
             del _FOUND[next(iter(_FOUND))]
@@ -120,6 +124,18 @@ def read_facts(
 # Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
 _FOUND: dict[tuple[Any, ...], Facts] = {}
 _MOST_FOUND = 1024
+
+
+def _code(*classes: type | None) -> Iterator[Any]:
+    """Yield the functions of the modules of some classes, and their code: another library may replace either."""
+    names = {kind.__module__ for given in classes if given for kind in given.__mro__ if issubclass(kind, nn.Module)}
+    for name in sorted(names):
+        for thing in vars(sys.modules[name]).values():
+            own = isinstance(thing, type) and thing.__module__ == name
+            for found in (thing, *vars(thing).values()) if own else (thing,):
+                function = getattr(found, "__func__", found)
+                if isinstance(function, FunctionType):
+                    yield function, function.__code__
 
 
 def _probe(

@@ -17,6 +17,7 @@ from models import BOTH, DECODERS, EXPERTS, PART, SAME, WINDOW, moved
 from models import tiny as make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import attention
@@ -234,8 +235,8 @@ def test_facts_are_those_of_the_stock_code() -> None:
     assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
 
 
-def test_facts_are_read_from_code_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read once for the same classes and config, and a caller may write into them."""
+def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read once for the same code and config, and a caller may write into them."""
     model, runs = make("olmo2"), []
     architecture, body = of_model(model), model.model
     modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
@@ -259,7 +260,6 @@ def test_facts_are_read_from_code_and_config(monkeypatch: pytest.MonkeyPatch) ->
     def with_(thing: Any, name: str, value: Any) -> hf_posenc.Geometry:
         with monkeypatch.context() as patch:
             patch.setattr(thing, name, value)
-            probe._FOUND.clear()
             return read()
 
     assert with_(modeling, "apply_rotary_pos_emb", turn_neighbours).layout == "interleaved"
@@ -269,7 +269,11 @@ def test_facts_are_read_from_code_and_config(monkeypatch: pytest.MonkeyPatch) ->
     forward = architecture.attention.forward
     with pytest.raises(ArchitectureError, match="by another function"):
         with_(architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call))
-    probe._FOUND.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+        patch.setitem(ROPE_INIT_FUNCTIONS, "linear", ones)
+        assert read().inv_freq.tolist() == [1.0] * 8
+    assert (read().layout, len(runs)) == ("half", 8)
 
 
 def ones(config: Any, *given: Any, **keywords: Any) -> tuple[Tensor, float]:
