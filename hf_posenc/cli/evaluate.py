@@ -48,9 +48,6 @@ def evaluate(
         int | None, typer.Option(min=1, help="Tokens per window in training. Default: from the first model's config.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
-    cue: Annotated[
-        str | None, typer.Option(help='Text before the passkey, like "The pass key is". Default: random tokens.')
-    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
     as_json: AsJson = False,
@@ -58,9 +55,6 @@ def evaluate(
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
     quiet()
     named = None if measures is None else words("--measures", measures, str)
-    # By default the needle is measured, except for encoder-decoders.
-    if cue is not None and named is not None and "needle" not in named:
-        raise typer.BadParameter("--cue does nothing without the measure needle. Name it in --measures.")
 
     from rich.console import Console
 
@@ -75,7 +69,6 @@ def evaluate(
         contexts=None if contexts is None else words("--contexts", contexts, int),
         trained_length=trained_length,
         samples=samples,
-        cue=cue,
         batch_size=batch_size,
         seed=seed,
     )

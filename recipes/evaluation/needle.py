@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,49 +14,10 @@ from hf_posenc.recipes.evaluation.measure import ByLength, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 
-# Number of symbols of the default key: few and frequent, so that every model knows them.
+# Number of symbols of cue and key: few and frequent, so that every model knows them.
 _SYMBOLS = 64
-# Tokens of a random cue.
-_CUE = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Passkey:
-    """The form of a needle: a cue and a key of random symbols. The prompt ends with the cue once more.
-
-    Attributes:
-        symbols: Token ids that keys are drawn from, int64 `[n]`; the key is ranked among them.
-        cue: Token ids before the key, int64 `[m]`; `None` draws them from the symbols for every sample, so that only
-            the context tells the key.
-        length: Tokens of the key.
-    """
-
-    symbols: Tensor
-    cue: Tensor | None = None
-    length: int = 5
-
-    @classmethod
-    def from_vocabulary(cls, symbols: Tensor) -> Passkey:
-        """Return a meaningless passkey for any model, from the tokens of a text `[n]`, the most frequent first."""
-        return cls(symbols[:_SYMBOLS])
-
-    @classmethod
-    def from_text(cls, tokenizer: Any, cue: str = "The pass key is", symbols: str = "0123456789") -> Passkey:
-        """Return the passkey of the literature, a sentence and digits, for models that know English.
-
-        Raises:
-            OptionError: Fewer than two symbols are single tokens.
-        """
-        before = _encode(tokenizer, f" {cue}")
-        # A symbol may be tokenised differently after the cue than alone.
-        found = [_encode(tokenizer, f" {cue} {symbol}")[len(before) :] for symbol in symbols]
-        singles = [tokens[-1] for tokens in found if len(tokens) == 1]
-        if len(set(singles)) < 2:
-            raise OptionError(
-                f"Passkey.from_text(symbols={symbols!r}): fewer than two of them are one token of the "
-                f"{type(tokenizer).__name__}. Give other symbols, or draw the key from the vocabulary (cue=None)."
-            )
-        return cls(torch.tensor(sorted(set(singles))), torch.tensor(before))
+# Tokens of a cue and of a key.
+_CUE, _KEY = 4, 5
 
 
 class NeedleRetrieval(ByLength):
@@ -73,7 +33,8 @@ class NeedleRetrieval(ByLength):
         lengths: Context lengths in tokens.
         depths: Places of the needle in the text, from 0 (its beginning) to 1 (right before the last cue).
         samples: Keys and texts per length.
-        passkey: Form of the needle; by default cue and key are drawn from the most frequent tokens of the text.
+        symbols: Token ids that cue and key are drawn from, the most frequent first, of which some are enough; by
+            default those of the text. The key is ranked among them.
         seed: Random seed of keys and texts.
 
     Raises:
@@ -91,22 +52,21 @@ class NeedleRetrieval(ByLength):
         *,
         depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
         samples: int = 8,
-        passkey: Passkey | None = None,
+        symbols: Tensor | None = None,
         seed: int = 0,
     ) -> None:
         if not all(0 <= depth <= 1 for depth in depths):
             raise OptionError(f"depths={tuple(depths)}: expected numbers from 0 (the beginning) to 1 (the end).")
-        passkey = passkey or Passkey.from_vocabulary(ordinary_tokens(ids))
-        self._symbols = passkey.symbols
+        self._symbols = (ordinary_tokens(ids) if symbols is None else symbols)[:_SYMBOLS]
         self._lengths = tuple(sorted(different("lengths", lengths)))
         self._depths, self._samples = different("depths", depths), samples
         generator = torch.Generator().manual_seed(seed)
         self._rows = [
-            row for length in self._lengths for row in _rows(ids, length, depths, samples, passkey, generator)
+            row for length in self._lengths for row in _rows(ids, length, depths, samples, self._symbols, generator)
         ]
         self.tokens = sum(part.numel() for row in self._rows for part in row)
         self.note = (
-            f"A key of {passkey.length} tokens, each one of {len(passkey.symbols)} symbols, stands in a text at the "
+            f"A key of {_KEY} tokens, each one of {len(self._symbols)} symbols, stands in a text at the "
             f"given depth (0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. "
             f"Rank: share of the other symbols that are less likely than the right one. {self._ends}"
         )
@@ -117,7 +77,7 @@ class NeedleRetrieval(ByLength):
             whole = correct(logits, keys).all(dim=1)
             return torch.stack([whole.double(), _rank(logits.cpu(), keys, self._symbols)], dim=1)
 
-        guess = len(self._symbols) ** -self._rows[0][1].numel()
+        guess = len(self._symbols) ** -_KEY
         quantities = (successes("whole key", guess), share("rank of the key", 0.5))
         found = self._by_length(workers, score, quantities)
         found = found.view(len(self._lengths), self._samples, len(self._depths), 2).permute(3, 2, 0, 1)
@@ -126,19 +86,18 @@ class NeedleRetrieval(ByLength):
 
 
 def _rows(
-    ids: Tensor, length: int, depths: Sequence[float], samples: int, passkey: Passkey, generator: torch.Generator
+    ids: Tensor, length: int, depths: Sequence[float], samples: int, symbols: Tensor, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
     """Return prompts `[length - key + 1]` and keys `[key]`; the depths of a sample are consecutive."""
+    room = length + 1 - 2 * (_CUE + _KEY)
+    if not 0 < room <= len(ids):
+        raise ShapeError(
+            f"A needle of {_CUE + _KEY} tokens in {length} leaves {room} of text, and there are {len(ids)}. Give "
+            "longer lengths, or more text."
+        )
     found = []
     for _ in range(samples):
-        key = _draw(passkey.symbols, passkey.length, generator)
-        cue = _draw(passkey.symbols, _CUE, generator) if passkey.cue is None else passkey.cue
-        room = length + 1 - 2 * (len(cue) + len(key))
-        if not 0 < room <= len(ids):
-            raise ShapeError(
-                f"A needle of {len(cue) + len(key)} tokens in {length} leaves {room} of text, and there are {len(ids)}."
-                " Give longer lengths, a shorter passkey, or more text."
-            )
+        key, cue = (_draw(symbols, count, generator) for count in (_KEY, _CUE))
         start = int(torch.randint(len(ids) - room + 1, (), generator=generator))
         text = ids[start : start + room]
         for depth in depths:
@@ -158,8 +117,3 @@ def _rank(logits: Tensor, keys: Tensor, symbols: Tensor) -> Tensor:
 
 def _draw(symbols: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return symbols[torch.randint(len(symbols), (count,), generator=generator)]
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found

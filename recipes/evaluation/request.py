@@ -20,7 +20,7 @@ from hf_posenc.recipes.data.windows import encode
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, evaluate
-from hf_posenc.recipes.evaluation.needle import NeedleRetrieval, Passkey
+from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
@@ -55,7 +55,6 @@ class Request:
         contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
         trained_length: Tokens per window in training; `None` means the length in the first model's config.
         samples: Windows, keys, sequences or examples of each kind.
-        cue: Text before a passkey; `None` means random tokens.
         batch_size: Windows or examples per forward.
         seed: Random seed of all samples.
     """
@@ -67,7 +66,6 @@ class Request:
     contexts: tuple[int, ...] | None = None
     trained_length: int | None = None
     samples: int = 16
-    cue: str | None = None
     batch_size: int = 8
     seed: int = 0
 
@@ -137,10 +135,6 @@ class Request:
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         length = self.trained_length
 
-        def needle() -> Measure:
-            key = Passkey.from_vocabulary(symbols) if self.cue is None else Passkey.from_text(tokenizer, self.cue)
-            return NeedleRetrieval(ids, contexts, passkey=key, **drawn)
-
         def induction() -> Measure:
             # Two copies make an even number of tokens.
             even = [*dict.fromkeys(context // 2 * 2 for context in contexts)]
@@ -150,7 +144,7 @@ class Request:
             "perplexity": lambda: ContextPerplexity(
                 ids, contexts, windows=self.samples, corrupt=corrupt, trained_length=length
             ),
-            "needle": needle,
+            "needle": lambda: NeedleRetrieval(ids, contexts, symbols=symbols, **drawn),
             "induction": induction,
             "mqar": lambda: AssociativeRecall(symbols, contexts, trained_length=length, **drawn),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
