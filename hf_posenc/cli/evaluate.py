@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, resumable, whole_directory, words
+from hf_posenc.cli.convert import Model
 
 
 @app.command("eval")
@@ -89,9 +90,7 @@ def evaluate(
 @app.command()
 def compare(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
-    ],
+    model: Model,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Override keys of all recipes, such as data.source=text.txt."),

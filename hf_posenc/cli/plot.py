@@ -64,7 +64,8 @@ def plot(
             queries=query or (),
             name=Path(directory).resolve().name,
         )
-        _write(drawn, folder, form)
+        for name, figure in drawn.items():
+            figure.savefig(folder / f"{name}.{form}")
     typer.echo(f"wrote {out}: {listing(out)}")
 
 
@@ -80,15 +81,3 @@ def _load(directory: str) -> tuple[Any, Any]:
     if base == source:
         return model, find_tokenizer(source)
     return adapters.merged(model, source), find_tokenizer(source) or find_tokenizer(base)
-
-
-def _write(drawn: dict[str, Any], folder: Path, form: str) -> None:
-    """Save figures, with a progress bar on a terminal, because large ones take seconds."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    for name, figure in track(
-        drawn.items(), "drawing", console=console, disable=not console.is_terminal, transient=True
-    ):
-        figure.savefig(folder / f"{name}.{form}")

@@ -33,8 +33,8 @@ class NeedleRetrieval(ByLength):
         lengths: Context lengths in tokens.
         depths: Places of the needle in the text, from 0 (its beginning) to 1 (right before the last cue).
         samples: Keys and texts per length.
-        symbols: Token ids that cue and key are drawn from, the most frequent first, of which some are enough; by
-            default those of the text. The key is ranked among them.
+        symbols: Token ids, the most frequent first, int64 `[n]`; by default those of the text. Cue and key are drawn
+            from the first 64, and the key is ranked among these.
         seed: Random seed of keys and texts.
 
     Raises:

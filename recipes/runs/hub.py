@@ -6,9 +6,8 @@ import shlex
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE
 
-# Files of a run. `run` and `report` define the same names, but import torch.
-_RECIPE, _MODEL = "recipe.yaml", "model"
 # The card has the recipe, without local paths.
 _COMPANIONS = ("table.md", "perplexity.png")
 
@@ -48,12 +47,12 @@ def push(folder: Path, repository: str, *, private: bool = False, revision: str 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the files of a finished run by their path in the repository."""
-    if not (folder / _RECIPE).is_file():
+    if not (folder / RECIPE).is_file():
         raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
-    if not (folder / _MODEL).is_dir():
+    if not (folder / MODEL).is_dir():
         raise RecipeError(
             f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
         )
-    model = folder / _MODEL
+    model = folder / MODEL
     own = {str(path.relative_to(model).as_posix()): path for path in sorted(model.rglob("*")) if path.is_file()}
     return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()} | own
