@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
-from hf_posenc.recipes.evaluation.grid import LOSS, Grid, share
-from hf_posenc.recipes.evaluation.measure import ByLength, Workers, different
+from hf_posenc.recipes.evaluation.grid import LOSS, share
+from hf_posenc.recipes.evaluation.measure import ByLength, different
 from hf_posenc.recipes.evaluation.predictions import correct, losses, predictions
 from hf_posenc.recipes.plots.curves import trained_mark
 
@@ -50,7 +50,9 @@ class InductionCopy(ByLength):
         trained_length: int | None = None,
     ) -> None:
         self._symbols, self._lengths = symbols, tuple(sorted(different("lengths", lengths)))
-        self.note = f"{self._says()} {len(symbols)} different tokens; {samples} samples per length. {self._ends}"
+        self._axes, count = {self.axis: self._lengths}, len(symbols)
+        self.note = f"{self._says()} {count} different tokens; {samples} samples per length. {self._ends}"
+        self._quantities = (share("right tokens", 1 / count), replace(LOSS, guess=math.log(count)))
         generator = torch.Generator().manual_seed(seed)
         self._rows = [(self._text(length, generator),) for length in self._lengths for _ in range(samples)]
         self.tokens = sum(row.numel() for (row,) in self._rows)
@@ -81,20 +83,12 @@ class InductionCopy(ByLength):
                 "is scored. Leave it out."
             )
 
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        def score(rows: Tensor) -> Tensor:
-            places = self._scored(rows.shape[1])
-            first, labels = int(places[0]), rows[:, places]
-            logits = predictions(model, rows[:, :-1], rows[:, first:])[:, places - first]
-            return torch.stack(
-                [correct(logits, labels).double().mean(dim=1), losses(logits, labels).mean(dim=1)], dim=1
-            )
-
-        count = len(self._symbols)
-        quantities = (share("right tokens", 1 / count), replace(LOSS, guess=math.log(count)))
-        found = self._by_length(workers, score, quantities).permute(2, 0, 1)
-        axes = {self.axis: self._lengths}
-        return tuple(Grid(quantity, axes, part) for quantity, part in zip(quantities, found, strict=True))
+    def _score(self, model: Any, *parts: Tensor) -> Tensor:
+        (rows,) = parts
+        places = self._scored(rows.shape[1])
+        first, labels = int(places[0]), rows[:, places]
+        logits = predictions(model, rows[:, :-1], rows[:, first:])[:, places - first]
+        return torch.stack([correct(logits, labels).double().mean(dim=1), losses(logits, labels).mean(dim=1)], dim=1)
 
 
 class AssociativeRecall(InductionCopy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -77,25 +78,34 @@ class Measure(ABC):
 class ByLength(Measure):
     """A measure of ascending lengths, which ends at the first one where a model does no better than guessing.
 
-    Subclasses set the lengths, and as many rows for each, in this order.
+    Subclasses set axes, of which lengths are the last, quantities, and rows: for each length, in there for each sample,
+    and in there for each point of the other axes.
     """
 
     # For the notes of subclasses.
     _ends: ClassVar[str] = "Where a model does no better than guessing, longer texts are left out."
 
-    _lengths: tuple[int, ...]
+    _axes: Mapping[str, tuple[Point, ...]]
+    _quantities: Sequence[Quantity]
     _rows: Sequence[Row]
 
-    def _by_length(self, workers: Workers, score: Callable[..., Tensor], quantities: Sequence[Quantity]) -> Tensor:
-        """Return the results of all rows, float64 `[lengths, rows of each, quantities]`; NaN where it has ended."""
-        found = torch.full((len(self._lengths), len(self._rows) // len(self._lengths), len(quantities)), torch.nan)
-        found = found.double()
+    @abstractmethod
+    def _score(self, model: Any, *parts: Tensor) -> Tensor:
+        """Return the results of some rows, `[B, quantities]`."""
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        *others, lengths = map(len, self._axes.values())
+        width = len(self._quantities)
+        found = torch.full((lengths, len(self._rows) // lengths, width), torch.nan, dtype=torch.float64)
         for index, part in enumerate(found):
             rows = self._rows[index * len(part) : (index + 1) * len(part)]
-            found[index] = workers.map(score, rows, len(quantities))
-            if not any(quantity.shows(found[index, :, column]) for column, quantity in enumerate(quantities)):
+            found[index] = workers.map(partial(self._score, model), rows, width)
+            if not any(quantity.shows(found[index, :, column]) for column, quantity in enumerate(self._quantities)):
                 break
-        return found
+        found = found.view(lengths, -1, *others, width)
+        # Quantities come first, then other axes, lengths and samples.
+        parts = found.permute(-1, *range(2, found.ndim - 1), 0, 1)
+        return tuple(Grid(quantity, self._axes, part) for quantity, part in zip(self._quantities, parts, strict=True))
 
 
 def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:

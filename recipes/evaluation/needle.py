@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
-from hf_posenc.recipes.evaluation.grid import Grid, share, successes
-from hf_posenc.recipes.evaluation.measure import ByLength, Workers, different
+from hf_posenc.recipes.evaluation.grid import share, successes
+from hf_posenc.recipes.evaluation.measure import ByLength, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 
@@ -58,11 +58,11 @@ class NeedleRetrieval(ByLength):
         if not all(0 <= depth <= 1 for depth in depths):
             raise OptionError(f"depths={tuple(depths)}: expected numbers from 0 (the beginning) to 1 (the end).")
         self._symbols = (ordinary_tokens(ids) if symbols is None else symbols)[:_SYMBOLS]
-        self._lengths = tuple(sorted(different("lengths", lengths)))
-        self._depths, self._samples = different("depths", depths), samples
+        self._axes = {"depth": different("depths", depths), "tokens read": tuple(sorted(different("lengths", lengths)))}
+        self._quantities = (successes("whole key", len(self._symbols) ** -_KEY), share("rank of the key", 0.5))
         generator = torch.Generator().manual_seed(seed)
         self._rows = [
-            row for length in self._lengths for row in _rows(ids, length, depths, samples, self._symbols, generator)
+            row for length in sorted(lengths) for row in _rows(ids, length, depths, samples, self._symbols, generator)
         ]
         self.tokens = sum(part.numel() for row in self._rows for part in row)
         self.note = (
@@ -71,18 +71,11 @@ class NeedleRetrieval(ByLength):
             f"Rank: share of the other symbols that are less likely than the right one. {self._ends}"
         )
 
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        def score(prompts: Tensor, keys: Tensor) -> Tensor:
-            logits = answer_predictions(model, prompts, keys)
-            whole = correct(logits, keys).all(dim=1)
-            return torch.stack([whole.double(), _rank(logits.cpu(), keys, self._symbols)], dim=1)
-
-        guess = len(self._symbols) ** -_KEY
-        quantities = (successes("whole key", guess), share("rank of the key", 0.5))
-        found = self._by_length(workers, score, quantities)
-        found = found.view(len(self._lengths), self._samples, len(self._depths), 2).permute(3, 2, 0, 1)
-        axes = {"depth": self._depths, "tokens read": self._lengths}
-        return tuple(Grid(quantity, axes, part) for quantity, part in zip(quantities, found, strict=True))
+    def _score(self, model: Any, *parts: Tensor) -> Tensor:
+        prompts, keys = parts
+        logits = answer_predictions(model, prompts, keys)
+        whole = correct(logits, keys).all(dim=1)
+        return torch.stack([whole.double(), _rank(logits.cpu(), keys, self._symbols)], dim=1)
 
 
 def _rows(
