@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli import app
-from hf_posenc.cli import plot as plotting
+from hf_posenc.cli import evaluate as plotting
 from hf_posenc.recipes.plots import figures, kinds, style
 from hf_posenc.structures import Numbers, Picture
 

@@ -198,7 +198,6 @@ NAMED: dict[str, set[str]] = {
     # The model of the demonstration, which is built in.
     "hf_posenc.cli.convert": {"llama"},
     "hf_posenc.cli.evaluate": {"llama"},
-    "hf_posenc.cli.plot": {"llama"},
     "hf_posenc.recipes.loading": {"llama"},
     # Hints.
     "hf_posenc.patches.export.restating": {"llama"},

@@ -23,9 +23,9 @@ import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
-from hf_posenc.recipes.runs import directory, run, stop
+from hf_posenc.recipes.runs import directory, run
 from hf_posenc.recipes.runs import files as saving
-from hf_posenc.recipes.runs.stop import STOP
+from hf_posenc.recipes.runs.files import STOP
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
@@ -414,7 +414,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(read: Any, tmp_path: Path, m
         if len(answers) < 2 and self.state.global_step == 1:
             answers.extend([STOP.ask(then), STOP.ask(then)])
             with monkeypatch.context() as later:
-                later.setattr(stop, "_ONCE", 0.0)
+                later.setattr(saving, "_ONCE", 0.0)
                 answers.append(STOP.ask(then))
         return step(self, *args, **kwargs)
 

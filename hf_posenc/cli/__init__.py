@@ -3,7 +3,7 @@
 Heavy modules are imported inside the commands, so that help and the tables of schemes and recipes appear at once.
 """
 
-from hf_posenc.cli import convert, evaluate, plot, train
+from hf_posenc.cli import convert, evaluate, train
 from hf_posenc.cli.application import app, whole_directory
 
-__all__ = ["app", "convert", "evaluate", "plot", "train", "whole_directory"]
+__all__ = ["app", "convert", "evaluate", "train", "whole_directory"]

@@ -172,7 +172,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
         begun: The file that is there as soon as a run can be continued.
         again: Command that continues it.
     """
-    from hf_posenc.recipes.runs.stop import STOP
+    from hf_posenc.recipes.runs.files import STOP
 
     def stop(number: int, frame: FrameType | None) -> None:
         # print may be what was interrupted

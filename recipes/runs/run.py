@@ -63,7 +63,6 @@ from hf_posenc.recipes.runs.directory import (
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Pace, Progress
-from hf_posenc.recipes.runs.stop import STOP
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
 from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
@@ -150,7 +149,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
             f"{error} Every complete checkpoint is kept: hf-posenc resume {shlex.quote(str(folder))} goes on."
         ) from error
     finally:
-        STOP.over()
+        files.STOP.over()
         lock.release()
 
 
@@ -343,7 +342,7 @@ class _Run:
                 folder=checkpoints.unfinished,
                 collate=data.collate,
                 teacher=self.teacher if is_main else None,
-                callbacks=[measuring, progress, checkpoints, STOP],
+                callbacks=[measuring, progress, checkpoints, files.STOP],
                 saves_end=not ends,
             )
             if ends:
@@ -405,7 +404,7 @@ class _Run:
                         windows,
                         folder=checkpoints.unfinished,
                         collate=data.collate,
-                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints, STOP],
+                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints, files.STOP],
                     )
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
             found = best.restore()
