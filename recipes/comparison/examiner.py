@@ -87,7 +87,6 @@ class Findings:
         start: Start of the converted model, in words.
         start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
             original model's; `None` if not measured.
-        keeps_native: Whether the native encoding stays active together with the scheme.
     """
 
     name: str
@@ -95,7 +94,6 @@ class Findings:
     cost: Cost
     start: str = ""
     start_ratio: float | None = None
-    keeps_native: bool = False
 
     @property
     def perplexity(self) -> Grid:
@@ -183,14 +181,12 @@ class Examiner:
         if not path.is_file():
             subject = Subject(contestant.name, str(contestant.folder / MODEL))
             model = subject.load(self._device)
-            conversion = contestant.recipe.conversion
             facts = json.loads((contestant.folder / RUN).read_text(encoding="utf-8"))
             found = self._findings(
                 contestant.name,
                 model,
                 self._cost(contestant, model),
                 start=facts["start"],
-                keeps_native=conversion.scheme is not None and conversion.native == "keep",
                 start_ratio=_start_ratio(contestant.folder),
             )
             _draw(model, self._tokenizer, contestant)

@@ -56,7 +56,6 @@ def write(
         "schemes": len(found) - len({NATIVE, ORIGINAL} & {*found}),
         "verdict": verdict,
         "failed": failed,
-        "keepers": ", ".join(name for name, each in found.items() if each.keeps_native),
         "costs": _costs(found, trained, marked, settings["differences"]),
         "limits": (_GOOD, _FAIR),
         "sections": sections,

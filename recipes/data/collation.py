@@ -111,13 +111,8 @@ class Masking:
     """Collator that masks tokens for a masked language model, as `DataCollatorForLanguageModeling`; they are labels.
 
     In training some of them are replaced by random tokens or left as they are; `corrupt` masks them all. No special
-    token is masked, and of each window at least one token is. Draws depend only on the seed and the window.
-
-    Args:
-        tokenizer: The model's tokenizer; it must have a mask token.
-        share: Share of tokens to predict, from 0 to 1.
-        seed: Random seed.
-        collate: Collator of the batch; stacks by default.
+    token is masked, and of each window at least one token is. Draws depend only on the seed and the window. The
+    arguments are those of `Denoising`.
 
     Raises:
         RecipeError: The tokenizer has no mask token.
