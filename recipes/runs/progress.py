@@ -49,14 +49,7 @@ class Progress(TrainerCallback):
         interval: Seconds between plain lines.
     """
 
-    def __init__(
-        self,
-        console: Console | None,
-        tokens: int,
-        *,
-        text: str = "loss",
-        interval: float = 30.0,
-    ) -> None:
+    def __init__(self, console: Console | None, tokens: int, *, text: str = "loss", interval: float = 30.0) -> None:
         self._console, self._tokens, self._text, self._interval = console, tokens, text, interval
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
