@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.patches import record
 from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
-from hf_posenc.recipes.loading import auto_class, trained_length
-from hf_posenc.recipes.schema import fields
+from hf_posenc.recipes.loading import auto_class
+from hf_posenc.recipes.schema import fields, suitability
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 # The native model with the same training: the control.
@@ -78,11 +77,7 @@ def contestants(
             "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
             "adapter=lora, or leave it out."
         )
-    length = common.training.length or trained_length(config)
-    if length is None:
-        raise RecipeError(
-            f"The config of {model} has no trained length. Give a number of tokens, for instance training.length=512."
-        )
+    length, _ = suitability.lengths(common, config)
 
     def entered(name: str, recipe: Recipe) -> Contestant:
         training = replace(recipe.training, steps=budget, length=length)
@@ -111,11 +106,7 @@ def contestants(
             own = Recipe.read("swap", its_own, config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
-        if own.conversion.scheme is not None and (there := record.from_config(config)):
-            raise RecipeError(
-                f"The model {model} is converted already, to {there[0].scheme}: untrained schemes would replace what "
-                "it has learned. Compare schemes for the original model."
-            )
+        suitability.check_unconverted(own, config)
         others.append(entered(name, own))
     for other in others:
         _check_same(first, other)
