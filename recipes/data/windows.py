@@ -272,8 +272,8 @@ def _windows(tokens: sources.Documents, *, pack: Pack, avoided: frozenset[bytes]
     first = next(found, None)
     if first is None:
         raise RecipeError(
-            "The text to train on has too few tokens for one window, what is held out not counted. Give more text, or "
-            "take a shorter training.length."
+            "The text to train on has too few tokens for one window; documents that are held out, and copies of them, "
+            "do not count. Give more text, or take a shorter training.length."
         )
     yield first
     yield from found
