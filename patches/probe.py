@@ -187,10 +187,9 @@ def _probe(
     if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:
         refuse(attention, f"passes {', '.join(unknown) or 'values of another shape than keys'} to attention")
     size = query.shape[-1]
-    scale = None if found.get("scaling") is None else float(found["scaling"])
     window = _window(config, attention, index, found.get("sliding_window"))
     shape = {"heads": query.shape[1], "kv_heads": key.shape[1], "head_dim": size, "hidden_size": config.hidden_size}
-    geometry = Geometry(**shape, scale=scale)
+    geometry = Geometry(**shape, scale=size**-0.5 if found.get("scaling") is None else float(found["scaling"]))
     if rotary is None:
         return Facts(geometry, kind, window=window)
     rotates = _depends(query.grad_fn, angles)

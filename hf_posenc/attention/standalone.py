@@ -100,7 +100,6 @@ def attend(
         positions=positions, hidden=hidden if complete else None, real=real, common=scheme.common, host=host
     )
     projected = scheme.project(tokens, q, k, v)
-    assert geometry.scale is not None
     call = Call(
         scheme=scheme,
         q=projected.q,

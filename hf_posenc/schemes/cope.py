@@ -128,23 +128,23 @@ class CoPE(Scheme):
 
     def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
         bias = (q.to(like) @ self.pos_emb[0, :, -1].to(like))[..., None]
-        return self._scale() * bias if self.scale_position_logits else bias, None
+        return self.geometry.scale * bias if self.scale_position_logits else bias, None
 
     def key_scan(self) -> KeyScan | None:
-        return GateCount(self._at_whole_counts, self._gate_keys, self._scale()) if self.geometry.causal else None
+        return GateCount(self._at_whole_counts, self._gate_keys, self.geometry.scale) if self.geometry.causal else None
 
     def _at_whole_counts(self, q: Tensor, like: Tensor) -> Tensor:
         """Return logits of integer positions, `[B, H, q, npos]`; in encoders for both sides, `[B, H, q, 2, npos]`."""
         bias = q.to(like) @ self.pos_emb[0].to(like)
         if self.pos_emb_right is not None:
             bias = torch.stack((bias, q.to(like) @ self.pos_emb_right[0].to(like)), dim=-2)
-        return self._scale() * bias if self.scale_position_logits else bias
+        return self.geometry.scale * bias if self.scale_position_logits else bias
 
     def _gate_logits(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         keys = self._gate_keys(k, block)
         if keys is None:
             return logits  # the logits are the product already
-        return grouped_matmul(q, keys.to(q).transpose(-1, -2)).to(logits) * self._scale()
+        return grouped_matmul(q, keys.to(q).transpose(-1, -2)).to(logits) * self.geometry.scale
 
     def _gate_keys(self, k: Tensor, block: Block) -> Tensor | None:
         """Return the keys of the gates, `[B, G, K, D]`; `None` if the logits are their products already."""
@@ -153,10 +153,6 @@ class CoPE(Scheme):
         if self.value_gates:
             return block.values
         return k if block.native else None
-
-    def _scale(self) -> float:
-        assert self.geometry.scale is not None
-        return self.geometry.scale
 
     def stock_equivalent(self) -> Equivalent:
         filled = [table for table in (self.pos_emb, self.pos_emb_right) if table is not None and bool(table.any())]

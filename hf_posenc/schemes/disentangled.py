@@ -14,7 +14,6 @@ from hf_posenc.ops.skew import by_distance, keys_by_distance
 from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.schemes.families.additive import LONGEST
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
 
@@ -120,7 +119,6 @@ class Disentangled(Scheme):
     ) -> None:
         super().__init__(geometry)
         self.require(max_distance >= 1, "max_distance", max_distance, "at least 1")
-        self.require(max_distance <= LONGEST, "max_distance", max_distance, f"at most {LONGEST:,}")
         self.require(
             buckets is None or (buckets >= 2 and buckets % 2 == 0), "buckets", buckets, "None or an even number"
         )
@@ -232,7 +230,6 @@ class Disentangled(Scheme):
         traced = torch.compiler.is_compiling()
         rows = self._all if traced else self._rows_of(first, min(block.reach, self.max_distance))
         last, scale = first + len(rows) - 1, self.geometry.scale
-        assert scale is not None
         terms = []
         with torch.autocast(like.device.type, enabled=False):
             if self.c2p:

@@ -126,7 +126,6 @@ class FoXPro(FoX):
             if norm is not None:
                 nn.init.ones_(norm.weight)
         if self.q_norm is not None:
-            assert self.geometry.scale is not None
             nn.init.constant_(self.q_norm.weight, self.geometry.head_dim**-0.5 / self.geometry.scale)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:

@@ -99,7 +99,6 @@ class PaTH(Scheme):
         return Projection(q, k, v, {_DIRECTIONS: directions, _STRENGTHS: strengths}, recent)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        assert self.geometry.scale is not None
         with torch.autocast(logits.device.type, enabled=False):
             w, beta = (block.state[name].to(logits).transpose(1, 2) for name in (_DIRECTIONS, _STRENGTHS))
             return logits + self.geometry.scale * _change(q.to(logits), k.to(logits), w, beta, block.keep)

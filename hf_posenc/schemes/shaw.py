@@ -60,7 +60,6 @@ class Shaw(Scheme):
                 draw_start(table, self.init, std=0.02)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        assert self.geometry.scale is not None
         with torch.autocast(logits.device.type, enabled=False):
             products = q.to(logits) @ self.rel_k.to(logits).T  # [B, H, q, 2K + 1], from distance K down
             distance = block.distance().to(logits.device)
@@ -85,7 +84,6 @@ class Shaw(Scheme):
         return bool((block.distance()[..., 0] >= self.max_distance).all())
 
     def _beyond(self, q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert self.geometry.scale is not None
         last = self.rel_k[0].to(like)
         return self.geometry.scale * (q.to(like) @ last)[..., None], None if self.rel_v is None else self.rel_v[0]
 

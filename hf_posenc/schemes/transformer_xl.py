@@ -129,15 +129,11 @@ class TransformerXL(Scheme):
         # W_r R for each distance takes E * D products per head, backwards E per pair.
         return farthest + 1 if (farthest + 1) * self.geometry.head_dim <= pairs else None
 
-    def _frequencies(self, device: torch.device) -> Tensor:
-        width = self.geometry.hidden_size
-        step = torch.arange(width // 2, dtype=torch.float64, device=device)
-        exponent: Tensor = _BASE ** (-2 * step / width)
-        return exponent
-
     def _sin_cos(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return sines and cosines at int64 places `[...]`, each `[..., E // 2]`."""
-        angles = places[..., None].double() * self._frequencies(places.device)
+        width = self.geometry.hidden_size
+        step = torch.arange(width // 2, dtype=torch.float64, device=places.device)
+        angles = places[..., None].double() * _BASE ** (-2 * step / width)
         return angles.sin().to(dtype), angles.cos().to(dtype)
 
     def _encoding(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,7 +154,6 @@ class TransformerXL(Scheme):
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return all terms added to the scaled logits, `[B, H, q, K]`."""
-        assert self.geometry.scale is not None
         with torch.autocast(like.device.type, enabled=False):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
             content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]

@@ -78,7 +78,6 @@ class XPos(Annealed, RotaryScheme):
         self.block_length = block_length
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        assert self.geometry.scale is not None
         q, k = q.to(logits), k.to(logits)
         with torch.autocast(logits.device.type, enabled=False):
             query, key = (place.to(logits.device) for place in (block.positions.query, block.positions.key))
@@ -90,13 +89,11 @@ class XPos(Annealed, RotaryScheme):
                 logits = logits + self.geometry.scale * (products - grouped_matmul(q, k.transpose(-1, -2)))
             else:
                 logits = self.geometry.scale * products
-            return logits if self.block_length is None else self._blockwise(logits, query, key, self.block_length)
-
-    @staticmethod
-    def _blockwise(logits: Tensor, query: Tensor, key: Tensor, length: int) -> Tensor:
-        """Return logits `[B, H, q, K]` with keys masked that are two or more blocks of positions before the query."""
-        between = (query // length)[:, :, None] - (key // length)[:, None, :]
-        return logits.masked_fill((between > 1)[:, None], torch.finfo(logits.dtype).min)
+            if self.block_length is None:
+                return logits
+            # Keys that are two or more blocks of positions before the query.
+            between = (query // self.block_length)[:, :, None] - (key // self.block_length)[:, None, :]
+            return logits.masked_fill((between > 1)[:, None], torch.finfo(logits.dtype).min)
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         if self.block_length is not None:

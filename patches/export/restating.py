@@ -117,8 +117,6 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
         projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
         geometry = stack.geometries[index]
         own, stock = geometry.scale, draft.architecture.geometry(blank, index).scale
-        assert own is not None
-        assert stock is not None
         factor = own / stock
         spread = folded.spread(index)
         between = [name for name, part in attention.named_children() if name not in (*projections, surgery.OWN)]

@@ -9,14 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
 from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
-
-# Bound on the table of all distances: a number in a file must not be able to claim any amount of memory.
-LONGEST = 2**20
 
 
 class AdditiveBias(Scheme):
@@ -156,14 +152,9 @@ class Buckets:
         num_buckets: Number of buckets.
         max_distance: Distance from which all keys share the last bucket.
         causal: Count keys ahead of the query as distance 0; otherwise they have the upper half of the buckets.
-
-    Raises:
-        OptionError: `max_distance` is beyond a million.
     """
 
     def __init__(self, *, num_buckets: int, max_distance: int, causal: bool) -> None:
-        if max_distance > LONGEST:
-            raise OptionError(f"max_distance={max_distance}: expected at most {LONGEST:,}.")
         self.causal = causal
         self.max_distance = max_distance
         self.per_side = num_buckets if causal else num_buckets // 2
