@@ -186,12 +186,7 @@ class Locality:
 
 
 @dataclass(frozen=True, eq=False)
-class KeyScan:
-    """A scan of the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`."""
-
-
-@dataclass(frozen=True, eq=False)
-class GateCount(KeyScan):
+class GateCount:
     """A bias at the sum of the gates from a key up to the query.
 
     Between whole numbers it is linear, and from the last it is constant. A gate is the sigmoid of a scaled product;
@@ -211,7 +206,7 @@ class GateCount(KeyScan):
 
 
 @dataclass(frozen=True, eq=False)
-class Stick(KeyScan):
+class Stick:
     """Every key takes the sigmoid of its logit, as a share of the rest that nearer keys left; there is no softmax.
 
     Attributes:
@@ -225,6 +220,10 @@ class Stick(KeyScan):
     bias: Tensor | None = None
     rest_to_own: bool = False
     rest: Tensor | None = None
+
+
+# A scan of the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`.
+KeyScan: TypeAlias = GateCount | Stick
 
 
 def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:

@@ -257,8 +257,15 @@ def update(
     elif cache.layer_class_to_replicate is not None:
         _check_kind(cache.layer_class_to_replicate())
     keys, values = cache.update(k, v, layer)
-    _give_state(cache, layer)
-    filled: Any = cache.layers[layer]
+    slot: Any = cache.layers[layer]
+    filled = slot
+    if not isinstance(slot, _TokenState):
+        twin: Any = _WITH_STATE[type(slot)]
+        # A compiler cannot trace a change of class.
+        filled = twin.__new__(twin)
+        filled.__dict__.update(slot.__dict__)
+        filled.token_state, filled.recent_state = {}, {}
+        cache.layers[layer] = filled
     complete = filled.append_state(state, keys.shape[-2], once)
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
@@ -269,18 +276,6 @@ def update(
                 "batch_select_indices."
             )
     return keys, values, complete
-
-
-def _give_state(cache: Cache, layer: int) -> None:
-    """Put a layer with state in the place of a cache layer, if that was not done yet."""
-    slot: Any = cache.layers[layer]
-    if not isinstance(slot, _TokenState) and type(slot) in _WITH_STATE:
-        twin: Any = _WITH_STATE[type(slot)]
-        # A compiler cannot trace a change of class.
-        stateful: Any = twin.__new__(twin)
-        stateful.__dict__.update(slot.__dict__)
-        stateful.token_state, stateful.recent_state = {}, {}
-        cache.layers[layer] = stateful
 
 
 def is_known(cache: Cache | None) -> bool:

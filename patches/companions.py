@@ -123,13 +123,14 @@ def _section(config_class: type, groups: list[record.Group], head: str, starts: 
         loader=known or f"Posenc{head}",
         home="transformers" if known else config_class.__module__,
         note="  # or, without the import: trust_remote_code=True" if known else "",
-        ranges=_ranges,
+        ranges=ranges,
         # Sorted as in config.json, so that loading and saving again changes nothing.
         options=lambda given: ", ".join(f"{key}={value!r}" for key, value in sorted(given.items())) or "none",
     )
 
 
-def _ranges(layers: tuple[int, ...]) -> str:
+def ranges(layers: tuple[int, ...]) -> str:
+    """Return layers in words: `0-3, 7`."""
     runs = [
         [layer for _, layer in run]
         for _, run in itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])

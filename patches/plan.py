@@ -18,6 +18,7 @@ from hf_posenc import attention
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
+from hf_posenc.patches.companions import ranges
 from hf_posenc.patches.models import describe_start
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.patches.preparation import Layers, Preparation, prepare
@@ -86,7 +87,7 @@ class Plan(Shown):
         return [
             ("scheme", self.scheme),
             ("native encoding", self.native),
-            *((f"layers ({name})", f"{len(layers)}: {_short(layers)}") for name, layers in self.layers.items()),
+            *((f"layers ({name})", f"{len(layers)}: {ranges(layers)}") for name, layers in self.layers.items()),
             *(
                 (f"options ({name})", ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none")
                 for name, options in self.options.items()
@@ -297,10 +298,6 @@ def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
 def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
     with evaluating(model), torch.no_grad():
         return [body(**architecture.example(body))[0] for body in architecture.stacks(model).values()]
-
-
-def _short(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_posenc.attention.call import Call, Index
 from hf_posenc.attention.dense import all_rows
@@ -151,7 +152,7 @@ class _ByBlocks(torch.autograd.Function):
         call = plan.call.with_operands(tensors[: len(tensors) - len(plan.leaves)])
         ctx.plan, ctx.device = plan, call.device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
-        ctx.generator = _generator_state(call.device) if call.dropout > 0 else None
+        ctx.random = (torch.get_rng_state(), *get_device_states(call.q)) if call.dropout > 0 else None
         plan.found = []
         output: Tensor | None = None
         for rows, part in plan.outputs(call):
@@ -181,7 +182,7 @@ class _ByBlocks(torch.autograd.Function):
         call = plan.call.with_operands(tensors[: len(tensors) - len(plan.leaves)])
         sums = PartSums((*call.operands(), *plan.leaves), ctx.needs_input_grad[1:])
         enabled, dtype = ctx.autocast
-        with _generator_set(ctx.generator, grad.device), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
+        with _replayed(ctx.random), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
             for rows in plan.found:
                 part = call.part(*rows, operands=sums.take(call.places(*rows)))
                 sums.add(plan.gradients(part, rows, sums.targets, grad, kept))
@@ -262,20 +263,14 @@ def with_parameters(scheme: Scheme, parameters: Sequence[Tensor], function: Call
     return result
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
 @contextlib.contextmanager
-def _generator_set(state: Tensor | None, device: torch.device) -> Iterator[None]:
+def _replayed(random: tuple[Tensor, list[int], list[Tensor]] | None) -> Iterator[None]:
     """Replay the random numbers of the forward pass, if it drew any (dropout)."""
-    if state is None:
+    if random is None:
         yield
         return
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        if on_gpu:
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
+    on_cpu, devices, on_devices = random
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(on_cpu)
+        set_device_states(devices, on_devices)
         yield

@@ -23,8 +23,7 @@ class Triton(CompiledExecutor):
     name = "triton"
 
     def structure(self, scheme: Scheme) -> KeyScan | None:
-        found = scheme.key_scan()
-        return found if isinstance(found, (GateCount, Stick)) else None
+        return scheme.key_scan()
 
     def computes(self, call: Call) -> bool:
         found = self.structure(call.scheme)
