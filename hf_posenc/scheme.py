@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.softmax import grouped_matmul, softmax_of_seen
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture
 
 Result = TypeVar("Result")
 
@@ -221,8 +221,6 @@ class Scheme(nn.Module):
             ExportError: Stock models have no such terms. The message is the predicate of a sentence with the scheme as
                 its subject.
         """
-        if self.gate_weight is not None and not bool(self.gate_weight.any()):
-            return Nothing()
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 

@@ -481,6 +481,17 @@ def test_what_no_stock_model_computes_is_refused(case: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["fire", "xpos"])
+def test_a_closed_gate_is_not_all_that_a_scheme_does(name: str) -> None:
+    geometry = hf_posenc.Geometry(heads=2, kv_heads=2, head_dim=8, hidden_size=16, causal=name == "xpos")
+    options = {"fire": {"directed": True}, "xpos": {"block_length": 8}}[name]
+    scheme = hf_posenc.build(name, geometry, gate=True, **options)
+    for gate in (part.gate_weight for part in scheme.children() if isinstance(part, hf_posenc.Scheme)):
+        torch.nn.init.ones_(gate)  # that of keys ahead
+    with pytest.raises(ExportError, match="in a way for which stock models have no weights"):
+        scheme.stock_equivalent()
+
+
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
-from hf_posenc.structures import Adaptation, Bias, Numbers, Picture
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Nothing, Numbers, Picture
 
 # The slope of the penalty of each key, `[B, S, H]`.
 _RATES = "penalty_rates"
@@ -77,6 +77,10 @@ class GRAPEA(Scheme):
 
     def added(self) -> Bias | None:
         return Bias(self._bias)
+
+    def stock_equivalent(self) -> Equivalent:
+        closed = self.gate_weight is not None and not bool(self.gate_weight.any())
+        return Nothing() if closed else super().stock_equivalent()
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return 4 * self.geometry.heads, 0
