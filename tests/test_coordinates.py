@@ -396,3 +396,5 @@ def test_attend_refuses_coordinates_that_do_not_fit() -> None:
     ):
         with pytest.raises(hf_posenc.PositionError, match=r"query_coords of .* expected \[1 or 1, 3, 2\]"):
             hf_posenc.attend(scheme, q, q, q, **at, query_coords=wrong)
+    two = q.expand(2, -1, -1, -1)  # of which each row has coordinates of its own, and both have one row of positions
+    hf_posenc.attend(scheme, two, two, two, **at, query_coords=torch.zeros(2, 3, 2))

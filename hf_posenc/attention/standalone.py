@@ -83,11 +83,9 @@ def attend(
     if executor not in (None, "dense") and need_weights:
         raise OptionError(f"need_weights=True takes the dense executor, got executor={executor!r}.")
     if query_coords is not None:
-        rows, length = query_positions.shape
-        query_coords = check_coords(query_coords, {scheme.axes}, rows, length, q.device, "query_coords")
+        query_coords = check_coords(query_coords, {scheme.axes}, len(q), q.shape[2], q.device, "query_coords")
     if key_coords is not None:
-        rows, length = key_positions.shape
-        key_coords = check_coords(key_coords, {scheme.axes}, rows, length, q.device, "key_coords")
+        key_coords = check_coords(key_coords, {scheme.axes}, len(k), k.shape[2], q.device, "key_coords")
     # Distances in a narrow type would overflow.
     query_positions, key_positions = query_positions.long(), key_positions.long()
     positions = Positions(query_positions, key_positions, query_coords, key_coords)
