@@ -168,7 +168,7 @@ def test_a_shell_completes_commands_and_schemes() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0,2", "2: 0, 2"), ("-1", "1: 3"), ("0:3", "3: 0, 1, 2"), (":3:2", "2: 0, 2"), ("every:4", "1: 3")],
+    [("0,2", "2: 0, 2"), ("-1", "1: 3"), ("0:3", "3: 0-2"), (":3:2", "2: 0, 2"), ("every:4", "1: 3")],
 )
 def test_selections_of_layers(text: str, expected: str, checkpoints: dict[str, Path]) -> None:
     assert expected in run("plan", checkpoints["llama"], "alibi", "--layers", text).stdout
