@@ -101,7 +101,7 @@ def resolve(
         CheckpointError: The config of the model cannot be read.
     """
     if source not in library.names():
-        raise RecipeError(f"There is no recipe {source!r}. {suggest(source, library.names())} A file ends in .yaml.")
+        raise RecipeError(f"There is no recipe {source!r}. {_instead(source)} A file ends in .yaml.")
     content: Content = fields.parse(library.content(source), source)
     ways: Content = {}
     fields.override(kind, ways, [pair for pair in overrides if _is_way(source, pair)])
@@ -134,6 +134,13 @@ def _says(given: Content, section: str, key: str, value: str) -> bool:
 
 def _is_way(goal: str, pair: str) -> bool:
     return goal == "extend" and pair.partition("=")[0] in ("factor", "by")
+
+
+def _instead(source: str) -> str:
+    """Return what to take in the place of a recipe that does not exist."""
+    scheme = source.partition("-")[2]
+    now = _data()["earlier"].get(source) or (f"swap scheme={scheme}" if scheme in registry.schemes() else None)
+    return suggest(source, library.names()) if now is None else f"Take {now} model=DIR."
 
 
 class _Case:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,11 @@ import hf_posenc
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import Generation, generation
-from hf_posenc.recipes.evaluation.generation import TASKS
+from hf_posenc.recipes.evaluation.generation import TASKS, compared
+from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("plain_pictures")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,11 @@ def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monke
     other = generates(model)
     assert other[0].at(8).mean < 0.9
     assert other[1].at(8).mean < 8
+    assert f"{other[0].at(8).mean * 100:.3g} % of 8 tokens are the original's" in compared(original, other)
+    # Of one whose table of positions is too short, nothing is said.
+    silent = [dataclasses.replace(grid, samples=grid.samples * math.nan) for grid in original]
+    assert "prompts, for which the original has too few positions: " in compared(silent, other)
+    assert "nan" not in compared(silent, other)
 
 
 def test_padding_at_the_left_changes_nothing(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +84,14 @@ def test_the_prompt_holds_the_answer(task: str) -> None:
         assert answer.strip() in prompt
         # What leads to it now has led to it before.
         assert prompt.split()[-1] + answer in prompt
+
+
+def test_a_run_says_what_its_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_WRITTEN", 8)
+    monkeypatch.setattr(generation, "_UP_TO", (4, 8))
+    changes = ["scheme=kerple", *(f"training.{key}" for key in ("steps=1", "length=32", "batch_size=2"))]
+    changes += ["evaluation.contexts=[64]", "evaluation.windows=2", "evaluation.prompts=2", "transfer.steps=0"]
+    recipe = Recipe.read("swap", [*changes, "model=tiny-llama", "conversion.fit=null"])
+    folder = run.train(recipe, tmp_path / "run").folder
+    for page in ("table.md", "model/README.md"):
+        assert "Greedy continuations of 2 prompts" in (folder / page).read_text(encoding="utf-8")

@@ -105,6 +105,9 @@ def test_what_a_goal_needs_and_how_layers_leave_their_encoding() -> None:
     assert read("llama", "remove", "layers=every:2", "window=8").conversion.native == "remove"
     with pytest.raises(RecipeError, match="swap needs a scheme"):
         Recipe.read("swap")
+    for earlier, now in (("gpt2-fire", "swap scheme=fire"), ("drope", "remove"), ("llama-rope", "extend by=base")):
+        with pytest.raises(RecipeError, match=f"no recipe '{earlier}'. Take {now} model=DIR"):
+            Recipe.read(earlier)
 
 
 @pytest.mark.parametrize(

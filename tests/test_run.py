@@ -177,7 +177,6 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, P
     earlier = {"mixed_lengths": None, "new_parameters_first": 0.0}
     record = json.loads((out / directory.RUN).read_text(encoding="utf-8"))
     record["recipe"]["training"] |= earlier
-    record["recipe"]["evaluation"]["prompts"] = 0
     (out / directory.RUN).write_text(json.dumps(record), encoding="utf-8")
     path.write_text(
         recipe.text().replace("training:", f"training:\n  {json.dumps(earlier)[1:-1]}".replace(", ", "\n  "))

@@ -169,3 +169,27 @@ def _repeated(written: Tensor, inside: Tensor) -> Tensor:
         grams = [tuple(tokens[at : at + _GRAM]) for at in range(length - _GRAM + 1)]
         found.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
+    """Compare in one sentence what a converted model and the original write, from the results of `Generation`."""
+
+    def at(index: int, point: Point, of: Sequence[Grid] = converted) -> str:
+        return f"{of[index].at(point).mean * of[index].quantity.scale:.3g}"
+
+    writes = original[0].reads(_WRITTEN)
+
+    def both(index: int, point: Point) -> str:
+        return at(index, point) + f" ({at(index, point, original)})" * writes
+
+    tasks = [f"{task} {both(4, task)} %" for grid in converted[4:] for task in grid.points]
+    same = (
+        f" (the original's in brackets): {at(0, _WRITTEN)} % of {_WRITTEN} tokens are the original's, "
+        f"{at(1, _WRITTEN)} before the first other one; "
+    )
+    beginning = same if writes else ", for which the original has too few positions: "
+    return (
+        f"Greedy continuations of {converted[0].samples.shape[-1]} prompts{beginning}"
+        f"{both(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {both(3, _WRITTEN)} tokens"
+        f"{''.join(f'; {task}' for task in tasks)}."
+    )

@@ -49,6 +49,7 @@ class Facts:
         stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
         memory: Estimated memory of a step, in words.
+        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class Facts:
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
     memory: str = ""
+    writes: str = ""
 
     @property
     def encoding(self) -> str | None:

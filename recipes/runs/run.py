@@ -37,9 +37,10 @@ from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes import memory
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
-from hf_posenc.recipes.loading import load, located
+from hf_posenc.recipes.loading import is_masked, load, located
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.directory import (
@@ -275,6 +276,8 @@ class _Run:
             if self.transferred is not None and not self.transferred["accepted"]:
                 facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
             verdict = judge(self.measurements, facts, control_of(self.folder, sized, self.text))
+            if evaluation.prompts:
+                facts = replace(facts, writes=self._compare(model, tokenizer, data))
             results = report.Results(self.measurements, facts, log, pace, verdict)
             if self.processes.is_main_process:
                 report.write(self.folder, results)
@@ -454,6 +457,18 @@ class _Run:
             set_strength(model)
         _say(self.console, result.sentence)
         return {"accepted": result.accepted, "sentence": result.sentence}
+
+    def _compare(self, model: Any, tokenizer: Any, data: Prepared) -> str:
+        """Compare what the trained model and the original write, in words."""
+        if is_masked(model):
+            return "Nothing: a masked language model continues no text."
+        samples = self.recipe.evaluation.prompts
+        generation = Generation(data.held_out, tokenizer, samples=samples, corrupt=data.corrupt)
+        original, _ = load(self.recipe.model, **trained_dtype(self.recipe.adapter))
+        with self._precise():
+            sentence = compared(generation(original.to(model.device)), generation(model))
+        _say(self.console, sentence)
+        return sentence
 
     def _claim(self, facts: Facts) -> None:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""

@@ -47,7 +47,6 @@ _ELSEWHERE = {
 # Keys that earlier versions wrote into every recipe; where they were off, they are left out.
 _RETIRED = {
     "training": ("new_parameters_first", "mixed_lengths"),
-    "evaluation": ("prompts",),
     "distillation": ("length",),
 }
 

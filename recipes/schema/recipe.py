@@ -236,11 +236,14 @@ class Evaluation(Section):
         contexts: Context lengths; null is a quarter of the trained length up to eight times it.
         windows: Number of held-out windows, 2 or more: one has no confidence interval.
         every: Steps between measurements; 0 measures before and after only.
+        prompts: Number of prompts that the trained model and the original continue, to compare what they write; 0 is
+            off.
     """
 
     contexts: Counts | None = None
     windows: Annotated[Whole, Ge(2)] = 16
     every: CountOrNone = 0
+    prompts: CountOrNone = 0
 
 
 @dataclass(frozen=True, kw_only=True)
