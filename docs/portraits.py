@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -19,49 +19,12 @@ from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.subject import added
 from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Portrait
 
 _SEED = 0
 _HEAD_DIM = 64
 _WOKEN = "\n(parameters that start at zero are drawn at random for this picture)"
 _CHANGE = "logit, minus that at distance 0 (nats)"
-
-
-@dataclass(frozen=True, eq=False)
-class Portrait:
-    """Settings of the picture on the page of a scheme.
-
-    Attributes:
-        variants: Options to build the scheme with, one panel or line for each.
-        heads: Number of heads that are drawn as lines; `None` lets the picture choose.
-        span: Largest distance in a picture by distance.
-        log: Whether distances are on a log scale.
-        noise: Standard deviation of parameters that start at zero; `None` leaves them where that shows something.
-    """
-
-    variants: tuple[Mapping[str, Any], ...] = ({},)
-    heads: int | None = None
-    span: int = 256
-    log: bool = False
-    noise: float | None = None
-
-
-# Settings that show a scheme best; others need none.
-_LOOKS = {
-    "comrope_ap": Portrait(({"init": "official", "unit": 16.0},)),
-    "comrope_ld": Portrait(({"init": "official", "unit": 16.0},)),
-    "disentangled": Portrait(({"buckets": 32, "max_distance": 128},), log=True),
-    "fox": Portrait(({"init": "horizon", "horizon": 12.0},), noise=0.25),
-    "fox_pro": Portrait(({"init": "horizon", "horizon": 12.0},), noise=0.25),
-    "gated_output": Portrait(noise=0.05),
-    "kerple": Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"})),
-    "liere": Portrait(({"init": "official", "unit": 16.0},)),
-    "log_temperature": Portrait(({"temperature": "ssmax", "slope": 0.5},)),
-    "rope": Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}, {"proportion": 0.75})),
-    "shaw": Portrait(span=40),
-    "t5": Portrait(heads=3, span=512, log=True),
-    "t5_clipped": Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48),
-    "tape": Portrait(noise=0.15),
-}
 
 
 def portrait(name: str, **options: Any) -> Figure:
@@ -78,8 +41,7 @@ def portrait(name: str, **options: Any) -> Figure:
         A figure of 1000 x 420 pixels.
     """
     info = registry.get(name)
-    look = _LOOKS.get(name, Portrait())
-    look = replace(look, variants=(options,)) if options else look
+    look = replace(info.cls.portrait, variants=(options,)) if options else info.cls.portrait
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_SEED)
         if info.family == "absolute":

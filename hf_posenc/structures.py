@@ -2,7 +2,7 @@
 
 Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
 Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`). Pictures show numbers
-that only the scheme can compute (`Scheme.pictures`). An adaptation tells recipes how a trained model
+that only the scheme can compute (`Scheme.pictures`, `Scheme.portrait`). An adaptation tells recipes how a trained model
 is brought to a scheme (`Scheme.adaptation`).
 """
 
@@ -356,6 +356,25 @@ class Picture:
     over: Literal["tokens", "pairs", "channels"]
     numbers: tuple[Numbers, ...]
     axes: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, eq=False)
+class Portrait:
+    """Settings of the picture on the page of a scheme.
+
+    Attributes:
+        variants: Options to build the scheme with, one panel or line for each.
+        heads: Number of heads that are drawn as lines; `None` lets the picture choose.
+        span: Largest distance in a picture by distance.
+        log: Whether distances are on a log scale.
+        noise: Standard deviation of parameters that start at zero; `None` leaves them where that shows something.
+    """
+
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    heads: int | None = None
+    span: int = 256
+    log: bool = False
+    noise: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

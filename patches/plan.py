@@ -118,10 +118,12 @@ class Verification(Shown):
 
     Attributes:
         groups: Scheme, native setting and number of layers of each group.
+        calls: Number of times each scheme ran in one forward of every stack.
         difference: Largest difference between the hidden states with the patch and without.
     """
 
     groups: tuple[tuple[str, str, int], ...]
+    calls: int
     difference: float
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -241,6 +243,7 @@ def verify(model: nn.Module) -> Verification:
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
         groups=tuple((group.scheme, group.native, len(group.places())) for group in groups),
+        calls=calls.total(),
         difference=difference,
     )
 

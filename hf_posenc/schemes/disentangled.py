@@ -15,7 +15,7 @@ from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
+from hf_posenc.structures import Adaptation, Bias, Portrait, RelativeProducts, Vectors
 
 # Names of the tables that `project` makes.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -102,6 +102,8 @@ class Disentangled(Scheme):
 
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(native="handover", elsewhere="handover")
+
+    portrait = Portrait(({"buckets": 32, "max_distance": 128},), log=True)
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture
+from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture, Portrait
 
 # The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
@@ -61,6 +61,8 @@ class FoX(Scheme):
     neutral_options: ClassVar[Mapping[str, Any] | None] = {"init": "horizon"}
     adaptation = Adaptation(native="keep", options={"init": "horizon"}, elsewhere="handover")
     fgate_bias: Tensor | None
+
+    portrait = Portrait(({"init": "horizon", "horizon": 12.0},), noise=0.25)
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, Nothing
+from hf_posenc.structures import Equivalent, Nothing, Portrait
 
 
 @register_scheme("gated_output", paper="2505.06708", family="add-on")
@@ -33,6 +33,7 @@ class GatedOutput(Scheme):
     """
 
     neutral_options = {}
+    portrait = Portrait(noise=0.05)
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Adaptation, Bias, Equivalent
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Portrait
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -45,6 +45,8 @@ class KERPLE(DistanceBias):
         encoder={"directed": True},
         rate=8,
     )
+
+    portrait = Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"}))
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Equivalent, Nothing
+from hf_posenc.structures import Equivalent, Nothing, Portrait
 
 # Assumed context of a model whose config states none: that of Llama 4's original training.
 _CONTEXT = 8192
@@ -42,6 +42,7 @@ class LogTemperature(Scheme):
     """
 
     neutral_options = {}
+    portrait = Portrait(({"temperature": "ssmax", "slope": 0.5},))
 
     def __init__(
         self,

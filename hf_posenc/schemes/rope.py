@@ -9,7 +9,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Adaptation, Rotation
+from hf_posenc.structures import Adaptation, Portrait, Rotation
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary", usual=True)
@@ -40,6 +40,7 @@ class RoPE(RotaryScheme):
     """
 
     adaptation = Adaptation(elsewhere="handover")
+    portrait = Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}, {"proportion": 0.75}))
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.skew import by_distance, sums_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.structures import Adaptation, Equivalent, Locality, Nothing
+from hf_posenc.structures import Adaptation, Equivalent, Locality, Nothing, Portrait
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -37,6 +37,8 @@ class Shaw(Scheme):
 
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1}, rate=8)
+
+    portrait = Portrait(span=40)
 
     def __init__(
         self,

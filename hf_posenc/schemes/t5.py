@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import Buckets, DistanceBias, learned_table_start
-from hf_posenc.structures import Adaptation
+from hf_posenc.structures import Adaptation, Portrait
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")
@@ -31,6 +31,8 @@ class T5Bias(DistanceBias):
     reproduces = "t5"
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
+
+    portrait = Portrait(heads=3, span=512, log=True)
 
     def __init__(
         self,

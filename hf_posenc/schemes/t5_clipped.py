@@ -10,7 +10,7 @@ from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias
-from hf_posenc.structures import Adaptation
+from hf_posenc.structures import Adaptation, Portrait
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
@@ -34,6 +34,8 @@ class T5Clipped(GridBias):
     reproduces = "t5"
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
+
+    portrait = Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48)
 
     def __init__(
         self,

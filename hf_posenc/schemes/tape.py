@@ -13,7 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded, Numbers, Picture
+from hf_posenc.structures import Equivalent, Folded, Numbers, Picture, Portrait
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.
@@ -52,6 +52,8 @@ class TaPE(RotaryScheme):
         gate: Multiply the first angles by one learned factor that starts at 0: no rotation, an exact no-op if the
             native encoding is kept.
     """
+
+    portrait = Portrait(noise=0.15)
 
     def __init__(
         self,

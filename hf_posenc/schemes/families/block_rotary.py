@@ -14,7 +14,7 @@ from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
 from hf_posenc.schemes.families.rotary import frozen_cautions
-from hf_posenc.structures import Equivalent, Numbers, Picture, Rotation
+from hf_posenc.structures import Equivalent, Numbers, Picture, Portrait, Rotation
 
 # The block size that LieRE's authors found best.
 _BLOCK = 8
@@ -39,6 +39,7 @@ class BlockRotary(Scheme):
 
     reproduces = "rotary"
     neutral_options = {"init": "zero"}
+    portrait = Portrait(({"init": "official", "unit": 16.0},))
 
     def __init__(
         self,
