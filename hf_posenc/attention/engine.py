@@ -60,13 +60,14 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
 
     Args:
         call: The call.
-        executor: Name of the executor; `None` chooses. One that does not compute this call leaves it to the blocks.
+        executor: Name of the executor; `None` chooses. A kernel that does not compute this call leaves it to the
+            blocks.
 
     Returns:
         The output `[B, H, Q, D]`; the weights `[B, H, Q, K]` if the call needs them, else `None`.
 
     Raises:
-        OptionError: The named executor has no gradient for the mask.
+        OptionError: The named executor cannot run the call.
     """
     used = choose(call) if executor is None else _named(executor, call)
     # A context variable would break a graph that is being compiled.
@@ -84,4 +85,11 @@ def _named(name: str, call: Call) -> Executor:
         raise OptionError(
             f"Executor {name!r} has no gradient for a mask that requires one. Leave the executor out, or take 'dense'."
         )
-    return executor if executor.fits(call) else _BLOCKS
+    if executor.fits(call):
+        return executor
+    if executor.refusal is not None:
+        raise OptionError(
+            f"Executor {name!r} cannot run this call of {type(call.scheme).__name__}: {executor.refusal}. "
+            "Leave the executor out, or take 'blocks'."
+        )
+    return _BLOCKS

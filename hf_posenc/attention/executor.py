@@ -26,6 +26,7 @@ class Executor(ABC):
         reshapes: It applies softcaps and sinks.
         windows: It hides keys beyond a window.
         traces: It can be part of a graph that is compiled or exported, which has no numbers to choose a form by.
+        refusal: Reasons not to compute a call, for an error; `None` leaves a call that was forced on it to the blocks.
     """
 
     name: ClassVar[str]
@@ -34,6 +35,7 @@ class Executor(ABC):
     reshapes: ClassVar[bool] = False
     windows: ClassVar[bool] = False
     traces: ClassVar[bool] = False
+    refusal: ClassVar[str | None] = None
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         """Whether the scheme has the structure that the executor needs, on this kind of device."""

@@ -21,6 +21,7 @@ class Sdpa(Executor):
 
     name = "sdpa"
     learns_masks = windows = traces = True
+    refusal = "the model's own encoding is in the logits, queries are too far apart, or keys ahead of them are seen"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return not touches_the_matrix(scheme) or scheme.folded() is not None
