@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from grid import FIRSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory import Largest
@@ -787,7 +788,9 @@ def saved_and_made(scheme: Scheme, executor: str) -> tuple[int, int]:
 matrix_schemes = [name for name in schemes() if touches_the_matrix(make(name))]
 
 
-@pytest.mark.parametrize("name", matrix_schemes)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRSTS else pytest.mark.grid) for name in matrix_schemes]
+)
 def test_blocks_make_and_keep_nothing_of_the_size_of_the_matrix(name: str) -> None:
     with rows_per_block(8):
         saved, made = saved_and_made(make(name, options=VARIANTS.get(name, [{}])[0]), "blocks")

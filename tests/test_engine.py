@@ -7,6 +7,7 @@ from dataclasses import replace
 import models
 import pytest
 import torch
+from grid import once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -761,7 +762,7 @@ def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: i
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", once([plain, skipped]), ids=lambda f: f.__name__)
 @every_form
 def test_no_tensor_grows_with_the_square(name: str, executor: str, layout) -> None:
     from test_attend import Largest

@@ -137,6 +137,7 @@ def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
+@pytest.mark.grid
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text_file(40_000)), encoding="utf-8")
     recipe = Recipe.read(tmp_path / "recipe.yaml")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from grid import once
 from hub import Hub, serving
 from models import DIRECTORIES
 from peft import PeftModel, get_peft_model
@@ -87,7 +86,8 @@ def live(name: str, scheme: str, folder: Path, steps: int = 2, characters: int =
     return tuple(outcome.measurements.curve(which).samples.mean().exp().item() for which in ("before", "after"))
 
 
-@pytest.mark.parametrize(("name", "scheme"), once(zip(KINDS, ("fox", "kerple"), strict=True)))
+@pytest.mark.grid
+@pytest.mark.parametrize(("name", "scheme"), zip(KINDS, ("fox", "kerple"), strict=True))
 def test_from_a_stock_checkpoint_to_the_hub_and_back(name: str, scheme: str, tmp_path: Path) -> None:
     before, after = live(name, scheme, tmp_path)
     assert before != after

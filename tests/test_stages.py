@@ -135,7 +135,8 @@ def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, chang
     assert course[12].at(64).mean < course[0].at(64).mean
 
 
-@pytest.mark.parametrize("kind", once(["lora", "scheme"]))
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["lora", "scheme"])
 def test_an_adapter_learns_in_place_of_the_base(kind: str, tmp_path: Path) -> None:
     outcome = run.train(recipe_of(f"adapter.kind={kind}", "conversion.native=remove"), tmp_path / "out")
     course = dict(outcome.measurements.course())
