@@ -87,7 +87,7 @@ def live(name: str, scheme: str, folder: Path, steps: int = 2, characters: int =
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("name", "scheme"), zip(KINDS, ("fox", "kerple"), strict=True))
+@pytest.mark.parametrize(("name", "scheme"), list(zip(KINDS, ("fox", "kerple"), strict=True)))
 def test_from_a_stock_checkpoint_to_the_hub_and_back(name: str, scheme: str, tmp_path: Path) -> None:
     before, after = live(name, scheme, tmp_path)
     assert before != after
