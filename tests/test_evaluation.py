@@ -187,6 +187,7 @@ def heldout(architecture: str) -> Tensor:
     return ids
 
 
+@pytest.mark.grid
 def test_trained_models_use_their_context() -> None:
     curve = context_curve(checkpoint("llama"), heldout("llama"), (32, 128), windows=16, targets=32)
     assert curve.at(128).mean < 0.95 * curve.at(32).mean

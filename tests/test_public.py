@@ -230,6 +230,7 @@ def test_schemes_and_architectures_are_named_in_their_own_files_only() -> None:
     assert set(NAMED) <= set(_sources())
 
 
+@pytest.mark.grid  # it starts processes
 def test_importing_is_cheap_and_loads_nothing() -> None:
     """Modules that the pages name are there after it."""
     code = (

@@ -401,6 +401,7 @@ def test_a_stopped_run_ends_with_the_same_weights(
         assert hf_posenc.verify(model.merge_and_unload()).groups[0][0] == "fire"
 
 
+@pytest.mark.grid
 def test_a_run_that_is_asked_to_stop_saves_its_step(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read("saving.every=1000", "transfer.steps=4")
     whole = run.train(recipe, tmp_path / "whole")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from grid import once
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -113,10 +112,8 @@ def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    once([("llama", ["data.packing=documents"]), ("t5", [])]),
-)
+@pytest.mark.grid
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", ["data.packing=documents"]), ("t5", [])])
 def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, changes: list[str], tmp_path: Path) -> None:
     """Of packed documents, and of an encoder-decoder."""
     changes = [
