@@ -29,8 +29,8 @@ def adaptation() -> ModuleType:
     return module
 
 
-# A benchmark of hours is started by hand, so the grid is early enough.
-@pytest.mark.grid
+# A benchmark of hours is started by hand, and so is this.
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "architecture"), [("schemes", "llama"), ("levers", "gpt2"), ("levers", "t5")])
 def test_every_run_has_a_recipe_that_reads(adaptation: ModuleType, what: str, architecture: str) -> None:
     # Windows of the length that the models were made for.

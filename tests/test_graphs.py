@@ -25,6 +25,8 @@ def _schemes(names: Iterable[str], default: tuple[str, ...]) -> pytest.MarkDecor
     return pytest.mark.parametrize("scheme", [pytest.param(name, marks=marks[name]) for name in marks])
 
 
+# A state of tokens, of the last ones, and one that layers hand on.
+WITH_STATE = ["cope", "fox_pro", "tape"]
 # A bias, and a state that layers hand on.
 every_scheme = _schemes(hf_posenc.schemes(), ("kerple", "tape"))
 # Schemes whose parts all exporters know.
@@ -65,7 +67,8 @@ def step(model: Any, call: nn.Module) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@_schemes(sorted(FIRSTS), ())
+@pytest.mark.grid
+@pytest.mark.parametrize("scheme", WITH_STATE)
 def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
     """The second forward is of another length."""
     model = patched(scheme)

@@ -108,11 +108,11 @@ _SHARED: dict[str, tuple[PreTrainedModel, str]] = {}
 
 
 def everywhere(cases: list[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by cases, and by a quarter of the others, in turn.
+    """Parametrise a test by cases, and by a sixth of the others, in turn.
 
-    So each pair of a scheme and an architecture meets a quarter of the tests, and no pair is left out.
+    So each pair of a scheme and an architecture meets a sixth of the tests, and no pair is left out.
     """
-    return pytest.mark.parametrize("case", cases + OTHERS[next(_TURN) % 4 :: 4], indirect=True)
+    return pytest.mark.parametrize("case", cases + OTHERS[next(_TURN) % 6 :: 6], indirect=True)
 
 
 @pytest.fixture(params=PARAMETERS)

@@ -25,8 +25,14 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path: Path) -> None:
     assert len(pictures) >= 2
 
 
-@pytest.mark.grid
-@every_notebook
+# The longer one on demand: it trains several models.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, id=p.stem, marks=pytest.mark.slow if "compare" in p.stem else pytest.mark.grid)
+        for p in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell, in a kernel of its own, with a few steps of training instead of some hundred."""
     nbclient = pytest.importorskip("nbclient", reason="the extra docs is not installed")
