@@ -5,8 +5,8 @@
 
 A process for each checkout stays, and both take turns with each scheme, so that what else the machine does meets them
 alike. Timed is the CPU time of one thread; figures are medians of ratios within a round. `attention` is forward and
-backward of one layer (B = 1, 8 heads of 64, float32, causal), `step` the forward and backward of a Llama with 4 layers.
-The first row has this checkout on both sides: what differs there is noise.
+backward of one layer (B = 1, 8 heads of 64, float32, causal), `step` those of a Llama with 4 layers, of half as many
+tokens. Next to each stands this checkout against itself, in a third process: what differs there is noise.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def main() -> None:
     rows = {}
     for scheme in track(arguments.schemes or causal_schemes(), "schemes", transient=True):
         rows[scheme] = [
-            _ratios(workers, [what, scheme, arguments.length], arguments.rounds) for what in ("attention", "step")
+            _ratios(workers, [what, scheme, length], arguments.rounds)
+            for what, length in (("attention", arguments.length), ("step", arguments.length // 2))
         ]
     lines = [
         "# Time before and after a change of the code",
@@ -84,7 +85,8 @@ def main() -> None:
         "|---|---:|---:|---:|---:|",
         *(f"| {scheme} | {' | '.join(cell for pair in found for cell in pair)} |" for scheme, found in rows.items()),
         "",
-        f"{machine()}. {arguments.length:,} tokens, {arguments.rounds} rounds. Before: {_commit(trees['before'])}; "
+        f"{machine()}. {arguments.length:,} tokens (step: {arguments.length // 2:,}), {arguments.rounds} rounds. "
+        f"Before: {_commit(trees['before'])}; "
         f"after: {_commit(trees['after'])}.",
         "",
         f"Command: `python benchmarks/before_after.py BEFORE --length {arguments.length} --rounds {arguments.rounds}`",
