@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
 sizes = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=1024)
-geometry = hf_posenc.Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512)
+geometry = hf_posenc.Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=8192)
 made = None
 for line in sys.stdin:
     what, scheme, length = json.loads(line)
