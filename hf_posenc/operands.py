@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class Geometry:
     kv_heads: int
     head_dim: int
     hidden_size: int
-    scale: float = cast(float, None)  # never `None` once it is made
+    scale: float = None  # type: ignore[assignment]  # set in __post_init__
     layer: int = 0
     causal: bool = True
     axes: int = 1
@@ -119,7 +119,7 @@ class Geometry:
             raise OptionError(
                 f"Geometry(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a multiple of kv_heads."
             )
-        if cast(object, self.scale) is None:
+        if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
         self._require(self.layout in ("half", "interleaved"), "layout", "'half' or 'interleaved'")
         for name in ("scale", "rotary_scaling"):

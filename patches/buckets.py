@@ -64,6 +64,12 @@ class BucketAttention(PosencAttention):
         return q, k, v
 
 
+class BucketLayer(PosencLayer):
+    """Mixin of patched layers, whose feed-forward is behind one attention or two, with experts in some layers."""
+
+    posenc_feed_forwards = ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
+
+
 class BucketBody(PosencBody):
     """Mixin of patched stacks. Both stacks get the keywords of the model's forward; some belong to one of them."""
 
@@ -198,7 +204,7 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
     lock = ("feed_forward_proj", "requires-hf_posenc-package")
     twins = Twins(name, namespace, stack.config_class, lock)
     twins.add(attention, BucketAttention)
-    twins.add(block, PosencLayer)
+    twins.add(block, BucketLayer)
     twins.add_body(stack, BucketBody)
     twins.add_heads(models)
     parts = {"name": name, "twins": twins, "attention": attention, "parts": (stack,), "body": stack}

@@ -30,7 +30,7 @@ DISABLED = _Disabled()
 
 
 class Mixin:
-    """A base class in front of a class of transformers, which has the rest."""
+    """Base of mixins, whose other attributes are those of a class of transformers."""
 
     if TYPE_CHECKING:
 

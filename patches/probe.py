@@ -80,7 +80,7 @@ class Facts:
     """Facts about an attention layer, read from its stock code.
 
     Attributes:
-        geometry: Its shape and rotation; other fields have their defaults.
+        geometry: Shape and rotation of the layer; other fields have their defaults.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
         rotates: Whether the layer rotates queries and keys.
         window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
@@ -246,7 +246,7 @@ def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]
 
 @functools.cache
 def _cuts(attention: type) -> bool:
-    """Whether an attention itself splits off the channels that it rotates."""
+    """Whether the forward of an attention splits off the channels that are rotated."""
     return "rotary_ndims" in inspect.unwrap(attention.forward).__code__.co_names  # type: ignore[attr-defined]
 
 

@@ -40,10 +40,6 @@ from hf_posenc.scheme import Scheme
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
 
-# Names that stock layers give to the feed-forward. T5 has it behind one or two attentions, with experts in some layers.
-_OF_T5 = ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
-_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense", *_OF_T5)
-
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
 
@@ -292,13 +288,16 @@ class PosencLayer(Mixin):
     """
 
     posenc_group: int
+    # Names that stock layers give to the feed-forward.
+    posenc_feed_forwards: ClassVar[tuple[str, ...]] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
 
     def posenc_feed_forward(self) -> nn.Module:
         """Return the module whose output `Scheme.feed` gets."""
         parts: dict[str, nn.Module] = dict(self.named_modules())
-        found = [parts[name] for name in _FEED_FORWARDS if name in parts]
+        found = [parts[name] for name in self.posenc_feed_forwards if name in parts]
         if not found:
-            raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {_FEED_FORWARDS}.")
+            names = ", ".join(self.posenc_feed_forwards)
+            raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {names}.")
         return found[0]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

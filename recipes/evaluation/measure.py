@@ -78,8 +78,8 @@ class Measure(ABC):
 class ByLength(Measure):
     """A measure of ascending lengths, which ends at the first one where a model does no better than guessing.
 
-    Subclasses set axes, of which lengths are the last, quantities, and rows: for each length, in there for each sample,
-    and in there for each point of the other axes.
+    Subclasses set `_axes`, the last of which has the lengths, `_quantities`, and `_rows`. Rows are ordered by length,
+    then by sample, then by the points of other axes.
     """
 
     # For the notes of subclasses.
