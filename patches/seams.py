@@ -291,13 +291,14 @@ class PosencLayer(Mixin):
     # Names that stock layers give to the feed-forward.
     posenc_feed_forwards: ClassVar[tuple[str, ...]] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
 
-    def posenc_feed_forward(self) -> nn.Module:
-        """Return the module whose output `Scheme.feed` gets."""
-        parts: dict[str, nn.Module] = dict(self.named_modules())
-        found = [parts[name] for name in self.posenc_feed_forwards if name in parts]
+    @classmethod
+    def posenc_feed_forward(cls, layer: Any) -> nn.Module:
+        """Return the module of a layer, patched or stock, whose output `Scheme.feed` gets."""
+        parts: dict[str, nn.Module] = dict(layer.named_modules())
+        found = [parts[name] for name in cls.posenc_feed_forwards if name in parts]
         if not found:
-            names = ", ".join(self.posenc_feed_forwards)
-            raise ArchitectureError(f"Found no feed-forward in {type(self).__name__}: none of {names}.")
+            names = ", ".join(cls.posenc_feed_forwards)
+            raise ArchitectureError(f"Found no feed-forward in {type(layer).__name__}: none of {names}.")
         return found[0]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +321,7 @@ class PosencLayer(Mixin):
             if is_this_thread(thread):
                 fed.append(output[0] if isinstance(output, tuple) else output)
 
-        module = self.posenc_feed_forward()
+        module = self.posenc_feed_forward(self)
         hooks = module._forward_hooks
         handle = None
         if torch.compiler.is_compiling():
