@@ -3,6 +3,7 @@
     python benchmarks/attention.py op --output benchmarks/results/attention_op
     python benchmarks/attention.py model --output benchmarks/results/attention_model
     python benchmarks/attention.py decode --output benchmarks/results/attention_decode
+    python benchmarks/attention.py decode --window 1024 --hidden 1024 --schemes alibi kerple fox rope
     python benchmarks/attention.py peers --output benchmarks/results/attention_peers
     python benchmarks/attention.py op --device cuda
 
@@ -12,8 +13,8 @@ form ("eager"), and three yardsticks: copies of queries and keys alone, which a 
 rotation; and the kernel under torch's attention with a bias that costs nothing to make and learns nothing, a view of a
 table.
 `model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock
-model. `peers` is `op` for schemes that other packages have, and what these take (x-transformers where it is
-installed).
+model. With `--window`, they are of a Mistral, whose layers see so many tokens. `peers` is `op` for schemes that other
+packages have, and what these take (x-transformers where it is installed).
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a
 round. One thread is timed by its own CPU time, several by the clock, a GPU by its own events: there the default is
@@ -23,12 +24,14 @@ bfloat16, lengths up to 16,384, and the schemes that have kernels. Written are O
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_posenc
@@ -55,15 +58,7 @@ COPIES, ROTATED, VIEW = "q and k copied", "rotated as in transformers", "bias at
 FREQUENCIES = (10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)).float()
 # The materialised forms keep several tensors S x S x heads.
 LONGEST_MATERIALISED = 2048
-MODEL = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-}
+VOCABULARY = 1024
 # A case returns seconds by what was timed.
 Case = Callable[[], dict[str, float]]
 
@@ -80,11 +75,19 @@ def main() -> None:
         help="default 1024 2048 4096 (GPU: 1024 4096 16384); model 1024; decode 4096; peers 1024 2048",
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="width of the model; heads have 64 channels")
+    parser.add_argument("--window", type=int, help="of a Mistral; default a Llama, whose layers see all tokens")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32; bfloat16 on a GPU")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    makers = {"op": operations, "model": training_steps, "decode": decoding_steps, "peers": beside_peers}
+    config = model_config(arguments.hidden, arguments.window)
+    makers = {
+        "op": operations,
+        "model": partial(training_steps, config),
+        "decode": partial(decoding_steps, config),
+        "peers": beside_peers,
+    }
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         # Elsewhere this would send every call of torch through Python, which schemes of many calls pay for.
@@ -106,7 +109,7 @@ def main() -> None:
             setting = "" if on_gpu else f", {threads} thread{'s' * (threads > 1)}"
             results[f"S = {length}{setting}"] = measured(cases, arguments.rounds)
     command = f"python {' '.join(sys.argv)}"
-    text = table(arguments.what, results, f"{where}, {precision}, {arguments.rounds} rounds", command)
+    text = table(arguments.what, config, results, f"{where}, {precision}, {arguments.rounds} rounds", command)
     sys.stdout.write(text)
     if arguments.output:
         record = {"command": command, "machine": where, "dtype": precision, "ratios": results}
@@ -252,12 +255,26 @@ def disturb(module: torch.nn.Module) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def models(schemes: list[str]) -> dict[str, LlamaForCausalLM]:
+def model_config(hidden: int, window: int | None) -> PreTrainedConfig:
+    """Return the config of a small Llama, or of a Mistral with a window."""
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 11 * hidden // 4,
+        "num_hidden_layers": 4,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": hidden // HEAD_DIM // 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+    }
+    return LlamaConfig(**shape) if window is None else MistralConfig(**shape, sliding_window=window)
+
+
+def models(config: PreTrainedConfig, schemes: list[str]) -> dict[str, PreTrainedModel]:
     """Return the stock model, and one with each scheme."""
     found = {}
     for name in (PLAIN, *schemes):
         torch.manual_seed(0)
-        found[name] = LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation="sdpa"))
+        found[name] = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
         if name != PLAIN:
             hf_posenc.patch(found[name], name)
             for module in found[name].modules():
@@ -266,36 +283,36 @@ def models(schemes: list[str]) -> dict[str, LlamaForCausalLM]:
     return found
 
 
-def training_steps(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
-    """Return training steps of a small Llama, without the optimizer."""
-    ids = torch.randint(MODEL["vocab_size"], (1, length))
+def training_steps(config: PreTrainedConfig, schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return training steps of a small model, without the optimizer."""
+    ids = torch.randint(VOCABULARY, (1, length))
 
-    def case(model: LlamaForCausalLM) -> Case:
+    def case(model: PreTrainedModel) -> Case:
         def step() -> None:
             model.zero_grad()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
         return lambda: {"training step": seconds(step)}
 
-    return {name: case(model.to(dtype).train()) for name, model in models(schemes).items()}
+    return {name: case(model.to(dtype).train()) for name, model in models(config, schemes).items()}
 
 
-def decoding_steps(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
-    """Return one more token after `length` of them."""
-    ids = torch.randint(MODEL["vocab_size"], (1, length))
+def decoding_steps(config: PreTrainedConfig, schemes: list[str], length: int, dtype: torch.dtype) -> dict[str, Case]:
+    """Return eight more tokens after `length` of them."""
+    ids = torch.randint(VOCABULARY, (1, length))
 
-    def case(model: LlamaForCausalLM) -> Case:
+    def case(model: PreTrainedModel) -> Case:
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values
 
-        def token() -> None:
+        def tokens() -> None:
             with torch.no_grad():
-                model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-            cache.crop(-1)
+                for _ in range(8):
+                    model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
-        return lambda: {"one token": min(seconds(token) for _ in range(5))}
+        return lambda: {"one token": seconds(tokens) / 8}
 
-    return {name: case(model.to(dtype).eval()) for name, model in models(schemes).items()}
+    return {name: case(model.to(dtype).eval()) for name, model in models(config, schemes).items()}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -348,16 +365,19 @@ def measured(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]
     }
 
 
-def table(what: str, results: dict[str, Any], setting: str, command: str) -> str:
+def table(what: str, config: PreTrainedConfig, results: dict[str, Any], setting: str, command: str) -> str:
     """Return the ratios as a Markdown table, one column per length, threads and kind of time."""
     first = next(iter(results.values()))
     kinds = list(first[PLAIN])
+    window, heads = getattr(config, "sliding_window", None), config.num_attention_heads
+    model = "Llama" if window is None else f"Mistral that sees {window:,} tokens,"
+    of_model = f"{model} with 4 layers (hidden {config.hidden_size}, {heads} heads on {heads // 2} kv heads)"
     subject = {
         "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's "
         "own without positions.",
         "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions.",
-        "model": "A training step of a Llama with 4 layers (hidden 512, 8 heads on 4 kv heads); 1 is the stock model.",
-        "decode": "One more token of that Llama after S cached ones; 1 is the stock model.",
+        "model": f"A training step of a {of_model}; 1 is the stock model.",
+        "decode": f"One more token of a {of_model} after S others; 1 is the stock model.",
     }[what]
     title = {"op": "attention", "peers": "attention, compared with other packages", "model": "a training step"}
     lines = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import json
@@ -35,18 +34,17 @@ from hf_posenc.patches.preparation import native_scheme
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes import memory
-from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
-from hf_posenc.recipes.loading import is_masked, load, located
+from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
+from hf_posenc.recipes.runs.claim import check_folder, located
 from hf_posenc.recipes.runs.directory import (
     CHECKPOINTS,
     FIT,
-    KEPT,
     LOCK,
     LOGS,
     MEASUREMENTS,
@@ -65,13 +63,19 @@ from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Pace, Progress
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
-from hf_posenc.recipes.schema import fields, suitability
-from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
+from hf_posenc.recipes.schema import suitability
+from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
-from hf_posenc.recipes.training.trainer import AdaptationTrainer, adaptation_trainer, check_loggers, divide_batch
+from hf_posenc.recipes.training.trainer import (
+    AdaptationTrainer,
+    adaptation_trainer,
+    check_loggers,
+    divide_batch,
+    teacher_of,
+)
 from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
 
 # Context in which a model computes as it was loaded.
@@ -121,11 +125,11 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         PosencError: The conversion failed, as in `patch`.
     """
     recipe.check()
-    recipe = _located(recipe)
+    recipe = located(recipe)
     together = processes()
     if not together.is_main_process:
         console = None
-    _check_folder(folder, recipe)
+    check_folder(folder, recipe)
     lock = FileLock(folder / LOCK, blocking=False)
     try:
         if together.is_main_process:
@@ -226,7 +230,7 @@ class _Run:
             model = attach(model, recipe.adapter)
             sized, estimate = self._sized(model, length)
             with as_loaded(model) if planned is None else contextlib.nullcontext():
-                self.teacher = _teacher(model, sized)
+                self.teacher = teacher_of(model, sized)
             plans = stages(sized, model)
             texts = self._texts(plans, data, read)
             facts = Facts.of(
@@ -519,49 +523,6 @@ class _Run:
         self.processes.wait_for_everyone()
 
 
-# -- the folder --------------------------------------------------------------------------------------------------------
-
-
-def _check_folder(folder: Path, recipe: Recipe) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise RecipeError(f"{folder} exists and is a file. Choose another name for the run.")
-    if not folder.parent.is_dir():
-        raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
-    if has_begun(folder):
-        changes = "; ".join(f"{key} was {there!r} and is {here!r}" for key, there, here in _changes(folder, recipe))
-        if changes:
-            raise RecipeError(
-                f"{folder} holds a run that began with another recipe: {changes}. Put back what was there (also in "
-                f"{RECIPE}), or train the changed recipe in another folder."
-            )
-    elif (
-        folder.is_dir()
-        and not (folder / RECIPE).is_file()
-        and any(not path.name.startswith(UNFINISHED) and path.name != CHECKPOINTS for path in folder.iterdir())
-    ):
-        raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
-
-
-def _located(recipe: Recipe) -> Recipe:
-    """Return a recipe with absolute paths: its run may be resumed and measured in another directory."""
-    teacher = recipe.distillation.teacher
-    return replace(
-        recipe,
-        model=located(recipe.model),
-        data=sources.located(recipe.data),
-        distillation=replace(recipe.distillation, teacher=teacher and located(teacher)),
-    )
-
-
-def _changes(folder: Path, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """Return the keys in which a recipe differs from the one the run began with, with old and new values."""
-    kept = record_of(folder).get(KEPT)
-    # Without run.json, recipe.yaml says what there was.
-    there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
-    before, now = _located(there).flat(), recipe.flat()
-    return [(key, before[key], value) for key, value in now.items() if value != before[key]]
-
-
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -607,29 +568,3 @@ def _digest(data: Prepared) -> str:
     """Return what tells a text from another: a digest of what is held out, and the number of tokens to train on."""
     held_out = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
     return f"{held_out}, {data.tokens} tokens"
-
-
-def _teacher(model: Any, recipe: Recipe) -> Teacher | None:
-    """Return the teacher of a model that has its adapter but is not trained yet; `None` if the recipe has none."""
-    distillation = recipe.distillation
-    if not distillation.share and not distillation.hidden:
-        return None
-    if distillation.teacher is not None:
-        return Teacher(_other_teacher(model, distillation))
-    if recipe.conversion.scheme is None:
-        return Teacher(copy.deepcopy(model).requires_grad_(False))
-    return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
-
-
-def _other_teacher(model: Any, distillation: Distillation) -> Any:
-    assert distillation.teacher is not None
-    other, _ = load(distillation.teacher, dtype=torch.float32)
-    for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
-        here, there = (getattr(config, name, None) for config in (model.config, other.config))
-        if here != there:
-            raise RecipeError(
-                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model "
-                f"{here}. Give a model of the same vocabulary, and of the same shape where hidden states are learned "
-                "from."
-            )
-    return other.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping
+from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
-from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
 from hf_posenc.recipes.training.callbacks import Annealing, Handover, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
 from hf_posenc.recipes.training.stages import with_rates
@@ -73,6 +75,32 @@ def adaptation_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def teacher_of(model: Any, recipe: Recipe) -> Teacher | None:
+    """Return the teacher of a model that has its adapter but is not trained yet; `None` if the recipe has none."""
+    distillation = recipe.distillation
+    if not distillation.share and not distillation.hidden:
+        return None
+    if distillation.teacher is not None:
+        return Teacher(_other_teacher(model, distillation))
+    if recipe.conversion.scheme is None:
+        return Teacher(copy.deepcopy(model).requires_grad_(False))
+    return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
+
+
+def _other_teacher(model: Any, distillation: Distillation) -> Any:
+    assert distillation.teacher is not None
+    other, _ = load(distillation.teacher, dtype=torch.float32)
+    for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
+        here, there = (getattr(config, name, None) for config in (model.config, other.config))
+        if here != there:
+            raise RecipeError(
+                f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model "
+                f"{here}. Give a model of the same vocabulary, and of the same shape where hidden states are learned "
+                "from."
+            )
+    return other.requires_grad_(False)
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
