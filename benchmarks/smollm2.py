@@ -313,7 +313,9 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
 
     after = {name: {part: grid(losses) for part, losses in entry["after"].items()} for name, entry in found.items()}
     (near, windows), (far, fewer), (_, fewest) = NEAR, FAR, COURSE
-    yield "# SmolLM2-135M: conversions by the packaged recipes"
+    machines = dict.fromkeys(entry["machine"] for entry in found.values() if "machine" in entry)
+    on_gpu = any("NVIDIA" in each for each in machines)
+    yield f"# SmolLM2-135M: conversions on {'a GPU' if on_gpu else 'CPUs'}"
     yield ""
     yield (
         f"Perplexity of the last 64 tokens of {windows} held-out windows ({fewer} at {far[-1]:,} tokens), spread "
@@ -368,7 +370,6 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
                 speed,
                 f"{entry['peak']:g}" if entry["peak"] else "-",
             )
-    machines = dict.fromkeys(entry["machine"] for entry in found.values() if "machine" in entry)
     yield from ("", f"{'; '.join(machines)}. A dash: the run was stopped on the way, or shared its core.")
     command = "python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR"
     yield from ("", f"Command: `{command}`, with tokens, transfer, batch and precision as above.")

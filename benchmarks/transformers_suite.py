@@ -585,6 +585,8 @@ def report(
     mixins = "`ModelTesterMixin`" + (" and `GenerationTesterMixin`" if generation else "")
     mixins = f"tests of each model (with {mixins})" if own else mixins
     lines = [
+        f"# transformers' {'tests of each model' if own else 'shared tests'} on patched classes",
+        "",
         f"transformers' {mixins} on patched classes. Beyond stock is what the stock classes pass, or do not run.",
         "",
         "| models | scheme | passed | skipped | failed as stock | failed as expected | failed beyond stock | of "
@@ -624,6 +626,8 @@ def rows(table: Path) -> dict[str, str]:
 def exact_starts(names: list[str]) -> str:
     """Write the table of exact starts, Markdown."""
     lines = [
+        "# Exact starts of every model family",
+        "",
         "Largest difference between the last hidden states of a small random body and of its patched twin, relative to "
         "the largest number, float32. Windows are shorter than the texts. A dash: the models take no such call. The "
         "last columns count failures of transformers' own tests of the models beyond stock, see own_suites.md.",

@@ -28,6 +28,17 @@ ELSEWHERE = {
         if path.suffix in {".md", ".png"}
     },
 }
+# Titles of the results by their paths on the site, in order.
+RESULT_TITLES = dict(
+    sorted(
+        (
+            (place, (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+            for source, place in ELSEWHERE.items()
+            if source.startswith(RESULTS) and place.endswith(".md")
+        ),
+        key=lambda entry: entry[1].casefold(),
+    )
+)
 
 
 def on_config(config: Any) -> Any:
@@ -35,9 +46,7 @@ def on_config(config: Any) -> Any:
     schemes = sorted((ROOT / "docs/schemes").glob("[!R]*.md"))
     more = {
         "Schemes": [f"schemes/{path.name}" for path in schemes],
-        "Results": [
-            place for source, place in ELSEWHERE.items() if source.startswith(RESULTS) and place.endswith(".md")
-        ],
+        "Results": list(RESULT_TITLES),
     }
     for entry in config.nav:
         for name in more.keys() & entry.keys():
@@ -94,10 +103,7 @@ def recipes() -> str:
 def results() -> str:
     """Return a page that lists all measurements."""
     lines = ["# Results", "", "Each result names its machine, versions, date and command.", ""]
-    for source, place in ELSEWHERE.items():
-        if source.startswith(RESULTS) and source.endswith(".md"):
-            title = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-            lines.append(f"- [{title}]({posixpath.basename(place)})")
+    lines += [f"- [{title}]({posixpath.basename(place)})" for place, title in RESULT_TITLES.items()]
     return "\n".join(lines) + "\n"
 
 
