@@ -77,8 +77,8 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     assert verdict.grade == "worse"
     assert "worse than the control" in str(verdict)
     assert "than the native model" in str(judge(good, FACTS, measured(2.0, 1.8, count=7)))  # not the same windows
-    assert "train the control" in str(judge(good, FACTS))
-    assert "train the control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
+    assert "train a control" in str(judge(good, FACTS))
+    assert "train a control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
     assert judge(good, facts_with(conversion={"scheme": None, "rope": {"rope_type": "yarn"}})).wants_control
     # Where only the scheme's weights are trained, the native model is the control.
     small = dataclasses.replace(FACTS, trained_parameters=FACTS.new_parameters)

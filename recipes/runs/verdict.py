@@ -149,8 +149,8 @@ def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
         return f"It is not ready for use. Train {more}{keep}."
     if alone:
         return (
-            "The native model had no such training. To tell what the encoding did, train the control, too: the same "
-            "recipe with conversion={scheme: null} distillation={}, in a folder next to this one."
+            "The native model had no such training. To tell what the encoding did, train a control, too: the same run "
+            "without a swap, in a folder next to this one."
         )
     return "To compare it by other measures, use hf-posenc eval."
 
