@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ class PosencModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         belonging.mark_parts(self)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights, as `nn.Module.load_state_dict` does.
+
+        Raises:
+            CheckpointError: Some are of another scheme; `strict=False`, as in `Trainer`, would drop them.
+        """
+        known = set(self.state_dict())  # type: ignore[attr-defined]
+        foreign = [name for name in state_dict if surgery.is_of_scheme(name) and name not in known]
+        remedy = "Patch the model with the scheme that they are of, and the same options"
+        checkpoint.check_complete("state dict", (), foreign, remedy=remedy)
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):

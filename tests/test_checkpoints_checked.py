@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import hf_posenc
+from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import checkpoint
 from hf_posenc.patches.llama import PosencLlamaForCausalLM
 from hf_posenc.patches.record import digest as digest_of
@@ -132,7 +133,7 @@ def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").unlink()
     assert same(load(tmp_path), sharded)
     shutil.copy(next(tmp_path.glob("model-00001*")), tmp_path / "model.safetensors")
-    with pytest.raises(hf_posenc.CheckpointError, match=r"holds two checkpoints: model\.safetensors, and the shards"):
+    with pytest.raises(CheckpointError, match=r"holds two checkpoints: model\.safetensors, and the shards"):
         load(tmp_path)
     assert same(load(tmp_path, variant="fp16"), half)
 
@@ -153,7 +154,7 @@ def test_the_digest_follows_the_strengths_and_the_config_in_memory(tmp_path: Pat
     hf_posenc.drop_native(loaded)
     loaded.save_pretrained(tmp_path / "dropped")
     assert same(load(tmp_path / "dropped"), loaded)
-    with pytest.raises(hf_posenc.CheckpointError, match="another record"):
+    with pytest.raises(CheckpointError, match="another record"):
         load(tmp_path / "part", config=loaded.config)
 
 
@@ -162,7 +163,7 @@ def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         converted("llama", scheme).save_pretrained(tmp_path / folder, max_shard_size="20KB")
     shard = sorted((tmp_path / "ours").glob("*.safetensors"))[1].name
     shutil.copy(tmp_path / "theirs" / shard, tmp_path / "ours" / shard)
-    with pytest.raises(hf_posenc.CheckpointError, match=rf"{shard} was saved with another record"):
+    with pytest.raises(CheckpointError, match=rf"{shard} was saved with another record"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
@@ -190,7 +191,7 @@ def test_an_edit_that_keeps_all_shapes_is_refused(
         part["options"] = {**before, **edit["options"]}
 
     edit_config(tmp_path, change)
-    with pytest.raises(hf_posenc.CheckpointError, match=r"model\.safetensors was saved with another record.*Restore"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was saved with another record.*Restore"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -237,7 +238,7 @@ def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Pa
         bound = {**record, "digest": digest} if isinstance(record, dict) else record
         if isinstance(bound, dict) and digest_of(record) != digest:
             (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": bound}), encoding="utf-8")
-            with pytest.raises(hf_posenc.CheckpointError):
+            with pytest.raises(CheckpointError):
                 AutoConfig.from_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": record}), encoding="utf-8")
         try:
@@ -278,7 +279,7 @@ def test_a_missing_weight_of_the_model_is_no_random_one(
     # Without parameters of a scheme, which were looked at before.
     converted(name, "alibi").save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
-    with pytest.raises(hf_posenc.CheckpointError, match="misses weights of the model: "):
+    with pytest.raises(CheckpointError, match="misses weights of the model: "):
         auto(name).from_pretrained(tmp_path)
 
 
@@ -289,7 +290,7 @@ def test_another_head_takes_no_body_that_is_not_whole(
 ) -> None:
     saved(tmp_path, "alibi")
     edit_weights(tmp_path, lambda tensors: tensors.pop(weight))
-    with pytest.raises(hf_posenc.CheckpointError, match=f"misses weights .*{re.escape(weight.removeprefix('model.'))}"):
+    with pytest.raises(CheckpointError, match=f"misses weights .*{re.escape(weight.removeprefix('model.'))}"):
         loader.from_pretrained(tmp_path, pad_token_id=0)
 
 
@@ -303,14 +304,14 @@ def test_more_layers_in_the_file_than_in_the_config_are_refused(tmp_path: Path, 
     saved(tmp_path, "alibi", layers=[0])
     edit_config(tmp_path, lambda data: data.update(num_hidden_layers=2))
     for loader in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(hf_posenc.CheckpointError, match=r"has unknown weights of the model: model\.layers\.2"):
+        with pytest.raises(CheckpointError, match=r"has unknown weights of the model: model\.layers\.2"):
             loader.from_pretrained(tmp_path)
 
 
 def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> None:
     saved(tmp_path, "kerple")
     edit_weights(tmp_path, lambda tensors: tensors.update({n: x.long() for n, x in tensors.items() if "posenc" in n}))
-    with pytest.raises(hf_posenc.CheckpointError, match="has misshapen weights of the positional scheme"):
+    with pytest.raises(CheckpointError, match="has misshapen weights of the positional scheme"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -320,7 +321,7 @@ def test_weights_of_another_shape_are_refused_unless_accepted(tmp_path: Path) ->
     # Callers of transformers catch its own class.
     with pytest.raises(RuntimeError, match=r"misshapen.*lm_head\.weight \(\[50, 32\], expected \[60, 32\]\)"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert issubclass(hf_posenc.CheckpointError, ValueError)
+    assert issubclass(CheckpointError, ValueError)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
     assert loaded.lm_head.weight.shape == (60, 32)
 
@@ -340,14 +341,14 @@ def test_a_config_cannot_demand_memory(
     edit_config(
         tmp_path, lambda data: data["posenc"]["groups"][0]["stacks"]["decoder"]["options"].update({option: value})
     )
-    with pytest.raises(hf_posenc.CheckpointError):
+    with pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_vocabulary_cannot_demand_memory(tmp_path: Path, nothing_is_read: None) -> None:
     saved(tmp_path)
     edit_config(tmp_path, lambda data: data.update(vocab_size=10**9))
-    with pytest.raises(hf_posenc.CheckpointError, match=r"misshapen.*embed_tokens"):
+    with pytest.raises(CheckpointError, match=r"misshapen.*embed_tokens"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -387,7 +388,7 @@ def test_records_that_make_no_sense_are_refused(what: str, tmp_path: Path, nothi
     saved(tmp_path, "alibi")
     unbind(tmp_path)
     edit_config(tmp_path, SENSELESS[what])
-    with pytest.raises(hf_posenc.CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -410,7 +411,7 @@ def cut(end: int, pattern: str = "model.safetensors") -> Callable[[Path], object
 def test_the_index_of_a_variant_is_checked(tmp_path: Path) -> None:
     converted("llama", "fire").save_pretrained(tmp_path, variant="half", max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.half.json").write_text("{", encoding="utf-8")
-    with pytest.raises(hf_posenc.CheckpointError, match=r"index\.half\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"index\.half\.json is damaged"):
         AutoModelForCausalLM.from_pretrained(tmp_path, variant="half")
 
 
@@ -470,7 +471,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
 def test_spoilt_files_have_one_clear_error(spoil: Callable[[Path], object], facts: str, tmp_path: Path) -> None:
     saved(tmp_path)
     spoil(tmp_path)
-    with pytest.raises(hf_posenc.CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
+    with pytest.raises(CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -485,15 +486,23 @@ def test_a_config_is_validated_as_in_the_stock_class(tmp_path: Path) -> None:
 def test_misshapen_weights_are_never_ignored(tmp_path: Path) -> None:
     saved(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({WEIGHT: torch.zeros(7, 1)}), bound=False)
-    with pytest.raises(hf_posenc.CheckpointError, match="has misshapen weights of the positional scheme"):
+    with pytest.raises(CheckpointError, match="has misshapen weights of the positional scheme"):
         AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_weights_of_another_scheme_are_not_dropped() -> None:
+    """Trainer loads checkpoints with `strict=False`."""
+    model, other = (converted("llama", scheme, moved=True) for scheme in ("fire", "kerple"))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=r"state dict has unknown weights of the positional scheme.*Patch"):
+        model.load_state_dict(other.state_dict(), strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.load_state_dict(stock("llama").state_dict(), strict=False).unexpected_keys
 
 
 def test_stock_weights_are_no_converted_model(tmp_path: Path) -> None:
     stock("llama").save_pretrained(tmp_path)
-    with pytest.raises(
-        hf_posenc.CheckpointError, match=r"not that of a converted model.* Load it with LlamaFor.*patch"
-    ):
+    with pytest.raises(CheckpointError, match=r"not that of a converted model.* Load it with LlamaFor.*patch"):
         PosencLlamaForCausalLM.from_pretrained(tmp_path)
 
 
@@ -503,7 +512,7 @@ def test_a_stock_class_does_not_take_the_config_of_a_converted_model(name: str, 
     model.save_pretrained(tmp_path)
     config, kind = AutoConfig.from_pretrained(tmp_path), type(stock(name))
     for build in (lambda: kind(config), lambda: kind.from_pretrained(tmp_path, config=config)):
-        with pytest.raises(hf_posenc.CheckpointError, match=rf"for a {kind.__name__}, which would ignore .*unpatch"):
+        with pytest.raises(CheckpointError, match=rf"for a {kind.__name__}, which would ignore .*unpatch"):
             build()
     assert same(auto(name).from_pretrained(tmp_path, config=config), model)
     assert isinstance(kind(hf_posenc.unpatch(model).config), kind)
@@ -512,7 +521,7 @@ def test_a_stock_class_does_not_take_the_config_of_a_converted_model(name: str, 
 def test_a_newer_config_builds_no_model() -> None:
     config = copy.deepcopy(converted("llama", "alibi").config)
     config.posenc["format_version"] = 99
-    with pytest.raises(hf_posenc.CheckpointError, match=r"posenc format 99.*pip install -U hf-posenc"):
+    with pytest.raises(CheckpointError, match=r"posenc format 99.*pip install -U hf-posenc"):
         AutoModelForCausalLM.from_config(config)
 
 
@@ -532,7 +541,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, nothing_is_read: None) -> N
     saved(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(hf_posenc.CheckpointError, match=r"pytorch_model\.bin is no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is no safetensors file"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -547,7 +556,7 @@ def test_an_index_cannot_lead_out_of_the_folder(absolute: bool, tmp_path: Path, 
     name = str(outside) if absolute else "../outside.safetensors"
     index["weight_map"] = {key: name if value == shard else value for key, value in index["weight_map"].items()}
     path.write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(hf_posenc.CheckpointError, match="outside of the checkpoint"):
+    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
