@@ -232,8 +232,8 @@ class Tokens:
         positions: Positions of the queries and of the fresh keys.
         hidden: The projected hidden states, `[B, S, E]`, if the caller has them.
         real: Mask of tokens, bool `[B|1, S]`, False at padding; `None` means no padding.
-        past: Cached values of the token before the first fresh one: `positions` and the scheme's own state, each
-            `[B, 1, ...]`, zero if there is no such token; empty without a cache.
+        past: Cached state of the scheme for the token before the first fresh one, each `[B, 1, ...]`, zero if there is
+            no such token; empty without a cache.
         carried: Output of `carry` and `feed` of the layer before; `None` in the first layer.
         common: The part of the scheme that all layers share, see `Scheme.make_common`.
         host: The layer's own projection of `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`.

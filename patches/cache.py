@@ -37,6 +37,11 @@ class _TokenState(CacheLayerMixin):
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
 
+    @property
+    def of_scheme(self) -> dict[str, Tensor]:
+        """State that the scheme handed out, without the positions."""
+        return {name: tensor for name, tensor in self.token_state.items() if name != POSITIONS}
+
     def _map_state(self, function: Callable[[Tensor], Tensor]) -> None:
         self.token_state = {name: function(tensor) for name, tensor in self.token_state.items()}
         self.recent_state = {name: function(tensor) for name, tensor in self.recent_state.items()}
@@ -79,8 +84,8 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         return full
 
     def last_state(self) -> dict[str, Tensor]:
-        """Return the state of the last token, each `[B, 1, ...]`; empty if there is none."""
-        full = {**self.token_state, **self.recent_state}
+        """Return the scheme's state of the last token, each `[B, 1, ...]`; empty if there is none."""
+        full = {**self.of_scheme, **self.recent_state}
         return {name: tensor[:, -1:] for name, tensor in full.items() if tensor.shape[_TOKENS]}
 
     def reset(self) -> None:
@@ -140,11 +145,9 @@ class PosencStaticLayer(_TokenState, StaticLayer):
         return store.index_copy_(_TOKENS, slots, new)
 
     def last_state(self) -> dict[str, Tensor]:
-        """Return the state of the last token, each `[B, 1, ...]`; zeros if there is none."""
+        """Return the scheme's state of the last token, each `[B, 1, ...]`; zeros if there is none."""
         last = (self.cumulative_length - 1).clamp_min(0).reshape(1)
-        state = {
-            name: tensor.index_select(_TOKENS, last.to(tensor.device)) for name, tensor in self.token_state.items()
-        }
+        state = {name: tensor.index_select(_TOKENS, last.to(tensor.device)) for name, tensor in self.of_scheme.items()}
         return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
 
     def reset(self) -> None:
@@ -168,7 +171,7 @@ class PosencStaticSlidingLayer(PosencStaticLayer, StaticSlidingWindowLayer):
 
     def last_state(self) -> dict[str, Tensor]:
         last = max(0, min(self.cumulative_length_int, self.max_cache_len) - 1)
-        state = {name: tensor[:, last : last + 1] for name, tensor in self.token_state.items()}
+        state = {name: tensor[:, last : last + 1] for name, tensor in self.of_scheme.items()}
         return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
 
 
@@ -211,7 +214,7 @@ def refuse_packed(cache: Cache | None) -> None:
 
 
 def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the last token in one layer of a cache, each `[B, 1, ...]`; empty or zeros without one."""
+    """Return the scheme's state of the last token in a layer, each `[B, 1, ...]`; empty or zeros without one."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is None or layer >= len(cache.layers):

@@ -149,7 +149,7 @@ def _fill_recent(target: Any, layer: int, first: int, count: int, rows: int = 2)
     number = torch.arange(first, first + count)[None] + 100 * torch.arange(rows)[:, None]
     k = number[:, None, :, None].expand(rows, 1, count, 4).float()
     recent = {"shift": number[..., None, None].repeat(1, 1, 2, 1).half()}
-    cache.update(target, layer, k, -k, {"positions": number}, recent, HISTORY)
+    cache.update(target, layer, k, -k, {"positions": number, "sums": number}, recent, HISTORY)
 
 
 def _remembered(target: Any, layer: int) -> list[list[float]]:
@@ -174,7 +174,7 @@ def test_recent_state_grows_to_its_history(dynamic: Any) -> None:
             _fill_recent(dynamic, layer, first, count)
             assert _remembered(dynamic, layer) == [kept, [100 + number for number in kept]]
             assert _last(dynamic, layer) == {
-                "positions": [kept[-1], 100 + kept[-1]],
+                "sums": [kept[-1], 100 + kept[-1]],
                 "shift": [kept[-1], 100 + kept[-1]],
             }
     own = dynamic.self_attention_cache if isinstance(dynamic, EncoderDecoderCache) else dynamic
@@ -187,7 +187,7 @@ def test_recent_state_is_cropped(dynamic: Any) -> None:
         _fill_recent(dynamic, layer, 0, 8)
     dynamic.crop(-2)
     assert _remembered(dynamic, 0) == _remembered(dynamic, 1) == [[5], [105]]
-    assert _last(dynamic, 1) == {"positions": [5, 105], "shift": [5, 105]}
+    assert _last(dynamic, 1) == {"sums": [5, 105], "shift": [5, 105]}
     _fill_recent(dynamic, 0, 6, 1)
     assert _remembered(dynamic, 0) == [[5, 6], [105, 106]]
 
@@ -260,16 +260,16 @@ def test_recent_state_of_a_static_cache() -> None:
             _fill_recent(target, layer, first, count)
             assert _remembered(target, layer) == [kept, [100 + number for number in kept]]
             assert _last(target, layer) == {
-                "positions": [kept[-1], 100 + kept[-1]],
+                "sums": [kept[-1], 100 + kept[-1]],
                 "shift": [kept[-1], 100 + kept[-1]],
             }
     target.reorder_cache(torch.tensor([1, 1]))
-    assert _last(target, 1) == {"positions": [107, 107], "shift": [107, 107]}
+    assert _last(target, 1) == {"sums": [107, 107], "shift": [107, 107]}
     target.reset()
     # Zeros are what schemes take for no past.
-    assert _last(target, 1) == {"positions": [0, 0], "shift": [0, 0]}
+    assert _last(target, 1) == {"sums": [0, 0], "shift": [0, 0]}
     _fill_recent(target, 1, 40, 1)
-    assert _last(target, 1) == {"positions": [40, 140], "shift": [40, 140]}
+    assert _last(target, 1) == {"sums": [40, 140], "shift": [40, 140]}
 
 
 def test_a_layer_that_cannot_hold_state_is_refused_before_it_changes() -> None:

@@ -148,7 +148,7 @@ class FoPE(Annealed, RotaryScheme):
         frequencies = self._table(place)
         kept = placed((~self._clipped).nonzero()[:, 0], place.device) if self.clip else None
         if kept is not None:
-            frequencies = frequencies - self.annealed(frequencies) * self._clipped.to(place)
+            frequencies = frequencies - self.annealed(frequencies) * placed(self._clipped, place.device, place.dtype)
         angles = place * frequencies  # [B|1, 1, S, M]
         cos, sin = angles.cos(), angles.sin()
         cos_inputs, sin_inputs = (cos, sin) if kept is None else (cos[..., kept], sin[..., kept])
@@ -186,7 +186,7 @@ class FoPE(Annealed, RotaryScheme):
     def _table(self, like: Tensor) -> Tensor:
         """Return all frequencies before clipping, rounded to float32 as in a model."""
         if self._own is not None and self.fourier_dim is None:
-            return self._own.to(like)
+            return placed(self._own, like.device, like.dtype)
         theta = 10000.0 if self.theta is None else self.theta
         single = torch.zeros((), dtype=torch.float32, device=like.device)
         return geometric_frequencies(self.fourier_dim or self.rotary_dim, theta, single).to(like)

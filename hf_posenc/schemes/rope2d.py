@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, coordinates_of
+from hf_posenc.ops import placed
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
@@ -151,12 +152,12 @@ class RoPE2D(PairRotation):
         rows = self.freqs.to(coords) / self.unit
         learned = sum(coords[:, None, :, axis, None] * row[:, None] for axis, row in enumerate(rows))
         assert isinstance(learned, Tensor)
-        return learned if self._own is None else learned + coords[:, None, :, :1] * self._own.to(coords)
+        return learned if self._own is None else learned + coords[:, None, :, :1] * self._series(coords)
 
     def _series(self, like: Tensor) -> Tensor:
         """Return frequencies that fall from pair to pair, `[M]`: the model's own, if there are any."""
         if self._own is not None:
-            return self._own.to(like)
+            return placed(self._own, like.device, like.dtype)
         return geometric_frequencies(2 * self._pairs, _THETA[self.kind] if self.theta is None else self.theta, like)
 
     def _lengths(self, like: Tensor) -> Tensor:

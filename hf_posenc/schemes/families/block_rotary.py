@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
+from hf_posenc.ops import placed
 from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
@@ -136,7 +137,7 @@ class BlockRotary(Scheme):
         scaling = 1.0
         if self._native is not None:
             scaling = self.geometry.rotary_scaling
-            rest = first[:, None, :, None] * self._native[angles.shape[-1] :].to(first)
+            rest = first[:, None, :, None] * placed(self._native[angles.shape[-1] :], first.device, first.dtype)
             angles = torch.cat((angles, rest.expand(*rest.shape[:1], *angles.shape[1:3], -1)), dim=-1)
         precise = torch.promote_types(like.dtype, torch.float32)
         return (angles.cos() * scaling).to(precise), (angles.sin() * scaling).to(precise)

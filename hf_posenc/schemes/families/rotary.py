@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Projection, Tokens
+from hf_posenc.ops import placed
 from hf_posenc.ops.rotations import Layout, turn_pairs
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Rotation
@@ -73,7 +74,7 @@ class ContentRotation(Scheme):
             if self.init == "native" and not self._still:
                 places = places + tokens.positions.key.to(places)[:, None, :, None]
             if self._own is not None:
-                frequencies = self._own.to(places)
+                frequencies = placed(self._own, places.device, places.dtype)
             else:
                 frequencies = geometric_frequencies(2 * self.pairs, self.theta or 10000.0, places)
             length = self.geometry.rotary_scaling if self._own is not None and self.init == "native" else 1.0
@@ -150,7 +151,7 @@ class RotaryScheme(PairRotation):
     def frequencies(self, like: Tensor) -> Tensor:
         """Return the angle per position of each channel pair, `[rotary_dim / 2]`, in the dtype of `like`."""
         if self._own is not None:
-            frequencies = self._own.to(like)
+            frequencies = placed(self._own, like.device, like.dtype)
         else:
             frequencies = geometric_frequencies(self.rotary_dim, 10000.0 if self.theta is None else self.theta, like)
         return self.gated(frequencies)
