@@ -376,7 +376,7 @@ class _Run:
         trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
 
     def _transfer(self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring) -> None:
-        """Run the attention transfer, or read its result, and measure around it; its verdict goes into run.json."""
+        """Run the attention transfer, or read its result, and measure before it; its verdict goes into run.json."""
         if self.checkpoint is not None:
             return
         with disabled(model):
@@ -425,7 +425,6 @@ class _Run:
         self.processes.wait_for_everyone()
         transfer.place(home)
         _say(self.console, found.sentence)
-        measuring.take(stage.recipe.training.steps, model)
 
     def _precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
