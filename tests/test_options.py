@@ -564,6 +564,24 @@ def test_operands_are_floats(operand: str) -> None:
         call(**{operand: torch.ones(shape, dtype=torch.int64)})
 
 
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_operands_have_one_dtype(operand: str) -> None:
+    with refused(ShapeError, f"Got {operand} of torch.float16 on cpu and q of torch.float32 on cpu; expected the same"):
+        call(**{operand: torch.zeros(2, KV_HEADS, KEYS, HEAD_DIM, dtype=torch.float16)})
+
+
+def test_queries_of_hidden_states_are_the_last_keys() -> None:
+    more = KEYS + 1
+    positions = torch.arange(more)[None]
+    with refused(ShapeError, f"Got {more} queries, {KEYS} keys and hidden; expected at most as many queries as keys"):
+        call(
+            "fox",
+            q=torch.zeros(2, HEADS, more, HEAD_DIM),
+            query_positions=positions,
+            hidden=torch.zeros(2, KEYS, HIDDEN),
+        )
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_coordinates_are_finite(bad: float) -> None:
     coords = torch.zeros(1, KEYS, 1)

@@ -151,6 +151,9 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
             )
         if not given[name].is_floating_point():
             raise ShapeError(f"Got {name} of dtype {given[name].dtype}; expected a float type.")
+        if (given[name].dtype, given[name].device) != (given["q"].dtype, given["q"].device):
+            here, there = (f"{given[each].dtype} on {given[each].device}" for each in (name, "q"))
+            raise ShapeError(f"Got {name} of {here} and q of {there}; expected the same of both.")
     batch, queries, keys = len(given["q"]), given["q"].shape[2], given["k"].shape[2]
     for name, heads, length in (("q", geometry.heads, queries), *((n, geometry.kv_heads, keys) for n in "kv")):
         got, expected = list(given[name].shape), [batch, heads, length, geometry.head_dim]
@@ -171,4 +174,9 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
         raise ShapeError(
             f"Got hidden of shape {list(hidden.shape)}; expected {of_keys}, one row per key "
             f"(or per query: {of_queries})."
+        )
+    if hidden is not None and queries > keys:
+        raise ShapeError(
+            f"Got {queries} queries, {keys} keys and hidden; expected at most as many queries as keys, of which they are "
+            "the last. Leave out hidden for other queries."
         )
