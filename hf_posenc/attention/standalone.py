@@ -177,6 +177,6 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
         )
     if hidden is not None and queries > keys:
         raise ShapeError(
-            f"Got {queries} queries, {keys} keys and hidden; expected at most as many queries as keys, since they are the "
-            "last of these. Leave out hidden for other queries."
+            f"Got {queries} queries, {keys} keys and hidden; expected at most as many queries as keys, since they are "
+            "the last of these. Leave out hidden for other queries."
         )
