@@ -134,6 +134,10 @@ def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path]
     assert "one more token" in run("explain", tmp_path).stdout
     listed = json.loads(run("schemes", "--json").stdout)
     assert [each["name"] for each in listed] == list(hf_posenc.schemes())
+    assert {"swap", "control"} < {each["name"] for each in json.loads(run("recipes", "--json").stdout)}
+    suiting = json.loads(run("recipes", "--for", checkpoints["llama"], "--json").stdout)
+    assert len(suiting) == 5
+    assert {"recipe", "quality", "at 4x", "measured on"} == set(suiting[0])
     results = (hf_posenc.plan(model, "fire"), hf_posenc.verify(model), hf_posenc.explain(model, length=8))
     for result in results:
         shown = result._repr_html_()

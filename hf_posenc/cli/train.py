@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posenc.cli.application import app, is_main, listing, print_table, quiet, resumable
+from hf_posenc.cli.application import AsJson, app, is_main, listing, print_table, quiet, resumable
 from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def recipes(
         str | None, typer.Option("--for", metavar="MODEL", help="Recommend recipes for a model: a directory or a name.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="List all that suit, not the best five.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List or recommend recipes; show or copy one."""
     if context.invoked_subcommand is not None:
@@ -45,8 +46,10 @@ def recipes(
 
     if model is None:
         known = {name: fields.parse(library.content(name), name)["summary"] for name in library.names()}
-        print_table(("name", "summary"), list(known.items()), whole=("name",), short=("name", "summary"))
-        typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
+        headers = ("name", "summary")
+        print_table(headers, list(known.items()), whole=("name",), short=headers, as_json=as_json)
+        if not as_json:
+            typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
         return
     from hf_posenc.recipes import goals, loading
 
@@ -54,9 +57,11 @@ def recipes(
     config = loading.load_config(model)
     loading.language_class(model, config)
     found = goals.recommended(config)
-    headers = ("recipe", "quality", "at 4x", "measured on")
+    columns = ("recipe", "quality", "at 4x", "measured on")
     rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
-    print_table(headers, rows, whole=headers, short=headers)
+    print_table(columns, rows, whole=columns, short=columns, as_json=as_json)
+    if as_json:
+        return
     typer.echo(
         "\nquality: perplexity over that of the native model with the same training. at 4x: perplexity at four times "
         "the trained length over that at the trained length. These are small models: a large one needs more tokens to "
