@@ -306,6 +306,7 @@ def decoding_steps(config: PreTrainedConfig, schemes: list[str], length: int, dt
             cache = model(input_ids=ids, use_cache=True).past_key_values
 
         def tokens() -> None:
+            # They stay in the cache: one with a window gives no tokens back.
             with torch.no_grad():
                 for _ in range(8):
                     model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

@@ -39,7 +39,7 @@ class _TokenState(CacheLayerMixin):
 
     @property
     def of_scheme(self) -> dict[str, Tensor]:
-        """State that the scheme handed out, without the positions."""
+        """Per-token state of the scheme itself, without the positions."""
         return {name: tensor for name, tensor in self.token_state.items() if name != POSITIONS}
 
     def _map_state(self, function: Callable[[Tensor], Tensor]) -> None:

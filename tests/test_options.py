@@ -572,13 +572,10 @@ def test_queries_and_keys_have_one_dtype() -> None:
 def test_queries_of_hidden_states_are_the_last_keys() -> None:
     more = KEYS + 1
     positions = torch.arange(more)[None]
-    with refused(ShapeError, f"Got {more} queries, {KEYS} keys and hidden; expected at most as many queries as keys"):
-        call(
-            "fox",
-            q=torch.zeros(2, HEADS, more, HEAD_DIM),
-            query_positions=positions,
-            hidden=torch.zeros(2, KEYS, HIDDEN),
-        )
+    queries = {"q": torch.zeros(2, HEADS, more, HEAD_DIM), "query_positions": positions}
+    with refused(ShapeError, f"Got {more} queries, and hidden of {KEYS} keys; expected no more queries than keys"):
+        call("gated_output", **queries, hidden=torch.zeros(2, KEYS, HIDDEN))
+    assert call("gated_output", **queries, hidden=torch.zeros(2, more, HIDDEN)).shape[2] == more
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

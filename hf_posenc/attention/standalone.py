@@ -175,8 +175,8 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
             f"Got hidden of shape {list(hidden.shape)}; expected {of_keys}, one row per key "
             f"(or per query: {of_queries})."
         )
-    if hidden is not None and queries > keys:
+    if hidden is not None and hidden.shape[1] < queries:
         raise ShapeError(
-            f"Got {queries} queries, {keys} keys and hidden; expected at most as many queries as keys, since they are "
-            "the last of these. Leave out hidden for other queries."
+            f"Got {queries} queries, and hidden of {keys} keys; expected no more queries than keys, of which they are "
+            "the last, or hidden of the queries."
         )

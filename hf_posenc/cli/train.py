@@ -46,8 +46,9 @@ def recipes(
 
     if model is None:
         known = {name: fields.parse(library.content(name), name)["summary"] for name in library.names()}
-        headers = ("name", "summary")
-        print_table(headers, list(known.items()), whole=("name",), short=headers, as_json=as_json)
+        print_table(
+            ("name", "summary"), list(known.items()), whole=("name",), short=("name", "summary"), as_json=as_json
+        )
         if not as_json:
             typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
         return
@@ -57,9 +58,9 @@ def recipes(
     config = loading.load_config(model)
     loading.language_class(model, config)
     found = goals.recommended(config)
-    columns = ("recipe", "quality", "at 4x", "measured on")
+    headers = ("recipe", "quality", "at 4x", "measured on")
     rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
-    print_table(columns, rows, whole=columns, short=columns, as_json=as_json)
+    print_table(headers, rows, whole=headers, short=headers, as_json=as_json)
     if as_json:
         return
     typer.echo(

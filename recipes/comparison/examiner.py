@@ -63,7 +63,7 @@ class Cost:
         return intervals.of_exponential(self._logarithms)
 
     def is_slower_than(self, other: Cost) -> bool:
-        """Whether steps take significantly longer than another scheme's; of single steps, whether one took longer."""
+        """Whether a training step takes significantly longer than with another scheme; longer at all, if timed once."""
         found = intervals.of_mean(self._logarithms - other._logarithms)
         return found.mean > 0 if math.isnan(found.low) else found.low > 0
 
