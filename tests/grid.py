@@ -27,8 +27,9 @@ TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
 # Of these every scheme takes part in every test: they are about schemes.
 ALONE = {"test_attend", "test_engine"}
 # Tests on the trained checkpoints of three architectures, of which one in turn, and behind them on random models of
-# others: one in six. Of other schemes with these three, the grid has a quarter: each pair meets some tests.
-TRAINED_FIRST = {"test_matrix": 3, "test_strength": 3}
+# others: one in six. Of other schemes with these three, the grid has one in so many: each pair meets some tests.
+TRAINED = 3
+OTHER_PAIRS = {"test_matrix": 6, "test_strength": 12}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
 ONE_MORE = {"test_encoders", "test_families", "test_vit"}
 
@@ -81,18 +82,18 @@ def mark(items: list[pytest.Item]) -> list[pytest.Item]:
         for number, ((name, _), cases) in enumerate(subjects.items()):
             file = cases[0].path.stem
             if name in FIRSTS and name not in met:
-                trained = TRAINED_FIRST.get(file, 0)
+                trained = TRAINED if file in OTHER_PAIRS else 0
                 few = [*cases[:trained][number % 3 :][:1], *cases[trained + number % 5 :: 6 if trained else 5]]
                 few = few if trained or len(cases) > 5 else cases
                 for case in cases:
                     case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)
             else:
                 absent = file in ONE_MORE or (file not in ALONE and (turn + number) % 3)
-                few = file in TRAINED_FIRST and len(cases) > 2
+                rare = OTHER_PAIRS.get(file, 1) if len(cases) > 2 else 1
                 for place, case in enumerate(cases):
                     if absent or place != number % len(cases):
                         case.add_marker(pytest.mark.grid)
-                        if few and (turn + number + place) % 4:
+                        if (turn + number + place) % rare:
                             left_out.append(case)
             met.add(name)
     gone = set(left_out)
