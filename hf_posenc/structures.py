@@ -319,7 +319,7 @@ class Numbers:
     """Numbers that a scheme computes, to be drawn as colours.
 
     Attributes:
-        of: Returns the numbers, given the scheme and what `Picture.over` says.
+        of: Returns the numbers, given the scheme and the arguments of `score` on a text.
         label: Meaning of a number.
         title: Title of these numbers, where a picture has several.
         high: Number of the last colour; the first is 0. `None` is the largest number.
@@ -327,7 +327,7 @@ class Numbers:
         centre: Number in the middle of two colours; `None` has one colour only.
     """
 
-    of: Callable[..., Tensor | None]
+    of: Callable[..., Tensor]
     label: str
     title: str = ""
     high: float | None = 1.0
@@ -344,18 +344,15 @@ class Picture:
         summary: Content of the picture, in a few words.
         title: Title of the picture.
         over: Axes. `"tokens"` shows numbers per head and token, `[B, H, K]`, or those per head, query and key at one
-            query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`; both get the arguments of `score`
-            on a text. `"channels"` shows numbers per kv head, `[G, rows, columns]`, or none; it gets the scheme only.
+            query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`.
         numbers: Values from left to right.
-        axes: Names of rows and columns, over channels.
     """
 
     name: str
     summary: str
     title: str
-    over: Literal["tokens", "pairs", "channels"]
+    over: Literal["tokens", "pairs"]
     numbers: tuple[Numbers, ...]
-    axes: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, eq=False)

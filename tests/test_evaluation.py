@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -551,13 +550,8 @@ def test_a_picture_of_many_models_can_be_read() -> None:
     assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
     assert max(end.x1 for end in ends) < axes.get_window_extent().x1
 
-    rows, columns = ("depth", (0.0, 1.0)), ("tokens", (64,))
-    maps = {f"{name}: rank": torch.tensor([[0.5], [math.nan]]) for name in names}
-    figure = curves.heat_maps_figure("Maps", rows, columns, [maps])
-    figure.draw_without_rendering()
-    titles = [axes.title.get_window_extent() for axes in figure.axes[:4]]
-    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(titles))
-    assert figure.get_figwidth() < 12
+    depths = section("needle", {"depth": (0.0, 1.0), "tokens read": (1, 2)}, successes("whole key")).figure()
+    assert [axes.get_ylabel() for axes in depths.axes] == [f"whole key at depth {depth} (%)" for depth in (0.0, 1.0)]
 
 
 @pytest.mark.grid  # it starts processes

@@ -138,17 +138,17 @@ def test_titles_of_a_single_head_are_not_cut_off() -> None:
 @pytest.mark.parametrize("name", list(hf_posenc.schemes()))
 def test_every_scheme_has_pictures(name: str) -> None:
     """On the page of a model, which has all that fit it."""
-    page = draw(llama(name, layers=1), "overview", heads=[1], queries=[7])["overview"]
+    model = llama(name, layers=1)
+    page = draw(model, "overview", heads=[1], queries=[7])["overview"]
     assert isinstance(page, Figure)
-    assert f"decoder: {name} in layer 0" in page.get_suptitle()
+    assert page.get_suptitle() == f"LlamaModel, {model.num_parameters():,} parameters, trained on {LENGTH} positions"
     titles = [title for title in headings(page) if title]
     assert all(title.startswith(f"{name}, decoder: ") for title in titles)
-    *others, attention, reach = titles if "beyond" in titles[-1] else [*titles, ""]
+    *others, attention = titles
     assert attention == f"{name}, decoder: attention weights, layer 0"
-    # A table ends before.
-    assert bool(reach) == (name != "learned")
-    # There is nothing else to see without any encoding, or where hidden states decide, which no picture gets.
-    assert bool(others) == (name not in ("nope", "gated_output", "log_temperature", "repo", "selective_rope"))
+    # There is nothing else to see without any encoding, of weights alone, or where hidden states decide.
+    plain = {"nope", "stick_breaking", "attention_sinks", "gated_output", "log_temperature", "repo", "selective_rope"}
+    assert bool(others) == (name not in plain)
     for axes in panels(page):
         assert axes.lines or axes.images
         assert all(np.isfinite(y).all() for _, y in lines(axes).values())
@@ -186,24 +186,6 @@ def test_linear_biases_are_straight_and_titled_by_the_run() -> None:
         assert figure.get_suptitle().startswith(f"my-run: {name}, decoder")
     (page,) = draw(llama("alibi", layers=1), "overview", name="my-run").values()
     assert page.get_suptitle().startswith("my-run: Llama")
-
-
-def test_reach_is_the_share_of_the_weights_beyond_a_distance() -> None:
-    """At the trained length and beyond it; a model with a table, which ends there, has no such picture."""
-    model = llama("alibi", layers=1)
-    (axes,) = only(model, "reach", heads=[1, 2])
-    assert list(lines(axes)) == ["32 tokens", "64 tokens", "128 tokens", "trained length"]
-    distances, shares = lines(axes)["64 tokens"]
-    ids = IDS["input_ids"].repeat(1, 8)[:, :64]
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        (weights,) = model(ids, output_attentions=True, use_cache=False).attentions
-    for distance in (1, 5, 40):
-        near = [weights[0, [1, 2], query, query - distance + 1 : query + 1].sum(-1) for query in range(48, 64)]
-        want = 1 - torch.stack(near).mean()
-        assert shares[list(distances).index(distance)] == pytest.approx(float(want), abs=1e-5)
-    with pytest.raises(hf_posenc.OptionError, match="no picture 'reach'"):
-        draw(llama("learned"), "reach")
 
 
 def test_fire_is_drawn_for_each_query() -> None:
@@ -288,16 +270,6 @@ def test_frequencies_of_learned_rotations_are_those_of_their_generators() -> Non
     assert axes.get_ylabel() == "tokens per turn"
 
 
-def test_planes_say_which_channels_turn_together() -> None:
-    (axes,) = only(llama("comrope_ap", layers=1), "planes")
-    shown = image(axes)
-    assert shown.shape == (8, 9)  # two heads of four planes, and a gap
-    assert np.isnan(shown[:, 4]).all()
-    np.testing.assert_allclose(np.delete(shown, 4, axis=1).sum(0), 1)
-    native = image(only(hf_posenc.patch(llama(), "comrope_ap"), "planes")[0])[:, :4]
-    np.testing.assert_allclose(native, 0.5 * np.vstack([np.eye(4)] * 2), atol=1e-9)
-
-
 def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
     model = llama("learned")
     left, right = only(model, "table")
@@ -305,12 +277,6 @@ def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
     np.testing.assert_allclose(image(left), rows.T)
     np.testing.assert_allclose(image(right), torch.cosine_similarity(rows[:, None], rows[None], dim=-1), atol=1e-6)
     assert left.get_xlabel() == "position (tokens)"
-
-
-def test_series_are_the_coefficients() -> None:
-    model = llama("fope", layers=1)
-    both = torch.stack([scheme_of(model).sin_coef, scheme_of(model).cos_coef]).detach()
-    np.testing.assert_allclose(image(only(model, "series")[0]), both.square().mean((0, 1)).sqrt(), rtol=1e-5)
 
 
 def test_a_scheme_declares_a_picture_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,15 +349,13 @@ def test_attention_is_what_the_model_used(backend: str) -> None:
         weights = model(**IDS, output_attentions=True).attentions
     model.set_attn_implementation(backend)
     model.train()
-    made = draw(model, "attention", "remainder")
+    made = draw(model, "attention")
     assert model.training
     assert model.config._attn_implementation == backend
     hidden = np.triu(np.ones((TOKENS, TOKENS), dtype=bool), 1)
     for layer in range(2):
         for head, axes in enumerate(panels(made[f"attention-decoder-stick_breaking-layer-{layer}"])):
             np.testing.assert_allclose(image(axes)[~hidden], weights[layer][0, head].numpy()[~hidden], rtol=1e-5)
-        left = image(panels(made["remainder-decoder-stick_breaking"])[layer])
-        np.testing.assert_allclose(left, 1 - weights[layer][0].sum(-1), atol=1e-6)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -408,10 +372,7 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
         "gates-decoder-fox",
         *(f"attention-decoder-alibi-layer-{layer}" for layer in (0, 2)),
         "attention-decoder-fox-layer-1",
-        *(f"reach-decoder-{name}" for name in ("alibi", "fox")),
     }
-    header = made["overview"].get_suptitle()
-    assert "alibi in layers 0, 2; fox in layer 1; no scheme in layer 3" in header
     hf_posenc.patch(model, "alibi", layers=[3], gate=True)
     assert set(draw(model, "bias")) == {"bias-decoder-alibi-0", "bias-decoder-alibi-2"}
 

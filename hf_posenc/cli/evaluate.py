@@ -153,8 +153,8 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, planes, series, table, gates, slopes, strengths, positions, "
-            "states, remainder, attention or reach; repeatable. Default: all that the model has.",
+            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions, states or "
+            "attention; repeatable. Default: all that the model has.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Directory to write; must not exist.")] = Path("pictures"),

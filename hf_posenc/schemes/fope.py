@@ -11,7 +11,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
-from hf_posenc.structures import Equivalent, Numbers, Picture
+from hf_posenc.structures import Equivalent
 
 # Assumed context of a model whose config states none.
 _CONTEXT = 2048
@@ -190,19 +190,3 @@ class FoPE(Annealed, RotaryScheme):
         theta = 10000.0 if self.theta is None else self.theta
         single = torch.zeros((), dtype=torch.float32, device=like.device)
         return geometric_frequencies(self.fourier_dim or self.rotary_dim, theta, single).to(like)
-
-    def amplitudes(self) -> Tensor:
-        """Return the root mean square weight of each other frequency in each pair, float64 `[1, D, M]`."""
-        both = torch.stack([self.annealed(self.sin_coef), self.annealed(self.cos_coef)])
-        return both.double().square().mean((0, 1)).sqrt()[None]
-
-    pictures = (
-        Picture(
-            "series",
-            "the frequencies that are mixed into each channel pair",
-            "weights of other frequencies in each channel pair",
-            "channels",
-            (Numbers(amplitudes, "weight, where the own one is 1", high=None),),
-            ("frequency, fastest first", "channel pair"),
-        ),
-    )

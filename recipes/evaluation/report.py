@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter, ValidationError, WrapSerializer
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
-from hf_posenc.recipes.plots.curves import Mark, Panel, heat_maps_figure, lines_figure
+from hf_posenc.recipes.plots.curves import Mark, Panel, lines_figure
 from hf_posenc.recipes.reports import Table, render
 
 DATA, TEXT = "report.json", "report.md"
@@ -79,23 +78,21 @@ class Section:
         return render("section", section=self)
 
     def figure(self) -> Figure:
-        """Return lines over one axis, or heat maps over two."""
-        quantities = self.quantities()
-        first = next(iter(quantities[0].values()))
-        axes = list(first.axes.items())
-        if len(axes) == 1:
-            return lines_figure(self.title, [panel(grids, self.mark) for grids in quantities])
-        (down, rows), across = axes
-        maps = [
-            {
-                f"{name}: {grid.quantity.name}": torch.tensor(
-                    [[grid.at(row, column).mean for column in across[1]] for row in rows]
-                )
-                for name, grid in grids.items()
-            }
-            for grids in quantities
-        ]
-        return heat_maps_figure(self.title, (f"{down} (0 is the beginning)", rows), across, maps)
+        """Return lines over the last axis, a panel for each quantity and point of another axis."""
+        panels = [panel(part, self.mark) for grids in self.quantities() for part in _by_first_axis(grids)]
+        return lines_figure(self.title, panels)
+
+
+def _by_first_axis(grids: dict[str, Grid]) -> Iterator[dict[str, Grid]]:
+    """Yield the grids at each point of their first axis, if they have two."""
+    whole = next(iter(grids.values()))
+    (first, places), *last = whole.axes.items()
+    if not last:
+        yield grids
+        return
+    for index, place in enumerate(places):
+        quantity = replace(whole.quantity, name=f"{whole.quantity.name} at {first} {place}")
+        yield {name: Grid(quantity, dict(last), grid.samples[index]) for name, grid in grids.items()}
 
 
 def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:

@@ -1,9 +1,8 @@
-"""Pictures of measurements: lines with 95 % intervals, and heat maps."""
+"""Pictures of measurements: lines with 95 % intervals."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
-from torch import Tensor
 
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import style
@@ -24,7 +22,7 @@ Line = Sequence[tuple[Any, Interval]]
 Mark = tuple[float, str]
 
 # Panels per row, labels per axis, and points of a line up to which each is marked.
-_ACROSS, _TICKS, _MARKED = 4, 8, 20
+_ACROSS, _TICKS, _MARKED = 5, 8, 20
 # Horizontal offset between models at one point, and its maximum over all models, in points.
 _APART, _WIDEST = 2.5, 20.0
 _DPI = 130
@@ -64,7 +62,8 @@ def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
     """Return a figure of some panels with one legend; a model looks the same in all of them."""
     across = min(_ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
-    figure = style.figure(7.5 if across == 1 else 5.5 * across, 4.8 * down, title, dpi=_DPI)
+    width, height = (7.5, 4.8) if across == 1 else (5.5, 4.8) if across < _ACROSS else (4.0, 3.4)
+    figure = style.figure(width * across, height * down, title, dpi=_DPI)
     places = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for axes, panel in zip(places, panels, strict=True):
@@ -186,44 +185,3 @@ def _legend(figure: Figure) -> None:
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(named) / columns) - 2))
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 9}
     figure.legend(named.values(), named, **place)
-
-
-# -- other pictures ----------------------------------------------------------------------------------------------------
-
-
-def heat_maps_figure(
-    title: str,
-    down: tuple[str, Sequence[Any]],
-    across: tuple[str, Sequence[Any]],
-    groups: Sequence[Mapping[str, Tensor]],
-) -> Figure:
-    """Return a figure of heat maps with the same axes.
-
-    Args:
-        title: Title.
-        down: Name and points of the vertical axis.
-        across: Name and points of the horizontal axis.
-        groups: One quantity of all models each: shares from 0 to 1 by row and column, `[rows, columns]`, by their
-            titles; NaN where nothing was measured. Each group starts a new row.
-    """
-    (y, rows), (x, columns) = down, across
-    width = max(2.4, 0.62 * len(columns) + 1)
-    per_row = min(_ACROSS, len(groups[0]))
-    levels = math.ceil(len(groups[0]) / per_row) * len(groups)
-    size = max(6, width * per_row + 1.2), (0.42 * len(rows) + 1.3) * levels + 0.5
-    figure = style.figure(*size, title, dpi=_DPI)
-    for part, group in zip(figure.subfigures(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
-        drawn = style.grid(part, len(group), per_row, x=x, y=y)
-        for axes, (name, shares) in zip(drawn, group.items(), strict=True):
-            image = style.heat(axes, 100 * shares, "cividis", vmin=0, vmax=100, aspect="auto")
-            for row, values in enumerate((100 * shares).tolist()):
-                for column, value in enumerate(values):
-                    text = "-" if math.isnan(value) else f"{value:.0f}"
-                    colour = "black" if value > 55 else "white"
-                    axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
-            axes.set_title(textwrap.fill(name, round(13 * width)), fontsize=9)
-            axes.set_xticks(range(len(columns)), [f"{point:,}" for point in columns], rotation=30, ha="right")
-            axes.set_yticks(range(len(rows)), [point if isinstance(point, str) else f"{point:g}" for point in rows])
-            axes.tick_params(length=0)
-        style.bar(part, image, drawn, "%", fraction=0.05)
-    return figure

@@ -11,12 +11,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from hf_posenc.errors import LayerSelectionError, OptionError, suggest
-from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
-from hf_posenc.recipes.plots.subject import Part, Subject, layer_names, patched
+from hf_posenc.recipes.plots.subject import Part, parts_of, patched
 
 # One page about a model: what each of its schemes does, in the pictures that fit it.
 OVERVIEW = "overview"
@@ -28,8 +26,6 @@ _LAYERS, _HEADS, _MAPS = 4, 8, 3
 _MARGIN = 0.2
 # An attention map of more tokens takes gigabytes in all heads.
 _LONGEST = 1024
-# Characters of the built-in text, more than the longest text has in most tokenizers.
-_CHARACTERS = 20_000
 # Larger positions are not exact in 32 bits.
 _FARTHEST = 2**30
 
@@ -80,25 +76,25 @@ def figures(
                 f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
             )
     with patched(model) as native, torch.no_grad():
-        strength = record.strengths_from_config(model.config).scheme
-        calls = _inputs(model, tokenizer, prompt, inputs)
-        subject = Subject(model, tokenizer, calls, native, strength, _long_text(calls, tokenizer), name)
-        parts = _chosen(subject, layers, heads, tuple(queries))
-        there = {name: kind for name, kind in known.items() if any(kind.fits(part) for part in parts)}
-        missing = [name for name in wanted if name not in (OVERVIEW, *there)]
+        every = parts_of(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native=native)
+        parts = _chosen(every, layers, heads, tuple(queries))
+        there = {each: kind for each, kind in known.items() if any(kind.fits(part) for part in parts)}
+        missing = [each for each in wanted if each not in (OVERVIEW, *there)]
         if what is not None and missing:
             raise OptionError(
                 f"There is no picture {', '.join(map(repr, missing))} of "
                 f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: "
                 f"{', '.join([*there, OVERVIEW])}."
             )
-        narrow = layers is None and heads is None
+        narrow, named = layers is None and heads is None, f"{name}: " if name else ""
         drawn: dict[str, Figure] = {}
-        for name in wanted:
-            if name == OVERVIEW:
-                drawn[OVERVIEW] = _overview(subject, parts, list(there.values()))
-            elif name in there:
-                drawn |= _of_kind(there[name], parts, narrow=narrow)
+        for kind in wanted:
+            if kind == OVERVIEW:
+                of = type(model).__name__.removeprefix("Posenc")
+                size = f"{model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"
+                drawn[OVERVIEW] = _overview(f"{named}{of}, {size}", parts, list(there.values()))
+            elif kind in there:
+                drawn |= _of_kind(there[kind], parts, named, narrow=narrow)
     return drawn
 
 
@@ -108,7 +104,7 @@ def kinds() -> dict[str, str]:
     return found | {OVERVIEW: "all of these on one page, of a few layers"}
 
 
-def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tuple[str, Figure]]:
+def _of_kind(kind: Kind, parts: Sequence[Part], named: str, *, narrow: bool) -> Iterator[tuple[str, Figure]]:
     """Yield the figures of one kind, each with a name that no other figure has."""
     for part in parts:
         if not kind.fits(part):
@@ -120,23 +116,22 @@ def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tup
         for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
             drawn = replace(some, layers=layers)
             width, height = kind.size(drawn)
-            made = style.figure(width, height, f"{_named(part.subject)}{drawn.title}: {kind.title(drawn)}")
+            made = style.figure(width, height, f"{named}{_title(kind, drawn)}")
             kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
             yield "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])]), made
 
 
-def _overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) -> Figure:
+def _overview(head: str, parts: Sequence[Part], kinds: Sequence[Kind]) -> Figure:
     """Draw one page: a row for each picture of each part, of a few layers and heads."""
     rows = []
     for part in parts:
         for kind in kinds:
             if kind.fits(part):
                 few = part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS)
-                rows.append((kind, few, kind.size(few), f"{few.title}: {kind.title(few)}"))
-    head = _header(subject, parts)
+                rows.append((kind, few, kind.size(few), _title(kind, few)))
     width = max(style.width_of(head), *(max(size[0], style.width_of(title)) for _, _, size, title in rows))
     heights = [size[1] + _MARGIN for _, _, size, _ in rows]
-    made = style.figure(width, sum(heights) + 0.2 * (1 + head.count("\n")), head)
+    made = style.figure(width, sum(heights) + 0.2, head)
     lines = made.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     for line, (kind, part, size, title) in zip(lines, rows, strict=True):
         kind.draw(style.at_the_left(line, size[0], width), part)
@@ -144,24 +139,8 @@ def _overview(subject: Subject, parts: Sequence[Part], kinds: Sequence[Kind]) ->
     return made
 
 
-def _header(subject: Subject, parts: Sequence[Part]) -> str:
-    kind, count = type(subject.model).__name__.removeprefix("Posenc"), subject.model.num_parameters()
-    lines = [f"{_named(subject)}{kind}, {count:,} parameters, trained on {parts[0].length:,} positions"]
-    for stack, body in subject.architecture.stacks(subject.model).items():
-        schemes, others = [], set(range(len(subject.architecture.attentions(body))))
-        for part in subject.parts:
-            if part.stack == stack:
-                indices = [layer.index for layer in part.layers]
-                kept = " over the native encoding" if part.group.native == "keep" else ""
-                schemes.append(f"{part.name}{kept} in {layer_names(indices)}")
-                others -= {*indices}
-        schemes += [f"no scheme in {layer_names(sorted(others))}"] if others else []
-        lines.append(f"{stack}: {'; '.join(schemes)}")
-    return "\n".join(lines)
-
-
-def _named(subject: Subject) -> str:
-    return f"{subject.name}: " if subject.name else ""
+def _title(kind: Kind, part: Part) -> str:
+    return f"{part.name}{part.state}: {kind.title(part)}"
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
@@ -180,11 +159,11 @@ def _wanted(what: str | Sequence[str] | None, known: Sequence[str]) -> list[str]
 
 
 def _chosen(
-    subject: Subject, layers: Sequence[int] | None, heads: Sequence[int] | None, queries: tuple[int, ...]
+    parts: Sequence[Part], layers: Sequence[int] | None, heads: Sequence[int] | None, queries: tuple[int, ...]
 ) -> list[Part]:
     """Return the parts of a model with the layers and heads that were asked for."""
     found = []
-    for part in subject.parts:
+    for part in parts:
         own = part.layers if layers is None else tuple(layer for layer in part.layers if layer.index in layers)
         count = part.geometry.heads
         for head in heads or ():
@@ -193,7 +172,7 @@ def _chosen(
         if own:
             shown = part.heads if heads is None else tuple(heads)
             found.append(replace(part, layers=own, heads=shown, queries=queries))
-    there = {layer.index for part in subject.parts for layer in part.layers}
+    there = {layer.index for part in parts for layer in part.layers}
     unknown = sorted(set(layers or ()) - there)
     if unknown or not found or (heads is not None and not heads):
         raise LayerSelectionError(
@@ -227,15 +206,3 @@ def _inputs(
         start = ids.new_full((1, 1), model.config.decoder_start_token_id or 0)
         calls[stack] = {"input_ids": torch.cat((start, ids[:, :-1]), dim=1), "use_cache": False}
     return calls
-
-
-def _long_text(calls: Mapping[str, Mapping[str, Tensor]], tokenizer: Any) -> Tensor | None:
-    """Return the ids of a long text for a model that reads one, or of the prompt again and again."""
-    ids = next(iter(calls.values())).get("input_ids")
-    if ids is None:
-        return None
-    if tokenizer is None:
-        return ids[0].repeat(2 * _LONGEST // ids.shape[1] + 1)
-    text = builtin_text("heldout")[:_CHARACTERS]
-    found: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    return found[0].to(ids.device, torch.long)

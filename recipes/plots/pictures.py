@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.subject import LAST, Layer, Part, added, asked
+from hf_posenc.recipes.plots.subject import Layer, Part, added, asked
 from hf_posenc.structures import Numbers, Picture
 
 
@@ -52,10 +52,9 @@ class Kind(ABC):
 def all_kinds() -> dict[str, Kind]:
     """Return all kinds by name, in the order of a page: what a scheme is, then what it does on a text."""
     declared = {p.name: p for info in registry.schemes().values() for p in info.cls.pictures}
-    forms: dict[str, type[Channels | Strips | Maps]] = {"channels": Channels, "tokens": Strips, "pairs": Maps}
-    of = {form: [forms[form](p.name, p.summary) for p in declared.values() if p.over == form] for form in forms}
-    every = (BIAS, DECAY, FREQUENCIES, *of["channels"], TABLE, *of["tokens"], *of["pairs"], REMAINDER, ATTENTION, REACH)
-    return {kind.name: kind for kind in every}
+    forms: dict[str, type[Strips | Maps]] = {"tokens": Strips, "pairs": Maps}
+    shown = [forms[form](p.name, p.summary) for form in forms for p in declared.values() if p.over == form]
+    return {kind.name: kind for kind in (BIAS, DECAY, FREQUENCIES, TABLE, *shown, ATTENTION)}
 
 
 # -- by distance -------------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ class ByDistance(Kind):
         for axes, (query, name, layer) in zip(drawn, cells, strict=True):
             far = torch.arange(query + 1) if query <= 1024 else style.spread(query)
             far = far if part.geometry.causal else torch.cat((-far.flip(0)[:-1], far))
-            values = _added(part, layer, query, far)[list(part.heads)]
+            values = _added(layer, query, far)[list(part.heads)]
             # The same for all keys of a query changes no weight, and may be large.
             values = values - values.amax(-1, keepdim=True)
             lowest = min(lowest, float(values.min()))
@@ -125,7 +124,7 @@ class ByDistance(Kind):
 
     def _maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> None:
         cells = canvas.subplots(len(layers), len(part.heads), squeeze=False, sharex=True, sharey=True)
-        maps = [_around_the_middle(part, layer)[list(part.heads)] for _, layer in layers]
+        maps = [_around_the_middle(layer)[list(part.heads)] for _, layer in layers]
         limit = max(float(values.abs().max()) for values in maps) or 1.0
         for line, (name, _), values in zip(cells, layers, maps, strict=True):
             rows, columns = values.shape[1:]
@@ -156,24 +155,22 @@ def _columns(layers: Sequence[object]) -> int:
     return math.ceil(len(layers) / math.ceil(len(layers) / style.COLUMNS))
 
 
-def _added(part: Part, layer: Layer, query: int, far: Tensor) -> Tensor:
+def _added(layer: Layer, query: int, far: Tensor) -> Tensor:
     """Return what positions add to the logits of a query at a position, by distance, float64 `[H, N]`."""
-    seen = part.seen(layer)
-    far = far.to(seen.q.device)
+    far = far.to(layer.q.device)
     places = Positions(torch.full((1, 1), query, device=far.device), query - far[None])
-    return added(layer.scheme, seen.tokens, places, seen.q[0].mean(1), seen.k[0].mean(1))[:, 0]
+    return added(layer.scheme, layer.tokens, places, layer.q[0].mean(1), layer.k[0].mean(1))[:, 0]
 
 
-def _around_the_middle(part: Part, layer: Layer) -> Tensor:
+def _around_the_middle(layer: Layer) -> Tensor:
     """Return what is added to the logits of the patch in the middle, for each patch, `[H, rows, columns]`."""
-    seen = part.seen(layer)
-    there = seen.tokens.positions
+    there = layer.tokens.positions
     assert there.key_coords is not None
     patches = there.key_coords[0, 1:]  # the class token has no place
     rows, columns = (int(count) for count in patches.max(dim=0).values + 1)
     middle = slice(1 + rows // 2 * columns + columns // 2, 2 + rows // 2 * columns + columns // 2)
     places = Positions(there.query[:, middle], there.key[:, 1:], there.key_coords[:, middle], patches[None])
-    found = added(layer.scheme, seen.tokens, places, seen.q[0].mean(1), seen.k[0].mean(1))
+    found = added(layer.scheme, layer.tokens, places, layer.q[0].mean(1), layer.k[0].mean(1))
     return found[:, 0].view(-1, rows, columns)
 
 
@@ -182,7 +179,7 @@ def _queries(part: Part) -> tuple[int, ...]:
     if part.queries:
         return part.queries
     near, layer = torch.arange(17), part.layers[0]
-    here, there = (_added(part, layer, query, near) for query in (16, 16 * part.length))
+    here, there = (_added(layer, query, near) for query in (16, 16 * part.length))
     if torch.allclose(here, there, rtol=1e-4, atol=1e-4):
         return (part.length,)
     return tuple(sorted({min(128, part.length), part.length, 4 * part.length}))
@@ -201,7 +198,7 @@ DECAY = ByDistance(
     ("rotary", "content-relative"),
     "change of the mean logit",
     # Queries and keys also differ where layers share a scheme.
-    Part.each,
+    lambda part: part.distinct(lambda layer: layer.index),
 )
 
 
@@ -295,7 +292,7 @@ def _frequencies(layer: Layer, axis: int | None = None) -> Tensor:
             coords *= torch.arange(scheme.axes, device=device) == axis
         positions, step = Positions(ones, ones, coords, coords), _STEP
     q, k = (channels.expand(1, heads, -1, -1) for heads in (geometry.heads, geometry.kv_heads))
-    turned = scheme.project(Tokens(positions=positions, common=layer.common), q, k, k).k[0]
+    turned = scheme.project(Tokens(positions=positions, common=layer.tokens.common), q, k, k).k[0]
     # Each plane has two eigenvalues, with angles of opposite sign.
     angles = torch.linalg.eigvals(turned.cpu()).angle().abs().sort(dim=-1, descending=True).values
     pairs: Tensor = angles[:, ::2] / step
@@ -351,7 +348,7 @@ def _table(part: Part) -> Tensor:
     rows = min(rows, max(part.queries, default=rows - 1) + 1, _ROWS)
     positions, coords = torch.arange(rows, device=device)[None], None
     if part.scheme.axes:
-        places = part.seen(part.layers[0]).tokens.positions
+        places = part.layers[0].tokens.positions
         positions, coords = places.key, places.key_coords
     none = torch.zeros(1, positions.shape[1], part.geometry.hidden_size, dtype=torch.float64, device=positions.device)
     return part.scheme.embed(none, positions, coords)[0].cpu()
@@ -376,46 +373,9 @@ class Declared(Kind):
         """Return the picture of a scheme that declares one."""
         return next(picture for picture in part.scheme.pictures if picture.name == self.name)
 
-    def values(self, numbers: Numbers, part: Part, layer: Layer) -> Tensor:
+    def values(self, numbers: Numbers, layer: Layer) -> Tensor:
         """Return numbers of one layer, per head and token `[H, S]`, or per head, query and key `[H, S, S]`."""
-        values = numbers.of(layer.scheme, *asked(part, layer))
-        assert values is not None
-        return values[0].cpu()
-
-
-class Channels(Declared):
-    """A matrix for each kv head, side by side, for each different scheme."""
-
-    def fits(self, part: Part) -> bool:
-        return super().fits(part) and self.picture(part).numbers[0].of(part.scheme) is not None
-
-    def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = style.shape(len(part.distinct()))
-        return 1.4 + 2.5 * max(columns, 2), 0.6 + 2.1 * rows
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        layers, (y, x), (numbers,) = part.distinct(), self.picture(part).axes, self.picture(part).numbers
-        found = [_side_by_side(numbers.of(layer.scheme)) for _, layer in layers]
-        palette, scale = style.colours(numbers, found)
-        drawn = style.grid(canvas, len(layers), x=x, y=y)
-        for axes, (name, _), values in zip(drawn, layers, found, strict=True):
-            image = style.heat(axes, values, palette, scale, aspect="auto")
-            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-            starts = [0, *(values.isnan().all(0).nonzero()[:, 0] + 1).tolist()]
-            if len(starts) == 1:
-                axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            else:
-                middle = (starts[1] - 2) / 2
-                axes.set_xticks([start + middle for start in starts], list(map(str, range(len(starts)))), fontsize=8)
-            style.caption(axes, name)
-        style.bar(canvas, image, drawn, numbers.label, extend="neither" if numbers.high is None else "max")
-
-
-def _side_by_side(heads: Tensor | None) -> Tensor:
-    """Return matrices `[G, R, C]` in one, with a column of NaN between them."""
-    assert heads is not None
-    gapped = torch.nn.functional.pad(heads.detach().double().cpu(), (0, 1), value=math.nan)
-    return gapped.transpose(0, 1).flatten(1)[:, :-1]
+        return numbers.of(layer.scheme, *asked(layer.scheme, layer.tokens, layer.q, layer.k, layer.v))[0].cpu()
 
 
 class Strips(Declared):
@@ -423,7 +383,7 @@ class Strips(Declared):
 
     def size(self, part: Part) -> tuple[float, float]:
         strip, columns = 0.3 + 0.11 * min(len(part.heads), 16), len(self.picture(part).numbers)
-        width = columns * max(1.25 * style.side(part.tokens), 3)
+        width = columns * max(1.25 * style.side(part.text), 3)
         return 1.3 + width, 0.9 + style.TOKEN_LABELS + strip * len(part.layers)
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
@@ -431,7 +391,7 @@ class Strips(Declared):
         drawn = canvas.subplots(len(part.layers), len(columns), squeeze=False, sharex=True, sharey=True)
         step = math.ceil(len(part.heads) / 8)
         for side, numbers in enumerate(columns):
-            found = [self.values(numbers, part, layer)[list(part.heads)] for layer in part.layers]
+            found = [self.values(numbers, layer)[list(part.heads)] for layer in part.layers]
             title = numbers.title
             if found[0].ndim == 3:
                 # In an encoder, gates ahead of the middle count, too.
@@ -446,7 +406,7 @@ class Strips(Declared):
                 axes.set_yticks(range(0, len(part.heads), step), [str(head) for head in shown], fontsize=7)
                 if side == 0:
                     axes.set_ylabel("head", fontsize=8)
-            style.token_ticks(drawn[-1, side], part.tokens, x=True)
+            style.token_ticks(drawn[-1, side], part.text, x=True)
             drawn[-1, side].set_xlabel("token", fontsize=8)
             style.bar(canvas, image, drawn[:, side], numbers.label, fraction=0.04, format="%g")
 
@@ -461,12 +421,12 @@ class Maps(Declared):
         return f"{super().title(part)}, layer {part.layers[0].index}"
 
     def size(self, part: Part) -> tuple[float, float]:
-        (rows, columns), side = style.shape(len(part.heads), self._most), style.side(part.tokens)
+        (rows, columns), side = style.shape(len(part.heads), self._most), style.side(part.text)
         return 1.9 + columns * (side + 0.15), 0.5 + style.TOKEN_LABELS + rows * (side + 0.25)
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
-        (numbers,), tokens = self.picture(part).numbers, part.tokens
-        found = self.values(numbers, part, part.layers[0])[list(part.heads)]
+        (numbers,), tokens = self.picture(part).numbers, part.text
+        found = self.values(numbers, part.layers[0])[list(part.heads)]
         if part.geometry.causal:
             found = found.masked_fill(found.new_ones(found.shape[-2:]).triu(1).bool(), math.nan)
         palette, scale = style.colours(numbers, [found])
@@ -481,88 +441,18 @@ class Maps(Declared):
         style.bar(canvas, image, drawn, numbers.label, fraction=0.04, format="%g")
 
 
-class OfWeights(Declared):
-    """A picture of the attention weights, which need no declaration; its numbers get the weights `[H, S, S]`."""
-
-    own: ClassVar[Picture]
-
-    def picture(self, part: Part) -> Picture:
-        return self.own
-
-    def values(self, numbers: Numbers, part: Part, layer: Layer) -> Tensor:
-        values = numbers.of(part.seen(layer).weights)
-        assert values is not None
-        return values.cpu()
-
-
-class Remainder(OfWeights, Strips):
-    """The share that the weights of a query leave over."""
-
-    own = Picture(
-        "remainder",
-        "the share that weights leave over, where they do not sum to 1",
-        "what each query leaves over",
-        "tokens",
-        (Numbers(lambda weights: 1 - weights.sum(-1), "share that is left", "share left over"),),
-    )
-
-    def fits(self, part: Part) -> bool:
-        return not part.scheme.weights_sum_to_one()
-
-
-class Attention(OfWeights, Maps):
-    """The weights themselves, on one scale for all pictures, so that they can be compared."""
-
-    own = Picture(
-        "attention",
-        "attention weights of each head over a text, with its tokens",
-        "attention weights",
-        "pairs",
-        (Numbers(lambda weights: weights, "weight (log scale)", log=True),),
-    )
+class Attention(Maps):
+    """The weights, on one scale for all pictures, so that they can be compared; no scheme needs to declare it."""
 
     def fits(self, part: Part) -> bool:
         return True
 
+    def picture(self, part: Part) -> Picture:
+        weights = Numbers(lambda weights: weights, "weight (log scale)", log=True)
+        return Picture(self.name, self.summary, "attention weights", "pairs", (weights,))
 
-class Reach(Kind):
-    """How far the last tokens of a text look, within the trained length and in longer texts."""
-
-    def fits(self, part: Part) -> bool:
-        return part.subject.can_read(_TIMES[1] * part.length, part)
-
-    def title(self, part: Part) -> str:
-        return "share of the attention beyond a distance, at the end of a text (mean over heads)"
-
-    def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = style.shape(len(part.layers))
-        return 1.8 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        drawn = style.grid(canvas, len(part.layers), x="distance to the key (tokens)", y="share beyond it")
-        lengths = [times * part.length for times in _TIMES if part.subject.can_read(times * part.length, part)]
-        for axes, (name, layer) in zip(drawn, part.each(), strict=True):
-            for length, (colour, dash) in zip(lengths, style.line_styles(len(lengths)), strict=True):
-                weights = part.subject.seen_in(length)[part.stack, layer.index].weights[list(part.heads)]
-                # Each query's row from its own position back, then the share beyond each distance.
-                rows = torch.stack(
-                    [
-                        row[..., : length - LAST + i + 1].flip(-1)[..., : length - LAST]
-                        for i, row in enumerate(weights.unbind(1))
-                    ]
-                )
-                share = 1 - rows.cumsum(-1).mean((0, 1)).cpu()
-                axes.plot(range(1, len(share) + 1), share, color=colour, linestyle=dash, label=f"{length:,} tokens")
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(style.thousands)
-            axes.axvline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
-            axes.set_ylim(-0.02, 1.02)
-            style.caption(axes, name)
-            style.open_frame(axes)
-        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
+    def values(self, numbers: Numbers, layer: Layer) -> Tensor:
+        return numbers.of(layer.weights).cpu()
 
 
-# Multiples of the trained length.
-_TIMES = (1, 2, 4)
-REMAINDER, ATTENTION = (kind(kind.own.name, kind.own.summary) for kind in (Remainder, Attention))
-REACH = Reach("reach", "how far the last tokens of a text look, within the trained length and beyond")
+ATTENTION = Attention("attention", "attention weights of each head over a text, with its tokens")

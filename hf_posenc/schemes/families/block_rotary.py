@@ -15,7 +15,7 @@ from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
 from hf_posenc.schemes.families.rotary import frozen_cautions
-from hf_posenc.structures import Equivalent, Numbers, Picture, Portrait, Rotation
+from hf_posenc.structures import Equivalent, Portrait, Rotation
 
 # The block size that LieRE's authors found best.
 _BLOCK = 8
@@ -212,25 +212,6 @@ class BlockRotary(Scheme):
                 "commute."
             )
         return found
-
-    def shares(self) -> Tensor | None:
-        """Return the share of each channel in each plane, float64 `[G, D, D / 2]`; `None` without fixed planes."""
-        # The places of an image have no plane in common.
-        if self.geometry.axes > 1 or self.geometry.head_dim % 2:
-            return None
-        first, second = self.spectrum()[1].chunk(2, dim=-1)
-        return (first.square() + second.square()) / 2
-
-    pictures = (
-        Picture(
-            "planes",
-            "the channels of which the planes of a learned rotation are made",
-            "channels that turn together",
-            "channels",
-            (Numbers(shares, "share of the channel", high=0.5),),
-            ("channel", "planes of each kv head"),
-        ),
-    )
 
 
 class ComRoPE(BlockRotary):
