@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.ops.network import pair_network
+# Hidden numbers at once on a CPU: those of a whole block of logits would fit into no cache.
+_IN_CACHE = 2**18
 
 
 class _Weights(nn.Module):
@@ -99,4 +101,30 @@ class PairNetwork(nn.ModuleList):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return `[B|1, out_channels, N]`, in the dtype of the inputs."""
         weights = [x.to(inputs[0]) for layer in self.layers for x in layer()]
-        return pair_network(weights, inputs, slope=self.negative_slope, residual=self.residual)
+        # A graph that is being compiled has no numbers.
+        if torch.compiler.is_compiling() or inputs[0].device.type != "cpu":
+            return self._at_once(weights, inputs)
+        few = max(1, _IN_CACHE // (len(weights[0]) * max(map(len, inputs))))
+        parts = zip(*(x.split(few, dim=-1) for x in inputs), strict=True)
+        return torch.cat([self._at_once(weights, part) for part in parts], dim=-1)
+
+    def _at_once(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        first, first_bias, second, second_bias = weights
+        hidden = F.leaky_relu(_channel_linear(first, first_bias, inputs), self.negative_slope)
+        output = _channel_linear(second, second_bias, [hidden])
+        return sum(inputs, output) if self.residual else output
+
+
+def _channel_linear(weight: Tensor, bias: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return a linear layer along the second dimension, `[B|1, out, N]`, of inputs `[B|1, C, N]` that lie side by side.
+
+    Logits have heads there, so the result needs no transpose. Inputs of one row for the whole batch come last, and are
+    multiplied once for all rows.
+    """
+    total, stop = bias[:, None], weight.shape[1]
+    for x in reversed(inputs):
+        start = stop - x.shape[1]
+        # An exporter binds a graph to what `len` returns.
+        total = torch.baddbmm(total, weight[:, start:stop].expand(x.shape[0], -1, -1), x)
+        stop = start
+    return total
