@@ -422,16 +422,12 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-def gap(length: int) -> tuple[Tensor, None]:
-    return torch.cat((torch.arange(60), 10**6 + torch.arange(length - 60)))[None], None
-
-
 CHOICES = [
     ("rope", {}, plain, 520, {}, "sdpa"),
     ("alibi", {}, plain, 520, {}, "fused (distance table)"),
     ("kerple", {}, plain, 520, {}, "fused (distance table)"),
     ("fire", {"threshold": 2000.0}, plain, 520, {}, "fused (distance table)"),
-    ("fire", {"threshold": 50.0}, plain, 520, {}, "fused (distance table, straight pieces)"),
+    ("fire", {"threshold": 50.0}, plain, 520, {}, "fused (straight pieces)"),
     ("disentangled", {}, plain, 520, {}, "fused (products by distance)"),
     ("fox", {}, plain, 520, {}, "fused (key bias)"),
     ("cope", {}, plain, 520, {}, "locality"),
@@ -441,9 +437,7 @@ CHOICES = [
     ("kerple", {}, left_padded, 120, {}, "fused (distance table)"),
     ("kerple", {}, packed, 120, {}, "fused (distance table)"),
     ("kerple", {}, skipped, 120, {}, "fused (bias by blocks)"),
-    ("fire", {}, skipped, 120, {}, "fused (straight pieces by index)"),
-    # A table would be larger than what it spares.
-    ("fire", {}, gap, 120, {}, "fused (bias by blocks)"),
+    ("fire", {}, skipped, 120, {}, "fused (bias by blocks)"),
     # A named executor that does not fit: the nearest keys are not the last ones.
     ("cope", {}, packed, 70, {"executor": "locality"}, "blocks"),
     # Among few keys all are near.

@@ -242,7 +242,7 @@ CHOICES = [
     ("rope", {}, "sdpa"),
     ("kerple", {}, "flex (distance table)"),
     ("fire", SHORT, "flex (distance table)"),
-    ("fire", LONG, "fused (distance table, straight pieces)"),  # on a GPU: blocks
+    ("fire", LONG, "fused (straight pieces)"),  # on a GPU: blocks
     ("fox", {}, "flex (key bias)"),
     ("cope", {}, "triton (gate count)"),
     ("stick_breaking", {}, "triton (stick)"),

@@ -7,8 +7,9 @@ same direction along rows and along keys, so that a block of it is a view of one
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -22,6 +23,8 @@ from hf_posenc.structures import Bias, ContentBias
 # A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
 LEAST = -64.0
 NATS = -LEAST * math.log(2)
+# First keys are rounded down to multiples of this, so that neighbouring heads go together.
+_CUTOFF_STEP = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +42,14 @@ class Piece:
     bias: Tensor
     causal: bool = False
 
-    def part(self, heads: slice, first: int) -> Piece | None:
-        """Return the piece of some heads from a key on; `None` if nothing is left. A causal piece is not cut."""
-        cut = max(0, first - self.keys.start)
-        if self.keys.start + cut >= self.keys.stop:
-            return None
-        bias = self.bias if self.bias.shape[1] == 1 else self.bias[:, heads]
-        return Piece(slice(self.keys.start + cut, self.keys.stop), bias[..., cut:], self.causal)
+
+def parts_of(pieces: Sequence[Piece], heads: slice, first: int) -> Iterator[Piece]:
+    """Return the parts of pieces for some heads, from a key on. A causal piece is not cut."""
+    for piece in pieces:
+        cut = max(0, first - piece.keys.start)
+        if piece.keys.start + cut < piece.keys.stop:
+            bias = piece.bias if piece.bias.shape[1] == 1 else piece.bias[:, heads]
+            yield replace(piece, keys=slice(piece.keys.start + cut, piece.keys.stop), bias=bias[..., cut:])
 
 
 SomeBias = TypeVar("SomeBias", bound="BlockBias")
@@ -64,14 +68,16 @@ class BlockBias:
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
+        cuts: Whether it may leave out the first keys of a block.
         rows: Rows of a block that are best made at once.
-        learning_rows: The same in the backward pass of a bias that learns.
+        learning_rows: The same in the backward pass.
         inputs: Tensors that the bias is made of.
         learning: Whether `learn` was called.
     """
 
     name: ClassVar[str]
     backwards: ClassVar[bool] = False
+    cuts: ClassVar[bool] = False
     rows: ClassVar[int] = 256
     learning_rows: ClassVar[int] = 64
     inputs: Sequence[Tensor]
@@ -80,9 +86,10 @@ class BlockBias:
     def __init__(self, call: Call) -> None:
         self.mask, self.positions = call.mask, call.positions
         self.queries, self.keys = call.queries, call.keys
+        self.heads, self.groups = call.q.shape[1], call.k.shape[1]
         self.ahead = self.keys - self.queries
         self.slots = call.mask.rule == "slots"
-        self.windowed = call.mask.window is not None and call.slots_tell_distances
+        self.windowed = self.cuts and call.mask.window is not None and call.slots_tell_distances
 
     def give_inputs(self) -> Sequence[Tensor]:
         """Return the inputs, and keep their shapes only, see `Call.outline`."""
@@ -115,18 +122,41 @@ class BlockBias:
         """Return the largest difference within the bias of a head, over the keys it needs; 0 if unknown."""
         return 0.0
 
+    def blocks(self, rows: int) -> Iterator[Rows]:
+        """Return the blocks, of so many rows each."""
+        for start in range(0, self.queries, rows):
+            stop = min(start + rows, self.queries)
+            yield Rows(start, stop, self.mask.keys_needed(stop, self.keys))
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Return rows `[B, H, q, ...]` in the order of the bias, or bring them back from it."""
+        return rows.flip(2) if self.backwards else rows
+
     def pieces(self, block: Rows) -> list[Piece]:
         """Return the bias of a block, in pieces that cover all its keys in order."""
         raise NotImplementedError
 
-    def first_keys(self, block: Rows) -> Tensor | None:
-        """Return the first key that any row of a block needs, by head, int64 `[H]`; `None` if all may be needed."""
-        return None
+    def first_keys(self, block: Rows) -> Tensor:
+        """Return the first key that any row of a block needs, by head, int64 `[H]`: that of a window, or of all."""
+        return torch.full((self.heads,), self.mask.first_needed(block.start) if self.windowed else 0)
 
-    def first_in_window(self, block: Rows, heads: int) -> Tensor | None:
-        """Return the first key that a window leaves any row of a block, by head; `None` if it may leave all."""
-        first = self.mask.first_needed(block.start) if self.windowed else 0
-        return torch.full((heads,), first) if first else None
+    def runs(self, block: Rows) -> Iterator[tuple[slice, slice, int]]:
+        """Return groups of neighbouring heads in a block, their kv heads, and the first key that they need."""
+        shared = self.heads // self.groups
+        starts = (self.first_keys(block).view(-1, shared).amin(1) // _CUTOFF_STEP * _CUTOFF_STEP).tolist()
+        begin = 0
+        for first, run in itertools.groupby(starts):
+            stop = begin + len(list(run))
+            yield slice(begin * shared, stop * shared), slice(begin, stop), first
+            begin = stop
+
+    def steps(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[Piece]]]:
+        """Return for each call of the kernel the place of its rows, their kv heads, and their bias."""
+        for block in self.blocks(self.rows):
+            pieces = self.pieces(block)
+            for heads, groups, first in self.runs(block):
+                here = (slice(None), heads, slice(block.start, block.stop))
+                yield here, groups, list(parts_of(pieces, heads, first))
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -138,8 +168,7 @@ class BlockBias:
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         """Take the gradient `[b, h, q, K - first]` of the logits of some heads and rows, from key `first` on.
 
-        All heads of a row come before the next rows. Only forms with `first_keys` get some heads, or a
-        `first` other than 0.
+        All heads of a row come before the next rows. Only forms that cut get some heads, or a `first` other than 0.
         """
         raise NotImplementedError
 
@@ -178,15 +207,12 @@ class BlockBias:
         else:
             keep, added = self.mask.given_rows(block.start, block.stop, block.keys, self.positions)
         if added is not None:
-            bias = bias + self._in_order(added[..., keys]).to(bias)
+            bias = bias + self.in_order(added[..., keys]).to(bias)
         if keep is not None:
             # The smallest number rather than -inf: a row that sees no key must not become NaN.
             smallest = bias.new_full((), torch.finfo(bias.dtype).min)
-            bias = torch.where(self._in_order(keep[..., keys]), bias, smallest)
+            bias = torch.where(self.in_order(keep[..., keys]), bias, smallest)
         return Piece(keys, bias)
-
-    def _in_order(self, rows: Tensor) -> Tensor:
-        return rows.flip(2) if self.backwards else rows
 
     def buffer(self, use: str, like: Tensor, shape: tuple[int, ...], widest: int) -> Tensor:
         """Return memory that every block uses again: new memory costs more than to fill it.
@@ -233,7 +259,7 @@ class KeysBias(BlockBias):
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.
     name = "key bias"
-    slack: Tensor | None = None
+    cuts = True
 
     def __init__(self, keys: Tensor, queries: Tensor, call: Call) -> None:
         super().__init__(call)
@@ -255,10 +281,10 @@ class KeysBias(BlockBias):
         near = max(0, block.start - block.start % self.rows + self.ahead)
         return self.split((keys[..., : block.keys] - keys[..., near : near + 1])[:, :, None], block)
 
-    def first_keys(self, block: Rows) -> Tensor | None:
+    def first_keys(self, block: Rows) -> Tensor:
         keys = self.inputs[0]
         if self.slack is None:
-            return self.first_in_window(block, keys.shape[1])
+            return super().first_keys(block)
         own = keys[..., block.start + self.ahead : block.stop + self.ahead]
         few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - self.slack[:, None]
         return first_true(~few).amin(0)  # with a window there is no slack

@@ -1,4 +1,4 @@
-"""Piecewise linear biases, as of FIRE beyond its threshold: by block, or by index where slots do not tell distances."""
+"""Piecewise linear biases whose weight differs by query, as of FIRE beyond its threshold."""
 
 from __future__ import annotations
 
@@ -33,19 +33,7 @@ class _Tables:
     bends: list[tuple[int, slice]]
 
 
-class _Straight(BlockBias):
-    """A bias of straight pieces, in causal calls, from features of so many distances."""
-
-    def __init__(self, added: PiecewiseLinear, call: Call, distances: int) -> None:
-        super().__init__(call)
-        feature = added.feature(torch.arange(distances, device=call.device), call.precise)
-        weight = added.weight(call.positions.query, call.precise)
-        ends, slope, offset = added.pieces(call.precise)
-        self.ends = ends.detach()
-        self.inputs = (feature, weight, slope, offset)
-
-
-class PiecewiseBias(_Straight):
+class PiecewiseBias(BlockBias):
     """A piecewise linear function of the distance times a weight of the query, see `PiecewiseLinear`.
 
     Over the rows of a block the weights differ little, so that most distances lie in the same piece for all of them.
@@ -59,6 +47,14 @@ class PiecewiseBias(_Straight):
     backwards = True
     # From so many rows on the kernel takes 64 at a time, before 32.
     rows = 192
+
+    def __init__(self, added: PiecewiseLinear, call: Call) -> None:
+        super().__init__(call)
+        feature = added.feature(torch.arange(call.keys, device=call.device), call.precise)
+        weight = added.weight(call.positions.query, call.precise)
+        ends, slope, offset = added.pieces(call.precise)
+        self.ends = ends.detach()
+        self.inputs = (feature, weight, slope, offset)
 
     def prepare(self, slack: Tensor | None) -> None:
         self.feature, self.weight, self.slope, self.offset = self.inputs
@@ -162,58 +158,3 @@ class PiecewiseBias(_Straight):
         behind = block.stop + self.ahead
         d_feature[:behind] += of_feature[:behind].flip(0)
         d_weight[row, block.start : block.stop] += of_weights[:, 0].flip(0)
-
-
-class PiecewiseLookup(_Straight):
-    """The same function where slots do not tell distances, as in training with skipped positions, in causal calls.
-
-    Each pair of tokens finds its piece.
-    """
-
-    name = "straight pieces by index"
-    rows = 64
-
-    @staticmethod
-    def pays(call: Call) -> bool:
-        """Whether there are fewer distances than pairs of tokens."""
-        return call.reach < call.queries * call.keys
-
-    def pieces(self, block: Rows) -> list[Piece]:
-        feature, weight, slope, offset = self.inputs
-        place = self.positions.rows(block.start, block.stop, block.keys)
-        # Of each pair `[B|1, q, K]`: distance, its feature, the argument of the function, and the piece that it is in.
-        self.index = (place.query[:, :, None] - place.key[:, None, :]).clamp_min_(0)
-        self.feature = feature.index_select(0, self.index.flatten()).view_as(self.index)
-        self.weight = weight[:, block.start : block.stop, None]
-        self.x = self.feature * self.weight
-        self.which = torch.searchsorted(self.ends, self.x, out_int32=True)
-        self.d_x = torch.zeros_like(self.x) if self.learning else None
-        self.slope, constant = (
-            table.T.contiguous().index_select(1, self.which.flatten()).view(-1, *self.which.shape).transpose(0, 1)
-            for table in (slope, offset)
-        )
-        bias = torch.addcmul(constant, self.slope, self.x[:, None])
-        return self.split(bias, block)
-
-    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        _, _, d_slope, d_offset = self.totals
-        count = len(d_slope)
-        # Row by row first: one sum of that many small numbers would round.
-        rows = torch.arange(0, block.length * count, count, device=d_slope.device)[:, None]
-        assert self.d_x is not None
-        # Positions may have one row for all of the batch.
-        rows_of_batch = enumerate(d_logits, batch.start) if len(self.x) > 1 else [(0, over_batch(d_logits))]
-        for row, mine in rows_of_batch:
-            place = (self.which[row] + rows).flatten().expand(len(mine), -1)
-            for total, change in ((d_slope, mine * self.x[row]), (d_offset, mine)):
-                sums = change.new_zeros(len(mine), block.length * count).scatter_add_(1, place, change.flatten(1))
-                total += sums.view(len(mine), block.length, count).sum(1).T
-            self.d_x[row] += (self.slope[row] * mine).sum(0)
-
-    def end(self, block: Rows) -> None:
-        d_feature, d_weight, _, _ = self.totals
-        assert self.d_x is not None
-        # Queries may have the same positions in all rows of the batch, and keys not.
-        of_weight = (self.d_x * self.feature).sum(-1).sum_to_size(len(d_weight), block.length)
-        d_weight[:, block.start : block.stop] += of_weight
-        d_feature.scatter_add_(0, self.index.flatten(), (self.d_x * self.weight).flatten())

@@ -22,8 +22,6 @@ from hf_posenc.structures import Vectors
 _TILE = 64
 # Rows of a block at most, which tables have room for at their ends.
 _ROWS = 128
-# Fewer rows do not pay for the tables.
-_FEWEST_ROWS = 16
 # Names of the inputs, of which some may be missing.
 _INPUTS = ("q", "falling", "k", "rising", "key_bias")
 
@@ -54,7 +52,7 @@ class ProductsBias(BlockBias):
     def __init__(self, vectors: Vectors, call: Call) -> None:
         super().__init__(call)
         (q, k), precise = call.content(), call.precise
-        self.heads, self.room = q.shape[1], _ROWS if self.slots else self.queries
+        self.room = _ROWS if self.slots else self.queries
         of_queries, of_keys, always = (
             None if x is None else x.to(precise) for x in (vectors.of_queries, vectors.of_keys, vectors.always)
         )
@@ -88,11 +86,6 @@ class ProductsBias(BlockBias):
     def _of_all(self, vectors: Tensor) -> Tensor:
         """Return vectors `[H | G, N, D]` of every head."""
         return vectors if len(vectors) == self.heads else vectors.repeat_interleave(self.heads // len(vectors), dim=0)
-
-    @staticmethod
-    def pays(call: Call) -> bool:
-        """Whether there are enough rows."""
-        return call.queries >= _FEWEST_ROWS
 
     def moved(self, q: Tensor) -> Tensor:
         return q if self.shift is None else q + self.shift[:, None].to(q)

@@ -27,7 +27,7 @@ class TableBias(BlockBias):
     """
 
     name = "distance table"
-    backwards = True
+    backwards = cuts = True
     falling: Tensor
     first: Tensor | None
     # Sum of all blocks, in which a distance lies on a line of its own.
@@ -68,10 +68,10 @@ class TableBias(BlockBias):
         view = self.falling.as_strided(shape, (0, self.falling.stride(0), 1, 1), self.queries - block.stop)
         return self.masked(view, block)
 
-    def first_keys(self, block: Rows) -> Tensor | None:
+    def first_keys(self, block: Rows) -> Tensor:
         # The first row of the block is the nearest to the first key.
         if self.first is None:
-            return self.first_in_window(block, len(self.falling))
+            return super().first_keys(block)
         return (self.first + block.start - self.queries + 1).clamp_min_(0)
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
