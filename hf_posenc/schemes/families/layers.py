@@ -105,7 +105,7 @@ class PairNetwork(nn.ModuleList):
         if torch.compiler.is_compiling() or inputs[0].device.type != "cpu":
             return self._at_once(weights, inputs)
         few = max(1, _IN_CACHE // (len(weights[0]) * max(map(len, inputs))))
-        parts = zip(*(x.split(few, dim=-1) for x in inputs), strict=True)
+        parts = zip(*(torch.split(x, few, dim=-1) for x in inputs), strict=True)
         return torch.cat([self._at_once(weights, part) for part in parts], dim=-1)
 
     def _at_once(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
