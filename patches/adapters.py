@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,11 +54,9 @@ class PosencAdapter:
 
     def __post_init__(self) -> None:
         self._model_config: Any = None
-        # For an adapter that is read from a folder: whether its weights are still to come, their path if known, and a
-        # function that takes back its changes to the model.
+        # For an adapter that is read from a folder: whether its weights are still to come, and their path if known.
         self._pending = self.posenc is not None
         self._weights: Path | None = None
-        self._undo: Callable[[], None] | None = None
         if self._pending:
             if not record.from_config(SimpleNamespace(posenc=self.posenc)):
                 raise CheckpointError(
@@ -70,9 +68,6 @@ class PosencAdapter:
         super().__post_init__()  # type: ignore[misc]
         if not self._pending:
             self.modules_to_save: Any = sorted({*self.saved, *_SCHEMES})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_undo": None}  # a copy is in another model
 
     @property
     def saved(self) -> list[str]:
@@ -90,42 +85,22 @@ class PosencAdapter:
         targets, parameters = (getattr(self, name, None) for name in ("target_modules", "target_parameters"))
         return targets is not None and not targets and not parameters and self.has_schemes
 
-    @contextlib.contextmanager
-    def loading(self, model: Any, name: str, files: Sequence[str | Path] | None) -> Iterator[None]:
-        """Check the weights of a saved adapter against a model, then load them in the block; all or nothing.
-
-        Args:
-            model: Model with the adapter in it.
-            name: Name of the adapter.
-            files: Paths of the weights; nothing is checked without.
+    def check_weights(self, model: Any, name: str) -> None:
+        """Raise unless the weights that are still to come fit a model, which has the adapter of this name in it.
 
         Raises:
-            CheckpointError: The weights are damaged or do not fit.
+            CheckpointError: They are damaged, do not fit, or are loaded in another way than by `PeftModel`.
         """
-        if not files or not self._pending:
-            yield
+        if not self._pending:
             return
-        try:
-            expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-            binding.check(Path(files[0]), expected)
-            yield
-        except BaseException:
-            if self._undo is not None:
-                self._undo()
-            raise
-        self._pending, self._undo = False, None
-
-    def refuse_unused(self, names: Collection[str], files: Sequence[str | Path] | None) -> None:
-        """Raise if transformers finds no place for some tensors of an adapter that it loads."""
-        if files and self._pending and names:
+        if self._weights is None:
             raise CheckpointError(
-                f"transformers has no place for {min(names)} of {files}: it does not know this kind of adapter well. "
-                "Load it with PeftModel.from_pretrained."
+                "An adapter of a converted model is checked as a whole, which only PEFT does. Load it with "
+                "PeftModel.from_pretrained(model, folder), and leave out config=."
             )
-
-    def bind(self, folder: Path) -> None:
-        """Bind the weights in a folder to the configuration there, see `binding.bind`."""
-        binding.bind(folder)
+        expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        binding.check(self._weights, expected)
+        self._pending = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `adapter_config.json`, with the current schemes."""
@@ -191,36 +166,25 @@ class PosencTuner:
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Put an adapter into the model; all of its adapters have the same schemes."""
-        with surgery.all_or_nothing(model) as restore:
+        with surgery.all_or_nothing(model):
             config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name])
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
-            if config._weights is not None:
-                with config.loading(_whole(self, adapter_name), adapter_name, [config._weights]):
-                    pass
-            elif config._pending:
-                config._undo = restore  # transformers looks for the weights after this
+            config.check_weights(_whole(self, adapter_name), adapter_name)
 
-    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """Combine adapters without weights of schemes, which PEFT would leave at their start in silence."""
-        if any(_ours(config) and config.has_schemes for name, config in self.peft_config.items() if name in adapters):
-            raise OptionError(
-                "add_weighted_adapter: the adapters have weights of their own for the positional scheme, which PEFT "
-                "does not combine. Merge each into a model of its own, and average the models."
-            )
-        super().add_weighted_adapter(adapters, *args, **kwargs)  # type: ignore[misc]
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `OptionError`: PEFT would leave the weights of schemes at their start in silence."""
+        raise OptionError(
+            "add_weighted_adapter: PEFT does not combine the weights of positional schemes. Merge each adapter into a "
+            "model of its own, and average the models."
+        )
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):
             # PEFT accepts an adapter without targets under this name; the saved config keeps the given targets.
             peft_config = copy.copy(peft_config)
             peft_config.target_modules = DUMMY_TARGET_MODULES
-        # PEFT chooses the projections to adapt by the model type; where it knows none, all of attention are.
-        architecture = of_model(self.model)
-        stock = auto.config_pair(architecture)[0].model_type
-        chosen = (getattr(peft_config, name, None) for name in ("target_modules", "target_parameters"))
-        if stock not in getattr(self, "target_module_mapping", {stock}) and not any(chosen):
-            body = next(iter(architecture.stacks(self.model).values()))
-            peft_config.target_modules = set(architecture.projections(architecture.attentions(body)[0]))
+        # PEFT chooses the projections to adapt by the model type.
+        stock = auto.config_pair(of_model(self.model))[0].model_type
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
     @contextlib.contextmanager
@@ -288,17 +252,10 @@ class Kind:
                         "Load the converted model under it, or patch it first."
                     )
                 agree(_base(model), config)
-                if config._weights is None:
-                    raise CheckpointError(
-                        "The folder of an adapter on a converted model is checked as a whole: leave out config=."
-                    )
-                with config.loading(model, adapter_name, [config._weights]):
-                    pass
+                config.check_weights(model, adapter_name)
             except BaseException:
-                if not config.is_prompt_learning and adapter_name in model.peft_config:
+                if not config.is_prompt_learning:
                     model.delete_adapter(adapter_name)
-                if config._undo is not None:
-                    config._undo()
                 raise
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
@@ -449,7 +406,7 @@ def _ours(config: Any) -> bool:
 def _adopt(config: Any) -> Any:
     """Give a configuration of PEFT the class for converted models, in place."""
     config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
-    config.posenc = config.base_weights = config._model_config = config._weights = config._undo = None
+    config.posenc = config.base_weights = config._model_config = config._weights = None
     config.any_base = config._pending = False
     return config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,20 +138,18 @@ class PosencModel:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
-        """Check the weights that transformers found, then load them into the model or its adapter."""
-        load = PreTrainedModel._load_pretrained_model
-        if not getattr(model, "peft_config", None):
-            if expected_keys is None:
-                checkpoint.check_stored(model, state_dict, checkpoint_files, load_config)
-            return load(model, state_dict, checkpoint_files, load_config, expected_keys)
-        # Adapters on patched models have configurations of this package, which check their own weights.
-        with contextlib.ExitStack() as checked:
-            for name, adapter in model.peft_config.items():
-                checked.enter_context(adapter.loading(model, name, checkpoint_files))
-            found = load(model, state_dict, checkpoint_files, load_config, expected_keys)
-            for adapter in model.peft_config.values():
-                adapter.refuse_unused(found[0].unexpected_keys, checkpoint_files)
-        return found
+        """Check the weights that transformers found, then load them into the model."""
+        checkpoint.check_stored(model, state_dict, checkpoint_files, load_config)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `OptionError`: transformers itself can neither bind an adapter to its scheme nor check it."""
+        raise OptionError(
+            "transformers itself puts no adapter into a converted model. Use peft.get_peft_model(model, config), or "
+            "PeftModel.from_pretrained(model, folder)."
+        )
+
+    load_adapter = add_adapter
 
     def save_pretrained(
         self,
@@ -162,8 +159,7 @@ class PosencModel:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save the converted model, or its adapter, with stub and model card, as `PreTrainedModel.save_pretrained`
-        does.
+        """Save the converted model, with stub and model card, as `PreTrainedModel.save_pretrained` does.
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
@@ -189,9 +185,6 @@ class PosencModel:
             with saving as fresh:
                 place = save_directory if fresh is None else fresh
                 super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
-                # The weights of an adapter are written after its configuration, which so far is bound to older ones.
-                for adapter in getattr(self, "peft_config", {}).values() if is_main_process else ():
-                    adapter.bind(Path(place))
         finally:
             del self.hf_quantizer
             if quantizer is not None:

@@ -62,9 +62,8 @@ def unchanged(model: Any, call: Callable[[], Any], error: Any, match: str) -> No
 
 
 def refused(model: Any, folder: Path, error: Any, match: str) -> None:
-    """Expect that neither PEFT nor transformers loads an adapter, and that the model is as it was."""
+    """Expect that PEFT does not load an adapter, and that the model is as it was."""
     unchanged(model, lambda: PeftModel.from_pretrained(model, folder), error, match)
-    unchanged(model, lambda: model.load_adapter(folder), error, match)
     hf_posenc.patch(model, "nope")
 
 
@@ -287,8 +286,10 @@ def test_auto_classes_load_an_adapter(architecture: str, scheme_only: bool, tmp_
     base = hf_posenc.patch(auto(architecture).from_pretrained(DIRECTORIES[architecture]), "kerple")
     model = trained(base, architecture, scheme_only=scheme_only)
     model.save_pretrained(tmp_path)
-    for loaded in (auto(architecture).from_pretrained(tmp_path), AutoPeftModel.from_pretrained(tmp_path)):
-        assert torch.equal(logits(loaded.eval(), architecture, ids), logits(model, architecture, ids))
+    loaded = AutoPeftModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, architecture, ids), logits(model, architecture, ids))
+    with pytest.raises(CheckpointError, match=r"PeftModel.from_pretrained"):
+        auto(architecture).from_pretrained(tmp_path)
 
 
 # -- right or not at all -----------------------------------------------------------------------------------------------
@@ -512,8 +513,11 @@ def test_scheme_weights_are_one_for_a_whole_batch() -> None:
         model.add_weighted_adapter(["default"], [1.0], "mean", combination_type="linear")
 
 
-def test_a_config_that_was_read_before_is_not_enough(saved: Path) -> None:
+def test_an_adapter_is_made_and_loaded_by_peft_alone(saved: Path) -> None:
     config = PeftConfig.from_pretrained(saved)
-    model = stock("llama")
-    call = lambda: PeftModel.from_pretrained(model, saved, config=config)  # noqa: E731
-    unchanged(model, call, CheckpointError, "leave out config=")
+    model, converted = stock("llama"), hf_posenc.patch(stock("llama"), "fire")
+    loads = lambda: PeftModel.from_pretrained(model, saved, config=config), lambda: model.load_adapter(saved)
+    for load in loads:
+        unchanged(model, load, CheckpointError, r"PeftModel.from_pretrained.* leave out config=")
+    for call in (lambda: converted.load_adapter(saved), lambda: converted.add_adapter(PosencLoraConfig())):
+        unchanged(converted, call, OptionError, r"Use peft.get_peft_model")

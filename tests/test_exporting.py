@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import moved
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -458,9 +458,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 def adapted() -> Any:
-    model = hf_posenc.patch(llama(), "nope")
-    model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
-    return model
+    return get_peft_model(hf_posenc.patch(llama(), "nope"), LoraConfig(target_modules=["q_proj"], r=2))
 
 
 def altered() -> Any:
