@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,16 +39,12 @@ _DAMAGED = " If it is damaged, save it again."
 
 @dataclass
 class PosencAdapter:
-    """Mixin of the configurations of adapters on converted models.
-
-    Attributes:
-        posenc: Record of the schemes, as in the config of a converted model; taken from the model at each save.
-        base_weights: Fingerprint of the weights under the adapter, taken from the model.
-        any_base: Whether other base weights are accepted.
-    """
+    """Mixin of the configurations of adapters on converted models."""
 
     posenc: dict[str, Any] | None = field(default=None, metadata={"help": "The schemes; taken from the model."})
-    base_weights: dict[str, list[str]] | None = field(default=None, metadata={"help": "Taken from the model."})
+    base_weights: dict[str, list[str]] | None = field(
+        default=None, metadata={"help": "Fingerprint of the weights under the adapter; taken from the model."}
+    )
     any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
     def __post_init__(self) -> None:
@@ -187,8 +182,7 @@ class PosencTuner:
         stock = auto.config_pair(of_model(self.model))[0].model_type
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("adapter_names") is not None and any(
             _ours(config) and config.has_schemes for config in self.peft_config.values()
         ):
@@ -197,16 +191,13 @@ class PosencTuner:
                 "whole batch. Run one batch for each adapter, after set_adapter."
             )
         enable = getattr(super(), "_enable_peft_forward_hooks", lambda *args, **kwargs: contextlib.nullcontext())
-        with enable(*args, **kwargs):
-            yield
+        return enable(*args, **kwargs)
 
 
 class Kind:
     """The entry of one kind of adapter in PEFT's table of tuners: PEFT's own class, and another for converted models.
 
-    Args:
-        stock: PEFT's class.
-        tuner: The class for converted models; `None` if the kind puts nothing into the model.
+    The latter is `None` if the kind puts nothing into the model.
     """
 
     def __init__(self, stock: Any, tuner: Any) -> None:
@@ -236,8 +227,6 @@ class Kind:
         if surgery.is_patched(base) and not isinstance(config, PosencAdapter):
             _adopt(config)
             agree(base, config)
-        elif _ours(config) and config.is_prompt_learning and not any(map(surgery.is_patched, base.modules())):
-            config.__class__ = _STOCK[type(config)]  # It was used for a converted model before.
         return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
 
     def _remap_adapter_state_dict_for_load(
@@ -263,12 +252,7 @@ class Kind:
 def agree(model: Any, config: Any) -> Any:
     """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
-    Args:
-        model: Stock or converted model.
-        config: The adapter's configuration. One of PEFT's own is copied, not changed.
-
-    Returns:
-        The adapter's configuration.
+    It returns the adapter's configuration. One of PEFT's own is copied, not changed.
 
     Raises:
         NotPatchedError: Neither has a scheme.
@@ -292,7 +276,7 @@ def agree(model: Any, config: Any) -> Any:
     elif own is None:
         raise NotPatchedError(
             f"{type(config).__name__}: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
-            f"hf_posenc.patch(model, ...) first, or use peft.{_STOCK[type(config)].__name__}."
+            "hf_posenc.patch(model, ...) first, or use a configuration of PEFT."
         )
     if config.has_schemes:
         config.modules_to_save = sorted({*config.saved, *_SCHEMES})  # own ones and shared ones go together
@@ -344,15 +328,11 @@ def merged(model: Any, folder: str) -> Any:
 
 
 def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
-    if wanted["groups"] != own["groups"]:
+    if any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
         raise OptionError(
-            f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)} with other "
-            "options or layers. Load it onto the stock model, which it converts, or onto one converted in the same way."
-        )
-    if wanted.get("strengths") != own.get("strengths"):
-        raise OptionError(
-            f"The adapter was trained with the strengths {wanted.get('strengths', 'full')}, and the model has "
-            f"{own.get('strengths', 'full')}. Load it onto the stock model, or call hf_posenc.set_strength first."
+            f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
+            "options, layers or strengths. Load it onto the stock model, which it converts, or onto one converted in "
+            "the same way, with the same hf_posenc.set_strength."
         )
 
 
@@ -415,10 +395,6 @@ def _type_name(kind: PeftType) -> Any:
     return f"{_LOCK}_{kind.value}"
 
 
-# PEFT's class for each of the configuration classes here.
-_STOCK: dict[type, type] = {}
-
-
 def register_all() -> None:
     """Register types of adapters for converted models in PEFT, one for each of its own types."""
     for kind, stock in list(PEFT_TYPE_TO_CONFIG_MAPPING.items()):
@@ -427,7 +403,6 @@ def register_all() -> None:
         if tuner is None or isinstance(tuner, Kind) or kind == PeftType.MULTITASK_PROMPT_TUNING:
             continue
         config = PosencLoraConfig if stock is LoraConfig else dataclass(_twin(PosencAdapter, stock))
-        _STOCK[config] = stock
         PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(kind)] = config
         own = _twin(PosencTuner, tuner) if issubclass(tuner, BaseTuner) else None
         PEFT_TYPE_TO_TUNER_MAPPING[kind] = cast("Any", Kind(tuner, own))

@@ -6,7 +6,6 @@ A model with a head gets a config of its own. A body writes into the config that
 from __future__ import annotations
 
 import copy
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +69,23 @@ def own_configs(architecture: Architecture, model: nn.Module) -> None:
                 setattr(module, name, own)
 
 
-class _Whole(weakref.ref[nn.Module]):
-    """The patched model that a body is a part of. A copy or pickle of the body alone is a part of nothing."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the whole model marks its own parts
-
-
 def mark_parts(model: nn.Module) -> None:
-    """Mark the bodies inside a patched model as its parts, for `refuse_part`; the model itself gets no mark."""
-    vars(model).pop("posenc_whole", None)
+    """Mark the bodies inside a patched model as its parts, for `refuse_part`."""
     for module in model.modules():
         if module is not model and is_patched(module) and isinstance(module, PreTrainedModel):
-            module.posenc_whole = _Whole(model)
+            module.posenc_is_part = True
 
 
 def refuse_part(architecture: Architecture, model: nn.Module) -> None:
-    """Raise if a model is only a part of another: classes, configs and records of both change together.
-
-    Raises:
-        ArchitectureError: It is a part of a patched model, or its class never stands alone.
-    """
+    """Raise `ArchitectureError` if a model is only a part of another: configs and records of both change together."""
     name = stock_class(type(model)).__name__
     if stock_class(type(model)) in architecture.parts:
         raise ArchitectureError(
             f"Got a {name}, which is saved with the model around it only, so that one must know of the scheme. Pass "
             "the whole model; patch takes stacks=."
         )
-    mark = vars(model).get("posenc_whole")
-    whole = None if mark is None else mark()
-    if whole is not None and is_patched(whole) and any(module is model for module in whole.modules()):
+    if getattr(model, "posenc_is_part", False):
         raise ArchitectureError(
-            f"Got the {name} inside of a patched {stock_class(type(whole)).__name__}, which would be left half "
-            f"changed. Pass the whole model, or a copy.deepcopy of the {name}."
+            f"Got the {name} inside of a patched model, which would be left half changed. Pass the whole model; to "
+            f"change the {name} alone, save and load it first."
         )

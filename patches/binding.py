@@ -12,14 +12,13 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
-from hf_posenc.patches.checkpoint import check_complete, misshapen, read_header
-from hf_posenc.patches.directories import published
+from hf_posenc.patches.checkpoint import DAMAGED, check_complete, misshapen, read_header
+from hf_posenc.patches.directories import published, reading
 from hf_posenc.patches.surgery import is_of_scheme
 
 _BOUND = "hf_posenc"
@@ -35,12 +34,8 @@ def bind(folder: Path) -> None:
     Raises:
         CheckpointError: The weights are pickled.
     """
-    weights, pickled = folder / SAFETENSORS_WEIGHTS_NAME, folder / WEIGHTS_NAME
-    if pickled.exists():
-        raise CheckpointError(
-            f"{pickled} is pickled, and cannot be bound to its scheme. Delete it, and save with "
-            "safe_serialization=True."
-        )
+    _refuse_pickled(folder)
+    weights = folder / SAFETENSORS_WEIGHTS_NAME
     if weights.exists():
         with published(weights) as unfinished:
             save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
@@ -54,16 +49,9 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError: The file cannot be read, or it or the config was edited or exchanged.
     """
-    try:
+    _refuse_pickled(weights.parent)
+    with reading(f"The adapter {weights}", advice=DAMAGED):
         metadata, tensors = read_header(weights)
-    except (OSError, SafetensorError) as error:
-        pickled = weights.with_name(WEIGHTS_NAME)
-        raise CheckpointError(
-            f"{pickled} is pickled, which adapters of converted models never are. Save the adapter again."
-            if pickled.exists() and not weights.exists()
-            else f"The weights of the adapter, {weights}, cannot be read ({error}): missing, truncated or damaged. "
-            "Download or save the adapter again."
-        ) from error
     bound, config = metadata.get(_BOUND), _config(weights)
     if (bound is not None or "base_weights" in config) and bound != _digest(config):
         raise CheckpointError(
@@ -74,11 +62,7 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
-    """Raise unless an adapter's file has the tensors that its config asks for.
-
-    Args:
-        weights: The file.
-        expected: The tensors that saving the adapter would write.
+    """Raise unless an adapter's file has the tensors that saving the adapter would write.
 
     Raises:
         CheckpointError: The file is damaged, a tensor is missing or misshapen, or a scheme's weights are unknown.
@@ -100,10 +84,7 @@ def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]
     It digests names, shapes, and up to 1024 evenly spaced values of each parameter. Values are rounded in two ways, to
     bfloat16 and through float16, so that the float32 and half-precision forms of a checkpoint share a digest. The
     matrices of linear layers have a part of their own, because quantisation changes only them; schemes are in the rest.
-
-    Args:
-        model: Stock or converted model, with adapters or without.
-        held: Suffixes of the names of modules that the adapter saves as a whole, which are left out.
+    Modules whose names end as in `held`, which the adapter saves as a whole, are left out.
 
     Returns:
         The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; empty for a part that is quantised,
@@ -155,12 +136,18 @@ def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Para
     return walk(model, "")
 
 
+def _refuse_pickled(folder: Path) -> None:
+    if (folder / WEIGHTS_NAME).exists():
+        raise CheckpointError(
+            f"{folder / WEIGHTS_NAME} is pickled, and cannot be bound to its scheme. Delete it, and save the adapter "
+            "again, with safe_serialization=True."
+        )
+
+
 def _config(weights: Path) -> dict[str, Any]:
     file = weights.with_name(CONFIG_NAME)
-    try:
+    with reading(str(file), advice=DAMAGED):
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {file} ({error}). Download or save the adapter again.") from error
 
 
 def _digest(config: Mapping[str, Any]) -> str:

@@ -8,19 +8,20 @@ file of weights holds the digest of the record, so that an edited record is noti
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import Field, TypeAdapter
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import _add_variant
@@ -30,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import companions, record
 from hf_posenc.patches.architecture import of_config, of_model
+from hf_posenc.patches.directories import reading
 from hf_posenc.patches.surgery import is_of_scheme
 
 # Key of the record's digest in the metadata of safetensors files.
@@ -39,21 +41,27 @@ BUILDING: ContextVar[bool] = ContextVar("building", default=False)
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
+DAMAGED = " It is missing, truncated or damaged: download or save it again."
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The index of shards: anything, and the file of each tensor."""
+
+    metadata: dict[str, Any]
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+_INDEX = TypeAdapter(_Index)
 
 
 class PosencConfig:
-    """Mixin of the configs of converted models.
+    """Mixin of the configs of converted models."""
 
-    Attributes:
-        posenc: The record of the patch, see `hf_posenc.patches.record`.
-        posenc_locked: The true value of the locked field, as config.json has it.
-        posenc_lock: The locked field, and a value of it that stock classes refuse.
-    """
-
-    posenc: dict[str, Any] | None
-    posenc_locked: Any
+    posenc: dict[str, Any] | None  # the record of the patch
+    posenc_locked: Any  # the true value of the locked field, as config.json has it
+    posenc_lock: ClassVar[tuple[str, Any]]  # that field, and a value of it that stock classes refuse
     _name_or_path: Any
-    posenc_lock: ClassVar[tuple[str, Any]]
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # a property here
@@ -193,27 +201,12 @@ class Binding(HfQuantizer):
         return self._true is None or self._true.is_trainable
 
 
-def unreadable(path: object, error: SafetensorError) -> CheckpointError:
-    """Return the error that weights cannot be read."""
-    return CheckpointError(
-        f"Cannot read the weights in {path} ({error}): truncated or damaged. Download or save the checkpoint again."
-    )
-
-
 def check_index(folder: Path, variant: str | None) -> None:
     """Raise `CheckpointError` for a damaged index of shards."""
     weights, file = (folder / _add_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-    if not file.is_file() or weights.is_file():
-        return
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        names = [*found["weight_map"].keys(), *found["weight_map"].values()]
-        if names and isinstance(found["metadata"], dict) and all(isinstance(name, str) for name in names):
-            return
-    raise CheckpointError(
-        f"{file} is damaged; expected an object with 'metadata', and with 'weight_map', which gives the file of each "
-        "tensor. Download or save the checkpoint again."
-    )
+    if file.is_file() and not weights.is_file():
+        with reading(str(file), advice=DAMAGED):
+            _INDEX.validate_json(file.read_bytes())
 
 
 class Stored(NamedTuple):
@@ -251,12 +244,8 @@ def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> d
                 "neither checked before they are read, nor told to belong to config.json. Save the model again with "
                 "save_pretrained."
             )
-        try:
+        with reading(path, advice=DAMAGED):
             metadata, tensors = read_header(path)
-        except SafetensorError as error:
-            raise unreadable(path, error) from error
-        except OSError as error:
-            raise CheckpointError(f"Cannot read the weights in {path} ({error}). Get the missing file.") from error
         stamps[path] = metadata.get(DIGEST)
         found |= tensors
     # Checkpoints of earlier releases have no digest, and tools that rewrite weights drop it from all files.
@@ -272,13 +261,7 @@ def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> d
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
-    """Raise unless a checkpoint holds the tensors of a model; only headers are read.
-
-    Args:
-        model: The model, without values yet.
-        state_dict: Tensors that the user gives instead of files.
-        files: Paths of the files.
-        load_config: transformers' settings of this loading.
+    """Raise unless a checkpoint, or a `state_dict` instead, holds the tensors of a model; only headers are read.
 
     Raises:
         CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
@@ -314,7 +297,8 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         [
             misshapen(name, tensor.shape, _shape(wanted[name]))
             for name, tensor in found.items()
-            if name in wanted and not _fits(tensor, wanted[name])
+            if name in wanted
+            and (tensor.shape != _shape(wanted[name]) or wanted[name].is_floating_point() > tensor.floating)
         ],
     ]
     if load_config.hf_quantizer is not None or any(merged for _, merged in targets.values()):
@@ -340,27 +324,17 @@ def _check_one(file: Path) -> None:
         )
 
 
-def owed(model: Any, missing: Iterable[str], mapping: Iterable[Any] = ()) -> list[str]:
-    """Return the missing tensors that a checkpoint should have, leaving out a head that it was saved without."""
-    saved = model.config.architectures or ()
-    architecture, wanted = of_model(model), model.state_dict(keep_vars=True)
-    bodies = architecture.stacks(model).values()
-    layers = [layer for body in bodies for layer in architecture.layers(body)]
-    inside, in_layers = (
-        {id(tensor) for module in modules for tensor in module.state_dict(keep_vars=True).values()}
-        for modules in (bodies, layers)
-    )
-    is_same = type(model).__name__.removeprefix("FSDP") in saved
-    sure = [name for name in missing if id(wanted.get(name)) in in_layers or is_of_scheme(name)]
-    rest = [name for name in missing if (is_same or id(wanted.get(name)) in inside) and name not in sure]
-    kinds: list[Any] = [kind for kind in architecture.twins.values() if kind.__name__ in saved]
-    if rest and kinds:
-        # The body under some heads lacks a part, and arguments of a class may ask for more than a config does.
-        with torch.device("meta"):
-            other = kinds[0](copy.deepcopy(model.config))
-        had = {_target(name, model, wanted, mapping)[0] for name in other.state_dict()}
-        rest = [name for name in rest if name in had]
-    return sure + rest
+def owed(model: Any, missing: Collection[str], mapping: Iterable[Any] = ()) -> list[str]:
+    """Return the missing tensors that a checkpoint should have: those of schemes and of the class that it names."""
+    if not missing:
+        return []
+    saved, wanted = model.config.architectures or (), model.state_dict(keep_vars=True)
+    kinds: list[Any] = [kind for kind in of_model(model).twins.values() if kind.__name__ in saved]
+    with torch.device("meta"):
+        # Arguments of a class may ask for more than a config does, so the model itself will not do.
+        other = kinds[0](copy.deepcopy(model.config)) if kinds else model
+    had = {_target(name, model, wanted, mapping)[0] for name in other.state_dict()}
+    return [name for name in missing if name in had or is_of_scheme(name)]
 
 
 def _of_layers(model: Any, unknown: Iterable[str]) -> list[str]:
@@ -387,10 +361,6 @@ def _target(name: str, model: Any, wanted: dict[str, Any], mapping: Iterable[Any
 def _shape(wanted: Any) -> tuple[int, ...]:
     """Return the shape of a parameter. DeepSpeed keeps the full one of a partitioned parameter apart."""
     return tuple(getattr(wanted, "ds_shape", wanted.shape))
-
-
-def _fits(stored: Stored, wanted: Any) -> bool:
-    return stored.shape == _shape(wanted) and (stored.floating or not wanted.is_floating_point())
 
 
 _FOREIGN = "config.json and the weights do not belong together: restore both"

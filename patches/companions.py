@@ -70,14 +70,8 @@ def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Map
     """Write the stub, a module of remote code, and the model card of a converted model.
 
     A card that is there already keeps its text; only the part that this package wrote earlier is replaced. One that
-    cannot be read is left alone; a warning says so.
-
-    Args:
-        directory: Folder of the checkpoint.
-        config: Config of the model.
-        head: Name of the model's class without "Posenc".
-        starts: Start of each group, by id.
-        origin: Name of the model that was converted, if known.
+    cannot be read is left alone; a warning says so. `head` is the name of the model's class without "Posenc", `starts`
+    the start of each group by id, and `origin` the name of the model that was converted, if known.
     """
     folder = Path(directory)
     names = sorted({name.partition(".")[2] for name in auto_map(type(config)).values()})
@@ -103,7 +97,17 @@ def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origi
     data: Any = model_card.data
     data.tags = list(dict.fromkeys([*(data.tags or []), "hf_posenc", *(group.scheme for group in groups)]))
     data.library_name = data.library_name or "transformers"
-    section = _section(type(config), groups, head, starts)
+    known = auto.name_for(type(config), f"Posenc{head}")
+    section = _TEMPLATES.from_string(_SECTION).render(
+        groups=[(group, registry.get(group.scheme)) for group in groups],
+        starts=starts,
+        loader=known or f"Posenc{head}",
+        home="transformers" if known else type(config).__module__,
+        note="  # or, without the import: trust_remote_code=True" if known else "",
+        ranges=ranges,
+        # Sorted as in config.json, so that loading and saving again changes nothing.
+        options=lambda given: ", ".join(f"{key}={value!r}" for key, value in sorted(given.items())) or "none",
+    )
     body = model_card.text
     model_card.text = _OURS.sub(lambda _: section, body) if _OURS.search(body) else body.rstrip("\n") + "\n\n" + section
     return str(model_card.content)
@@ -113,20 +117,6 @@ def encoding_section(text: str) -> str:
     """Return this package's section of a model card; empty if there is none."""
     found = _OURS.search(text)
     return found[0].removesuffix("\n") if found else ""
-
-
-def _section(config_class: type, groups: list[record.Group], head: str, starts: Mapping[int, str]) -> str:
-    known = auto.name_for(config_class, f"Posenc{head}")
-    return _TEMPLATES.from_string(_SECTION).render(
-        groups=[(group, registry.get(group.scheme)) for group in groups],
-        starts=starts,
-        loader=known or f"Posenc{head}",
-        home="transformers" if known else config_class.__module__,
-        note="  # or, without the import: trust_remote_code=True" if known else "",
-        ranges=ranges,
-        # Sorted as in config.json, so that loading and saving again changes nothing.
-        options=lambda given: ", ".join(f"{key}={value!r}" for key, value in sorted(given.items())) or "none",
-    )
 
 
 def ranges(layers: tuple[int, ...]) -> str:

@@ -34,16 +34,8 @@ _WORDS = re.compile(r"os error (\d+)|PytorchStreamWriter failed writing|inline_c
 
 
 @contextlib.contextmanager
-def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Raise one clear error where what is written to a place does not fit.
-
-    Args:
-        place: The file or directory that is written.
-        needed: Its size in bytes, if known.
-
-    Raises:
-        StorageError: The disk or the quota is full, or a file is larger than the limit on files.
-    """
+def storing(place: Path) -> Iterator[None]:
+    """Raise `StorageError` where what is written to a file or directory does not fit: on the disk, quota or limit."""
     try:
         yield
     except PosencError:
@@ -53,10 +45,9 @@ def storing(place: Path, *, needed: int | None = None) -> Iterator[None]:
         if reason is None:
             raise
         near = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
-        need = "" if needed is None else f", about {needed / 1e6:,.1f} MB needed"
         raise StorageError(
-            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free{need}). Make "
-            "room, raise the limit, or choose another disk, and try again."
+            f"{place} cannot be written: {reason} ({shutil.disk_usage(near).free / 1e6:,.1f} MB free). Make room, "
+            "raise the limit, or choose another disk, and try again."
         ) from error
 
 
@@ -85,11 +76,7 @@ def _full(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def published(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write a file to; it becomes `path` when the block ends, and is removed on an error.
-
-    Raises:
-        StorageError: The file does not fit on the disk.
-    """
+    """Yield a temporary path to write a file to; it becomes `path` when the block ends, and is removed on an error."""
     unfinished = path.with_name(f"{UNFINISHED}-{secrets.token_hex(4)}-{path.name}")
     with storing(path):
         try:
@@ -115,19 +102,13 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_files(out: Path, *, needed: int, part_of: Callable[[str], object]) -> Iterator[Path]:
+def whole_files(out: Path, part_of: Callable[[str], object]) -> Iterator[Path]:
     """Give a directory to write files to, which go into `out` when the block ends, and vanish if it fails.
 
-    Args:
-        out: A directory, which need not be there; what it holds of other names stays.
-        needed: Number of bytes that are written.
-        part_of: Function from the name of a file to what it is a part of, or to `None`. If a part of something is
-            written, its other old parts are removed.
-
-    Raises:
-        StorageError: They do not fit. `out` is as before.
+    What `out` holds of other names stays. But `part_of` says of a name what its file is a part of, if of anything: if a
+    part of it is written, its other old parts are removed.
     """
-    with storing(out, needed=needed), contextlib.ExitStack() as undo:
+    with storing(out), contextlib.ExitStack() as undo:
         if not out.is_dir():
             out.mkdir(parents=True)
             undo.callback(shutil.rmtree, out, ignore_errors=True)
@@ -159,7 +140,6 @@ def whole_directory(
 
     Raises:
         OutputError: `out` exists and must be kept, or cannot be made.
-        StorageError: It does not fit on the disk.
     """
     given, out = out, out.resolve()
     if not out.parent.is_dir():

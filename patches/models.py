@@ -54,10 +54,6 @@ class PosencModel:
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
         belonging.mark_parts(self)  # type: ignore[arg-type]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        belonging.mark_parts(self)  # type: ignore[arg-type]
-
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights, as `nn.Module.load_state_dict` does.
 
@@ -122,7 +118,9 @@ class PosencModel:
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
-            raise checkpoint.unreadable(pretrained_model_name_or_path, error) from error
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path} cannot be read ({error}).{checkpoint.DAMAGED}"
+            ) from error
         # No path and an empty state dict ask for a freshly initialised model.
         if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
             # Headers do not tell all, for instance of quantised weights.
@@ -170,15 +168,13 @@ class PosencModel:
         surgery.check_record(of_model(self), self)
         # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
-        folder, parameters = Path(save_directory), self.parameters()  # type: ignore[attr-defined]
+        folder = Path(save_directory)
         if folder.is_file():
             raise OutputError(f"{folder} is a file, and a model is saved to a directory. Choose another name.")
-        size = sum(parameter.nbytes for parameter in parameters)
         # A folder that is uploaded under its name, or that other processes write too, is written in place.
         is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         in_place = bool(args or is_shared or kwargs.get("push_to_hub"))
-        of = checkpoint.variant
-        saving = storing(folder, needed=size) if in_place else whole_files(folder, needed=size, part_of=of)
+        saving = storing(folder) if in_place else whole_files(folder, checkpoint.variant)
         quantizer = vars(self).get("hf_quantizer")
         self.hf_quantizer: Any = checkpoint.Binding(self, state_dict)
         try:
@@ -214,12 +210,7 @@ class PosencModel:
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
-    """Patch a model with the groups recorded in its config.
-
-    Args:
-        architecture: Architecture of the model.
-        model: A model built from that config, or a stock model that was given the record.
-        is_new: Whether the model was just built, so that nobody trained its tables.
+    """Patch a model with the groups recorded in its config; a new one has tables that nobody trained.
 
     Raises:
         CheckpointError: The model cannot be patched with the record.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -16,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import attention
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
+from hf_posenc.operands import is_count
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.companions import ranges
@@ -29,22 +28,12 @@ _POSITION_BYTES = 8
 
 
 class Shown:
-    """Mixin of results that can be read in a terminal, in a notebook and by programs."""
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the cells of a table."""
-        raise NotImplementedError
+    """Mixin of results that programs can read, too."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(cast(Any, self)), default=str))
         return found
-
-    def _repr_html_(self) -> str:
-        cells = (
-            "".join(f"<td style='text-align: left'>{html.escape(cell)}</td>" for cell in row) for row in self.rows()
-        )
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 @dataclass(frozen=True)
@@ -82,9 +71,10 @@ class Plan(Shown):
     cache_bytes_per_sequence: int
     warnings: tuple[str, ...]
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return names and values."""
-        return [
+    def __str__(self) -> str:
+        within = f" (logits of attention within {self.start_tolerance:g})" if self.start_tolerance else ""
+        per_sequence = f", {self.cache_bytes_per_sequence:,} per sequence" if self.cache_bytes_per_sequence else ""
+        rows = [
             ("scheme", self.scheme),
             ("native encoding", self.native),
             *((f"layers ({name})", f"{len(layers)}: {ranges(layers)}") for name, layers in self.layers.items()),
@@ -93,23 +83,12 @@ class Plan(Shown):
                 for name, options in self.options.items()
             ),
             ("parameters added", f"{self.parameters:,} ({self.parameter_bytes:,} bytes)"),
-            (
-                "start",
-                f"{self.start} (logits of attention within {self.start_tolerance:g})"
-                if self.start_tolerance
-                else self.start,
-            ),
+            ("start", self.start + within),
             ("executors", ", ".join(self.executors)),
-            (
-                "cache",
-                f"{self.cache_bytes_per_token:,} bytes more per token"
-                + (f", {self.cache_bytes_per_sequence:,} per sequence" if self.cache_bytes_per_sequence else ""),
-            ),
+            ("cache", f"{self.cache_bytes_per_token:,} bytes more per token{per_sequence}"),
             *(("warning", warning) for warning in self.warnings),
         ]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name + ':':<20} {value}" for name, value in self.rows())
+        return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
 
 
 @dataclass(frozen=True)
@@ -118,17 +97,13 @@ class Verification(Shown):
 
     Attributes:
         groups: Scheme, native setting and number of layers of each group.
-        calls: Number of times each scheme ran in one forward of every stack.
+        calls: Number of layers whose scheme ran.
         difference: Largest difference between the hidden states with the patch and without.
     """
 
     groups: tuple[tuple[str, str, int], ...]
     calls: int
     difference: float
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the only line."""
-        return [(str(self),)]
 
     def __str__(self) -> str:
         groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
@@ -181,12 +156,12 @@ def plan(
         executors=attention.executors(prepared.schemes[0], model.device if model.device.type == "cuda" else None),
         cache_bytes_per_token=per_token,
         cache_bytes_per_sequence=per_sequence,
-        warnings=(*prepared.warnings, *_start_warnings(start, prepared.schemes[0], native)),
+        warnings=(*prepared.warnings, *([_adaptation(prepared.schemes[0])] if start == "break" else [])),
     )
 
 
 def verify(model: nn.Module) -> Verification:
-    """Prove that a patch is active: every scheme runs, once for each of its layers.
+    """Prove that a patch is active: each patched layer runs its scheme.
 
     Two short forwards of every stack are made, one with the patch and one without. A model inside a wrapper is found.
 
@@ -218,32 +193,20 @@ def verify(model: nn.Module) -> Verification:
     groups = record.from_config(model.config)
     if not groups:
         raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
-    expected: Counter[nn.Module] = Counter()
-    calls: Counter[nn.Module] = Counter()
-    for _, body, _, module in surgery.patched_layers(architecture, model):
-        scheme = surgery.scheme_of(body, module)
-        # Once in its layer, once behind the feed-forward, and once where the embeddings are made.
-        expected[scheme] += 1 + (scheme.overrides("carry") and not scheme.geometry.last)
-        expected[scheme] += expected[scheme] == 1 and scheme.shared and scheme.overrides("embed")
-    with contextlib.ExitStack() as hooks:
-        for scheme in expected:
-            for inside in _outermost(scheme):
-                hook = inside.register_forward_hook(lambda *_, scheme=scheme: calls.update([scheme]))
-                hooks.callback(hook.remove)
+    with attention.recorded() as calls:
         active = _hidden_states(architecture, model)
-    if calls != expected:
-        silent = sum(calls[scheme] < wanted for scheme, wanted in expected.items())
+    layers = len(list(surgery.patched_layers(architecture, model)))
+    if len(calls) != layers:
         raise NotPatchedError(
-            f"verify: {silent} of {len(expected)} schemes did not run for all of their layers: another library "
-            "replaced a forward after patching. Patch the plain model before applying other libraries, then verify "
-            "again."
+            f"verify: schemes ran {len(calls)} times for {layers} patched layers: another library replaced a forward "
+            "after patching. Patch the plain model before applying other libraries, then verify again."
         )
     with disabled(model):
         stock = _hidden_states(architecture, model)
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
         groups=tuple((group.scheme, group.native, len(group.places())) for group in groups),
-        calls=calls.total(),
+        calls=len(calls),
         difference=difference,
     )
 
@@ -281,21 +244,13 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
     return per_token, per_sequence
 
 
-def _outermost(module: nn.Module) -> list[Scheme]:
-    """Return a scheme itself, or the schemes in a wrapper: PEFT's `modules_to_save` has a copy per adapter."""
-    if isinstance(module, Scheme):
-        return [module]
-    return [scheme for child in module.children() for scheme in _outermost(child)]
-
-
-def _start_warnings(start: str, scheme: Scheme, native: str) -> list[str]:
-    if start != "break":
-        return []
-    hint = ""
-    if scheme.neutral_options is not None:
-        given = ", ".join(f"{key}={value!r}" for key, value in scheme.neutral_options.items())
-        hint = f" An exact start: native='keep'{f', {given}' if given else ''}."
-    return [f"The patched model computes another function and must be adapted.{hint}"]
+def _adaptation(scheme: Scheme) -> str:
+    """Return the warning of a start that is a break."""
+    warning = "The patched model computes another function and must be adapted."
+    if scheme.neutral_options is None:
+        return warning
+    given = "".join(f", {key}={value!r}" for key, value in scheme.neutral_options.items())
+    return f"{warning} An exact start: native='keep'{given}."
 
 
 def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
@@ -334,13 +289,10 @@ class Explanation(Shown):
     layers: tuple[LayerExecution, ...]
     length: int
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return a row of headings, and one per layer."""
-        head = ("layer", "scheme", f"{self.length} tokens", "one more token")
-        return [head, *((f"{x.stack} {x.layer}", x.scheme, x.sequence, x.step or "-") for x in self.layers)]
-
     def __str__(self) -> str:
-        return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in self.rows())
+        rows = [("layer", "scheme", f"{self.length} tokens", "one more token")]
+        rows += [(f"{x.stack} {x.layer}", x.scheme, x.sequence, x.step or "-") for x in self.layers]
+        return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in rows)
 
 
 def _check_enabled(call: str, architecture: Architecture, model: Any) -> None:
@@ -370,31 +322,28 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
     if length is None:
         # One more token is run, too.
         length = max(1, min(256, (architecture.trained_length(model.config) or 257) - 1))
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if not is_count(length) or length < 1:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
     _check_enabled("explain", architecture, model)
     names = {group.id: group.scheme for group in record.from_config(model.config)}
     layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.patched_layers(architecture, model)]
-    found: list[LayerExecution] = []
+    choices: list[tuple[attention.Choice, attention.Choice | None]] = []
     try:
         with evaluating(model):
-            for stack, body in architecture.stacks(model).items():
-                own = [layer for layer in layers if layer[0] == stack]
-                sequence, step = _choices(body, architecture.example(body), length)
-                found += [
-                    LayerExecution(*layer, str(whole), None if one is None else str(one))
-                    for layer, whole, one in zip(own, sequence, step, strict=True)
-                ]
+            for body in architecture.stacks(model).values():
+                choices += _choices(body, architecture.example(body), length)
     except PositionError as error:
         raise PositionError(
             f"explain: length={length} and one more token: {error} Or pass a smaller length."
         ) from error
+    found = [
+        LayerExecution(*layer, str(whole), None if step is None else str(step))
+        for layer, (whole, step) in zip(layers, choices, strict=True)
+    ]
     return Explanation(tuple(found), length)
 
 
-def _choices(
-    body: Any, example: dict[str, Any], length: int
-) -> tuple[list[attention.Choice], Sequence[attention.Choice | None]]:
+def _choices(body: Any, example: dict[str, Any], length: int) -> list[tuple[attention.Choice, attention.Choice | None]]:
     """Return what ran in each patched layer of a stack for a sequence, and for one more token."""
     tokens = example.get("input_ids")
     if tokens is not None:
@@ -402,9 +351,9 @@ def _choices(
     with torch.no_grad(), attention.recorded() as sequence:
         body(**example, return_dict=True)
     if tokens is None or not body.is_causal_stack():
-        return sequence, [None] * len(sequence)
+        return [(choice, None) for choice in sequence]
     with torch.no_grad():
         cache = body(**example, use_cache=True, return_dict=True).past_key_values
         with attention.recorded() as step:
             body(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
-    return sequence, step
+    return list(zip(sequence, step, strict=True))

@@ -177,11 +177,7 @@ def native_scheme(model: nn.Module) -> str | None:
 
 
 def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
-    """Turn a selector into sorted layer indices.
-
-    Raises:
-        LayerSelectionError: It is malformed, out of range, or matches nothing.
-    """
+    """Turn a selector into sorted layer indices, or raise `LayerSelectionError`."""
     everything = range(count)
     malformed = LayerSelectionError(
         f"layers={layers!r}: expected a list of indices, a slice, 'every:N' or a function of the index."
@@ -227,28 +223,24 @@ def _check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chos
     for name, body in bodies.items():
         attentions = architecture.attentions(body)
         for layer in chosen[name]:
-            attention = attentions[layer]
-            if surgery.stock_class(type(attention)) is not architecture.attention:
-                raise ArchitectureError(
-                    f"Layer {layer} of the {name}: expected a {architecture.attention.__name__}, found "
-                    f"{type(attention).__module__}.{type(attention).__qualname__}: the model was altered after loading "
-                    "(quantisation with fused attention, or another patch). Load it plainly and patch it first."
-                )
-            missing = [part for part, module in architecture.projections(attention).items() if module is None]
-            if missing:
-                raise ArchitectureError(
-                    f"Layer {layer} of the {name}: the attention has no {', '.join(missing)}; its projections were "
-                    "fused or renamed after loading (quantisation, tensor parallelism). Load the model plainly and "
-                    "patch it first."
-                )
+            kind = type(attentions[layer])
+            found = f"a {kind.__module__}.{kind.__qualname__}"
+            if surgery.stock_class(kind) is architecture.attention:
+                missing = [
+                    part for part, module in architecture.projections(attentions[layer]).items() if module is None
+                ]
+                if not missing:
+                    continue
+                found = f"one without {', '.join(missing)}"
+            raise ArchitectureError(
+                f"Layer {layer} of the {name}: expected a {architecture.attention.__name__}, found {found}: the model "
+                "was altered after loading (quantisation, fused projections, tensor parallelism, or another patch). "
+                "Load it plainly and patch it first."
+            )
 
 
 def _kept(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> list[Group]:
-    """Return the earlier groups that stay.
-
-    Raises:
-        LayerSelectionError: A group would lose some of its layers but not all.
-    """
+    """Return the earlier groups that stay; raise if one would lose some of its layers but not all."""
     ours = {(name, layer) for name, part in chosen.items() for layer in part}
     for group in groups:
         lost = group.places() & ours

@@ -23,12 +23,7 @@ _Strength = Annotated[float, Strict(), Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Part:
-    """A group's share of one stack.
-
-    Attributes:
-        layers: Indices, sorted.
-        options: The scheme's options, resolved for this stack.
-    """
+    """A group's share of one stack: the indices of its layers, sorted, and the scheme's options, resolved for it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -65,12 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Strengths:
-    """The strengths of a model's own encoding and of its schemes.
-
-    Attributes:
-        native: Strength of the model's own encoding, where it is kept: 1 is full, 0 is none.
-        scheme: Strength of the schemes: 1 is full, 0 is none.
-    """
+    """The strengths of a model's own encoding, where it is kept, and of its schemes: 1 is full, 0 is none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

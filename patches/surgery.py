@@ -283,11 +283,7 @@ def check_patched(
 
 
 def check_record(architecture: Architecture, model: Any) -> None:
-    """Raise unless a model's patched layers are those that its config names, each in its group.
-
-    Raises:
-        ArchitectureError: They differ.
-    """
+    """Raise `ArchitectureError` unless a model's patched layers are those that its config names, each in its group."""
     bodies = architecture.stacks(model)
     groups = record.from_config(model.config)
     named = {place: group.id for group in groups for place in group.places() if place[0] in bodies}

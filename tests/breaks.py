@@ -159,8 +159,8 @@ BREAKS = [
         '"locked": data.get(field, getattr(self, field))}',
         '"locked": None}'),
     Break("an adapter of other schemes is loaded", "adapters",
-        'if wanted["groups"] != own["groups"]:',
-        'if len(wanted["groups"]) != len(own["groups"]):'),
+        'for key in ("groups", "strengths")):',
+        'for key in ("strengths",)):'),
     # Recipes and evaluation.
     Break("scheme parameters decay", "recipes:group_of_their_own",
         '"lr": scheme_learning_rate, "weight_decay": 0.0}',

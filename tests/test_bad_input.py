@@ -204,7 +204,7 @@ def tune_prefix(model: Any) -> None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 PLAIN_FIRST = "Patch the plain model first"
-INSIDE = "the LlamaModel inside of a patched LlamaForCausalLM"
+INSIDE = "the LlamaModel inside of a patched model"
 
 # By error: what makes the subject, if there is one, what is done to it, facts.
 # fmt: off
@@ -248,7 +248,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (None, lambda _: hf_posenc.plan(BartConfig(), "alibi"), "'bart' ... Supported: ... gpt2"),
         (lambda: "gpt2", hf_posenc.unpatch, "str: 'gpt2'"),
         # The inside of a model alone, and a config that is not the model's own.
-        (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... copy.deepcopy"),
+        (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... save and load"),
         (lambda: copy.deepcopy(alibi()), lambda m: patch(m.model, "fire"), INSIDE),
         (patched(t5, "alibi", native="keep"), lambda m: hf_posenc.set_strength(m.decoder),
             "a T5Stack ... Pass the whole model"),
@@ -263,9 +263,9 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (altered(lambda m: own_forward(m.model)), to("alibi"),
             "LlamaModel has a forward of its own ... Patch with hf_posenc first"),
         (altered(lambda m: delattr(m.model.layers[2].self_attn, "q_proj")), to("alibi"),
-            "Layer 2 of the decoder ... no q_proj ... patch it first"),
+            "Layer 2 of the decoder ... without q_proj ... patch it first"),
         (altered(lambda m: delattr(m.transformer.h[2].attn, "c_attn"), gpt2), to("alibi"),
-            "Layer 2 of the decoder ... no c_attn ... patch it first"),
+            "Layer 2 of the decoder ... without c_attn ... patch it first"),
     ],
     errors.WrappedModelError: [
         (lambda: with_lora(llama()), to("alibi"), f"PEFT adapters ... {PLAIN_FIRST}"),
@@ -372,7 +372,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (llama, hf_posenc.verify, "is not patched ... Call hf_posenc.patch"),
         (llama, lambda m: hf_posenc.disabled(m).__enter__(), "no patched model ... Patch it first"),
         (lambda: "gpt2", lambda m: hf_posenc.disabled(m).__enter__(), "no patched model ... str"),
-        (altered(take_over), hf_posenc.verify, "did not run ... Patch the plain model before"),
+        (altered(take_over), hf_posenc.verify, "schemes ran 3 times for 4 patched layers ... Patch the plain model"),
         (alibi, while_disabled(hf_posenc.verify), "verify: the patch is disabled"),
         (alibi, while_disabled(hf_posenc.explain), "explain: the patch is disabled"),
     ],

@@ -148,7 +148,6 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         {"max_head_dim": WIDE},
     ),
     "kept, nothing added": (lambda: hf_posenc.patch(llama(), "fire", native="keep"), {}),
-    "kept, turned further": (lambda: trained(llama, "rope", native="keep"), {"max_head_dim": WIDE}),
     "yarn": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope"), {}),
     "yarn, interleaved": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope", layout="interleaved"), {}),
     "yarn, some layers": (
@@ -425,10 +424,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "table on llama": (lambda: trained(llama, "learned"), {}, "vector per position .* rotary encoding has no table"),
     "buckets on llama": (lambda: trained(llama, "t5"), {}, "adds a bias of the distance"),
     "spectra": (lambda: trained(llama, "comrope_ld"), {}, "24 distinct ones .* planes for 4.* 6 times as large"),
-    "other planes": (
-        lambda: trained(llama, "rope", native="keep", layout="interleaved"), {"max_head_dim": WIDE},
-        "other planes .* native='remove'",
-    ),
+    "turned twice": (lambda: trained(llama, "rope", native="keep"), {}, "besides the model's own .* native='remove'"),
     "changing frequencies": (
         lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {"max_head_dim": WIDE},
         r"layer 1 of the decoder \(without a scheme\) keeps frequencies that change beyond 64 tokens",

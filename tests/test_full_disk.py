@@ -88,11 +88,11 @@ def wrapped(folder: Path) -> None:
     ],
 )
 def test_what_a_full_disk_raises(write: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
-    expected = rf"/place cannot be written: {reason}.* \([\d,.]+ MB free, about 2\.0 MB needed\)\. Make room"
+    expected = rf"/place cannot be written: {reason}.* \([\d,.]+ MB free\)\. Make room"
     with (
         files_of_at_most(10**4),
         pytest.raises(StorageError, match=expected) as raised,
-        storing(tmp_path / "place", needed=2 * 10**6),
+        storing(tmp_path / "place"),
     ):
         write(tmp_path)
     # Who catches what a write raises catches it.
@@ -125,7 +125,7 @@ def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
     for name in ("old", "new"):
         with (
             files_of_at_most(3 * 10**5),
-            pytest.raises(StorageError, match=f"/{name} cannot be .*, about 1.9 MB needed"),
+            pytest.raises(StorageError, match=f"/{name} cannot be .* MB free"),
         ):
             model.save_pretrained(tmp_path / name, max_shard_size="1GB")
     assert content(tmp_path) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,34 +15,13 @@ _STILL = 1e-13
 _SAME = 2.0**-22
 
 
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """Rotations that share one table, in the layout of transformers: pairs (i, i + P).
+def fold(rotations: Sequence[Rotation]) -> tuple[Tensor, list[Tensor]]:
+    """Bring rotations, one per layer, into one table: the smallest that holds the frequencies of all heads.
 
-    Attributes:
-        frequencies: The table, float64 `[P]`, falling; none is negative.
-        rotations: The rotations that it holds.
-        slots: Index of each of their planes in the table, int64 `[G, D / 2]`.
+    Returns:
+        The table, float64 `[P]`, falling and not negative, in the layout of transformers: pairs (i, i + P). And for
+        each layer the map from its queries and keys to those that the table turns, float64 `[G, 2 P, D]`.
     """
-
-    frequencies: Tensor
-    rotations: list[Rotation]
-    slots: list[Tensor]
-
-    @property
-    def width(self) -> int:
-        """Channels of a head that the table turns."""
-        return 2 * len(self.frequencies)
-
-    def spread(self, layer: int) -> Tensor:
-        """Return the map from a layer's queries and keys to those that the table turns, float64 `[G, width, D]`."""
-        basis, slots = self.rotations[layer].basis, self.slots[layer]
-        rows = torch.cat((slots, slots + len(self.frequencies)), dim=1)[..., None].expand_as(basis)
-        return basis.new_zeros(len(slots), self.width, basis.shape[-1]).scatter(1, rows, basis)
-
-
-def fold(rotations: Sequence[Rotation]) -> Folded:
-    """Bring rotations, one per layer, into one table: the smallest that holds the frequencies of all heads."""
     forward = [_forward(rotation) for rotation in rotations]
     heads = torch.cat([rotation.frequencies for rotation in forward])  # [layers * G, D / 2]
     levels = _levels(heads)
@@ -52,10 +30,12 @@ def fold(rotations: Sequence[Rotation]) -> Folded:
     index = len(between) - torch.bucketize(heads, between.flip(0))
     copies = torch.stack([row.bincount(minlength=len(levels)) for row in index]).amax(dim=0)
     begins = copies.cumsum(0) - copies
+    table = levels.repeat_interleave(copies)
     slots = torch.stack([_slots(row, begins) for row in index])
-    return Folded(
-        levels.repeat_interleave(copies), forward, list(torch.split(slots, [len(r.frequencies) for r in forward]))
-    )
+    bases = torch.cat([rotation.basis for rotation in forward])
+    rows = torch.cat((slots, slots + len(table)), dim=1)[..., None].expand_as(bases)
+    maps = bases.new_zeros(len(bases), 2 * len(table), bases.shape[-1]).scatter(1, rows, bases)
+    return table, list(torch.split(maps, [len(rotation.frequencies) for rotation in forward]))
 
 
 def _forward(rotation: Rotation) -> Rotation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry
-from hf_posenc.patches import surgery
+from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.patches.export.folding import Folded, fold
-from hf_posenc.patches.export.inventory import KEEP, Layer, Stack, unfit
+from hf_posenc.patches.export.folding import fold
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
-from hf_posenc.structures import Nothing, PositionTable, Rotation, StockBias
+from hf_posenc.structures import Equivalent, Nothing, PositionTable, Rotation, StockBias
 
+# The remedy where an export is impossible.
+KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
 # Stands for no rotation, since stock models store reciprocals of frequencies: the angle at a million positions is
 # 1e-24, whose cosine is 1 in any precision.
 _STILL = 1e-30
@@ -30,15 +33,67 @@ _DOES = {
 }
 
 
-class Draft:
-    """The stock model in the making: a copy of the config, and references to the weights.
+@dataclass(frozen=True)
+class Layer:
+    """One layer: whether the model's own encoding is there, what the scheme adds, and its place for messages."""
 
-    Attributes:
-        replaced: Whether any weight differs from that of the converted model.
-        changes: Differences from the original stock model, in words.
-        head_dim: Channels per head, where that changed.
-        positions: Rows of its table of positions, where that changed.
+    native: bool
+    added: Equivalent
+    place: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers with one encoding."""
+
+    name: str
+    body: nn.Module
+    geometries: list[Geometry]
+    layers: list[Layer]
+
+
+def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
+    """Return the positional encodings of the layers of a stack.
+
+    Raises:
+        ExportError: A scheme has no equivalent in stock models.
     """
+    body = architecture.stacks(model)[name]
+    groups = {group.id: group for group in record.from_config(model.config)}
+    layers: list[Layer] = []
+    known: dict[nn.Module, Equivalent] = {}
+    attention: Any
+    for index, attention in enumerate(architecture.attentions(body)):
+        if not surgery.is_patched(attention):
+            native = not surgery.native_removed(architecture, body)
+            layers.append(Layer(native, Nothing(), f"layer {index} of the {name} (without a scheme)"))
+            continue
+        group = groups[attention.posenc_group]
+        scheme = surgery.scheme_of(body, attention)
+        place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
+        if scheme not in known:
+            known[scheme] = _equivalent(scheme, place)
+        layers.append(Layer(group.native == "keep", known[scheme], place))
+    return Stack(name, body, [architecture.geometry(body, index) for index in range(len(layers))], layers)
+
+
+def _equivalent(scheme: Scheme, place: str) -> Equivalent:
+    if scheme.window is not None:
+        raise ExportError(f"Cannot export: {place} hides keys from a distance of {scheme.window} on. {KEEP}")
+    try:
+        found = scheme.stock_equivalent()
+    except ExportError as error:
+        raise ExportError(f"Cannot export: {place} {error}. {KEEP}") from error
+    return Nothing() if isinstance(found, Rotation) and found.is_identity() else found
+
+
+def unfit(layer: Layer, what: str) -> ExportError:
+    """Return the error for a layer whose encoding a stock model cannot have; the subject of `what` is the scheme."""
+    return ExportError(f"Cannot export: {layer.place} {what}. {KEEP}")
+
+
+class Draft:
+    """The stock model in the making: a copy of the config, references to the weights, and what has changed."""
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture) -> None:
         self.model, self.architecture = model, architecture
@@ -104,12 +159,13 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
     for layer, geometry, rotation in zip(stack.layers, stack.geometries, rotations, strict=True):
         if rotation.frequencies.any() and (geometry.inv_freq is None or not geometry.inv_freq.any()):
             raise unfit(layer, "turns queries and keys, and this layer of the stock model does not")
-    geometry, folded = stack.geometries[0], fold(rotations)
-    _check_width(folded.width, geometry.head_dim, max_head_dim)
+    frequencies, spreads = fold(rotations)
+    width = 2 * len(frequencies)
+    _check_width(width, stack.geometries[0].head_dim, max_head_dim)
     if "rope_theta" not in draft.config.rope_parameters:
         raise unfit(stack.layers[0], "needs other frequencies, and the model has several tables of them")
-    draft.config.head_dim = draft.head_dim = folded.width
-    draft.config.rope_parameters = _rope_parameters(draft.config, folded)
+    draft.config.head_dim = draft.head_dim = width
+    draft.config.rope_parameters = _rope_parameters(draft.config, frequencies)
     # A Llama ignores this with default frequencies, but not with these.
     vars(draft.config).pop("partial_rotary_factor", None)
     blank = draft.architecture.stacks(draft.blank())[stack.name]
@@ -118,7 +174,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
         geometry = stack.geometries[index]
         own, stock = geometry.scale, draft.architecture.geometry(blank, index).scale
         factor = own / stock
-        spread = folded.spread(index)
+        spread = spreads[index]
         between = [name for name, part in attention.named_children() if name not in (*projections, surgery.OWN)]
         if (factor != 1 or not _is_unit(spread)) and any(list(getattr(attention, x).parameters()) for x in between):
             raise unfit(
@@ -126,7 +182,7 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
                 f"needs other projections, and between these and the rotation the model has {', '.join(between)}",
             )
         _fold_projections(draft, projections, spread, geometry.heads, factor)
-    moving = folded.frequencies[folded.frequencies > 0]
+    moving = frequencies[frequencies > 0]
     said = (
         f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token" if len(moving) else "all zero, no positions"
     )
@@ -149,8 +205,9 @@ def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
             f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. "
             "Rotary schemes freeze theirs; patch these layers with one",
         )
-    native = _native_rotation(geometry)
-    return native if isinstance(layer.added, Nothing) else _both(layer, layer.added, native)
+    if isinstance(layer.added, Rotation):
+        raise unfit(layer, "turns queries and keys besides the model's own rotation. Patch with native='remove'")
+    return _native_rotation(geometry)
 
 
 def _native_rotation(geometry: Geometry, *, there: bool = True) -> Rotation:
@@ -159,17 +216,6 @@ def _native_rotation(geometry: Geometry, *, there: bool = True) -> Rotation:
     frequencies = there * geometry.inv_freq.double().expand(geometry.kv_heads, -1)
     factor = geometry.rotary_scaling if there else 1.0
     return Rotation.of_pairs(frequencies, geometry.head_dim, "half", factor)
-
-
-def _both(layer: Layer, first: Rotation, second: Rotation) -> Rotation:
-    """Compose two rotations, which must turn the same planes."""
-    if not torch.equal(first.basis, second.basis):
-        raise unfit(
-            layer,
-            "turns queries and keys in other planes than the model's own rotation, which was kept and comes after: no "
-            "one rotation does both. Patch with native='remove'",
-        )
-    return Rotation(first.frequencies + second.frequencies, second.basis)
 
 
 def _is_native(rotation: Rotation, geometry: Geometry) -> bool:
@@ -233,10 +279,10 @@ def _fold_projections(
         draft.replace(weight, (columns @ pad.T).flatten(1))
 
 
-def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
+def _rope_parameters(config: Any, frequencies: Tensor) -> dict[str, Any]:
     """Return rotary parameters with these frequencies."""
     theta = config.rope_parameters["rope_theta"]
-    if not bool(folded.frequencies.any()):
+    if not bool(frequencies.any()):
         # All wavelengths are longer than the original length over the low factor, so each frequency is divided by the
         # factor. This also holds for readers that miss the length and take 8,192 (llama.cpp's converter).
         return {
@@ -249,8 +295,9 @@ def _rope_parameters(config: Any, folded: Folded) -> dict[str, Any]:
         }
     # The one type that takes any frequencies: a factor for each, the same at all lengths.
     # In float32, as transformers computes them.
-    wavelengths = (theta ** (torch.arange(0, folded.width, 2).float() / folded.width)).double()
-    factors = (1 / (folded.frequencies.clamp_min(_STILL) * wavelengths)).tolist()
+    width = 2 * len(frequencies)
+    wavelengths = (theta ** (torch.arange(0, width, 2).float() / width)).double()
+    factors = (1 / (frequencies.clamp_min(_STILL) * wavelengths)).tolist()
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
@@ -379,14 +426,7 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
 
 
 def _bucket_table(stack: Stack, values: Tensor, count: int, max_distance: int) -> Tensor | None:
-    """Return a bias at all distances as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse.
-
-    Args:
-        stack: The stack with the bias.
-        values: Result of `_distance_values`; beyond the last distance the bias is constant.
-        count: Number of buckets.
-        max_distance: Distance at which the last bucket begins.
-    """
+    """Return `_distance_values` as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse."""
     causal = stack.geometries[0].causal
     far = values.shape[1] - 1 if causal else values.shape[1] // 2
     reach = max(far, max_distance)
