@@ -78,15 +78,10 @@ _FREE = Cost((1.0,), 1.0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The measured figures of one model.
+    """The measured figures of one model: all measures, its cost compared with the native model, its start in words.
 
-    Attributes:
-        name: Name in the report.
-        report: Results of all measures, perplexity by context length among them.
-        cost: Cost, compared with the native model.
-        start: Start of the converted model, in words.
-        start_ratio: Perplexity at the trained length after conversion and before training, as a multiple of the
-            original model's; `None` if not measured.
+    `start_ratio` is the perplexity at the trained length after conversion and before training, as a multiple of the
+    original model's; `None` if not measured.
     """
 
     name: str
@@ -123,10 +118,6 @@ class Examiner:
     """Measurement of models by the same measures on the same text.
 
     The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
-
-    Attributes:
-        trained: The trained length, in tokens.
-        contexts: Context lengths, in tokens.
 
     Raises:
         OptionError: A measure is unknown, or the text is too short.

@@ -37,13 +37,9 @@ REQUEST, RUNS = "comparison.json", "runs"
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of a comparison.
+    """The result of a comparison: findings by name, and error messages by scheme.
 
-    Attributes:
-        folder: Folder of the report and the runs.
-        found: Findings by name; the equally trained native model under `"native"`.
-        failed: Error messages by scheme.
-        verdict: The recommendation and its reasons.
+    The equally trained native model is under `"native"`.
     """
 
     folder: Path

@@ -35,7 +35,6 @@ class Verdict:
         far: Model for longer texts; `None` if no longer text was measured.
         overall: Model for both, if one suits both.
         headline: The recommendation, in one or two sentences.
-        reasons: The reasons, in sentences.
         cautions: Limits of the figures, in sentences.
     """
 
@@ -58,13 +57,9 @@ class Verdict:
 
 
 def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_short: bool = False) -> Verdict:
-    """Apply the rules.
+    """Apply the rules to findings by name, the trained length and the longest measured text.
 
-    Args:
-        found: Findings by name; the equally trained native model under `NATIVE`.
-        trained: The trained length, in tokens.
-        farthest: The longest measured text, in tokens.
-        is_short: Whether the training was too short for more than a provisional headline.
+    After a training that `is_short`, the headline is provisional.
     """
     if len(found) == 1:
         return Verdict(

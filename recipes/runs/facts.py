@@ -27,29 +27,18 @@ from hf_posenc.recipes.training.stages import Stage
 class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
+    `native`, `start`, `device`, `stages` (each stage), `memory` (of a step) and `writes` are in words.
+
     Attributes:
-        recipe: Recipe of the run.
-        architecture: Name of the architecture.
-        native: Native encoding of the architecture, in words.
         trained_length: Tokens per window in the model's own training; those of the run if the config states none.
         states_length: Whether the model's config states its trained length.
-        parameters: Number of parameters of model, scheme and adapter.
-        new_parameters: Number of parameters of the scheme.
-        trained_parameters: Number of trained parameters.
+        parameters: Number of parameters of model, scheme and adapter; new ones are those of the scheme.
         options: Resolved options of the scheme, by stack.
         layers: Number of converted layers, by stack.
-        start: Start of the converted model, in words.
-        cautions: Warnings for the user.
         data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
-        processes: Number of processes.
-        device: Device, in words.
-        command: Command that started the run.
-        versions: Versions of the packages, by name.
         came_with: Schemes of a model that was converted before the run, which keeps them.
-        stages: Settings of each stage, in words.
         other_tokens: Tokens of the stages before and after the training.
-        memory: Estimated memory of a step, in words.
-        writes: Comparison of what the trained model and the original write, in words; empty if not compared.
+        writes: Comparison of what the trained model and the original write; empty if not compared.
     """
 
     recipe: Recipe
@@ -153,16 +142,9 @@ class Facts:
 
         Args:
             model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
-            recipe: Recipe of the run.
-            plan: Plan of the conversion, made before it by `hf_posenc.plan` (with `native="keep"` for a handover);
-                `None` without a scheme.
-            trained_length: Tokens per window in the model's own training.
-            data_tokens: Number of training tokens; `None` if unknown.
-            processes: Number of processes.
-            command: Command that started the run.
-            stages: Stages of the run.
-            memory: Estimated memory of a step, in words.
+            plan: Plan of the conversion, made before it (with `native="keep"` for a handover); `None` without a scheme.
             refused: Why the start was not fitted, if it was not.
+            recipe, trained_length, data_tokens, processes, command, stages, memory: As in the attributes.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)

@@ -41,11 +41,7 @@ class Measurements:
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
-        """Return the measurements in a file, or none if there is no file.
-
-        Args:
-            path: Path of measurements.json.
-            writes: Whether this process, the main one, writes. Other processes keep new measurements in memory.
+        """Return the measurements in a file, or none if there is no file; of several processes, the main one `writes`.
 
         Raises:
             CheckpointError: The file is damaged, or was written by another version of this package.
@@ -87,8 +83,6 @@ class Measuring(TrainerCallback):
     random state of the training unchanged.
 
     Args:
-        measurements: Store of the measurements.
-        measure: Function that measures a model, for instance with `context_curve`.
         every: Steps between measurements; 0 measures before and after only.
         begins: Optimizer steps of the stages before this one; measurements count from the first of them.
         native: Context in which a model computes as it was loaded, to measure that first; `None` does without.

@@ -92,9 +92,7 @@ class Outcome:
     """Outcome of a run.
 
     Attributes:
-        folder: Folder of the run.
         model: Folder of the final model or adapter, ready for `from_pretrained`.
-        measurements: Measurements of the run.
         loss: Last logged loss in nats per token; `None` if nothing was done.
         already: Whether the run was finished before, so nothing was done.
         verdict: Verdict on the run; `None` if nothing was measured or done.

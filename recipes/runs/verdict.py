@@ -39,7 +39,6 @@ class Verdict:
     Attributes:
         grade: The trained model compared with the native one or the control.
         is_bad: Whether the model should not be used as it is.
-        sentences: The verdict and its reasons.
         advice: The next step.
         wants_control: Whether a control would tell more.
     """
@@ -55,13 +54,7 @@ class Verdict:
 
 
 def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
-    """Apply the rules; return `None` if nothing was measured that can be compared.
-
-    Args:
-        measurements: Measurements of the run.
-        facts: Facts of the run.
-        control: Measurements of the control.
-    """
+    """Apply the rules to a run and its control; return `None` if nothing was measured that can be compared."""
     native, after = measurements.curve("native"), measurements.curve("after")
     rival, other = native, "the native model"
     trained = None if control is None else control.curve("after")
