@@ -44,9 +44,6 @@ def check_place(name: str) -> None:
 
     A mistyped directory looks like a name on the hub; without a network, transformers would retry for half a minute.
 
-    Args:
-        name: Local directory, or name on the hub.
-
     Raises:
         CheckpointError: There is no such directory, and the name is invalid or the hub is unreachable.
     """
@@ -135,14 +132,7 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return a tokenizer.
-
-    Args:
-        name: Local directory, or name on the hub.
-
-    Raises:
-        CheckpointError: The tokenizer cannot be read.
-    """
+    """Return the tokenizer in a local directory or on the hub; raise `CheckpointError` if it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(name)
     # Damaged files fail in many places, and the tokenizers library raises bare exceptions.

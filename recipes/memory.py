@@ -21,11 +21,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one training step.
+    """Bytes of one training step: fixed ones, and those of the activations and logits of a window.
 
-    Attributes:
-        fixed: Weights, gradients and Adam's moments, and the copy of the model that a teacher is.
-        window: Activations and logits of one window.
+    Fixed are weights, gradients and Adam's moments, and the copy of the model that a teacher is.
     """
 
     fixed: int
@@ -41,11 +39,6 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
 
     A matrix stands for one linear layer, whose input and output are kept for the backward pass; with checkpointing
     those of one layer and the inputs of all. Logits are there three times in float32, with a teacher five times.
-
-    Args:
-        model: Model.
-        recipe: Recipe of the run.
-        length: Tokens per window.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     weights = {id(weight): weight for weight in model.parameters()}.values()

@@ -50,7 +50,6 @@ class Fit:
         losses: Loss on held-out text before and after the fit, in nats per token; `None` if there is no text, or the
             model predicts no tokens.
         accepted: Whether the schemes have the fitted weights.
-        sentence: Verdict in one sentence.
     """
 
     before: float

@@ -20,13 +20,9 @@ from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer.
+    """Cost of one layer: rise of the loss on held-out windows where it alone is converted, in nats per token.
 
-    Attributes:
-        stack: Name of the stack.
-        layer: Index of the layer.
-        distance: Distance of its attention from the original's after the transfer, see `Match`.
-        cost: Rise of the loss on held-out windows where this layer alone is converted, in nats per token.
+    `distance` is that of its attention from the original's after the transfer, see `Match`.
     """
 
     stack: str
@@ -37,13 +33,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of all layers of a model under one scheme.
-
-    Attributes:
-        scheme: Name of the scheme.
-        loss: Loss of the original on the held-out windows, in nats per token.
-        layers: Costs, by stack and layer.
-    """
+    """Costs of all layers of a model under one scheme, and the loss of the original on the held-out windows, in nats."""
 
     scheme: str
     loss: float

@@ -25,12 +25,7 @@ _NOISY, _TOKENS = 135_000_000, 2048
 
 
 class Rates(NamedTuple):
-    """Peak learning rates.
-
-    Attributes:
-        model: Rate of the model's own weights.
-        scheme: Rate of the scheme's weights, which are new.
-    """
+    """Peak learning rates of the model's own weights and of the scheme's, which are new."""
 
     model: float
     scheme: float
@@ -50,12 +45,7 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
 
     While attention alone is fitted, schemes have a factor of their own, `Adaptation.rate`. Otherwise rates fall with
     the square root of the tokens of a step where there are few: not at half a million parameters, wholly from 135
-    million on, and in between with the logarithm of the size.
-
-    Args:
-        model: Model, with all its weights.
-        stage: Stage of the adaptation.
-        tokens: Tokens of a step; `None` is enough of them.
+    million on, and in between with the logarithm of the size. `None` tokens are enough.
     """
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())

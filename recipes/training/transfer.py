@@ -48,7 +48,6 @@ class Match:
         before: Distances by layer before the transfer.
         after: Distances by layer after it; a layer that got worse has its weights, and its distance, from before.
         accepted: Whether any layer has new weights.
-        sentence: Verdict in one sentence.
     """
 
     before: tuple[float, ...]
@@ -262,11 +261,7 @@ class AttentionTransfer(nn.Module):
 class BestLayers:
     """Weights of each layer at its least distance so far, on held-out batches.
 
-    Layers that share a scheme are one: their weights belong together.
-
-    Args:
-        transfer: Transfer to watch.
-        batches: Held-out inputs, as of `AttentionTransfer`.
+    Layers that share a scheme are one: their weights belong together. Batches are inputs of `AttentionTransfer`.
     """
 
     def __init__(self, transfer: AttentionTransfer, batches: Sequence[Inputs]) -> None:
@@ -320,9 +315,7 @@ class BestLayers:
 class KeepingBest(TrainerCallback):
     """Callback for a `Trainer` of an `AttentionTransfer`: checks the layers at intervals and keeps the best weights.
 
-    Args:
-        best: Best weights so far; they are saved with each checkpoint.
-        resumed: Checkpoint that the training goes on from; `None` starts a new one.
+    They are saved with each checkpoint, and read from the one that a training goes on from (`resumed`).
     """
 
     def __init__(self, best: BestLayers, *, resumed: Path | None = None) -> None:
