@@ -33,7 +33,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of all layers of a model under one scheme, and the loss of the original on the held-out windows, in nats."""
+    """Costs of all layers under one scheme, and the loss of the original on the held-out windows, in nats per token."""
 
     scheme: str
     loss: float
