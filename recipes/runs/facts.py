@@ -138,13 +138,12 @@ class Facts:
         memory: str = "",
         refused: str = "",
     ) -> Facts:
-        """Collect the facts of a run.
+        """Collect the facts of a run; the other arguments are attributes.
 
         Args:
             model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
             plan: Plan of the conversion, made before it (with `native="keep"` for a handover); `None` without a scheme.
             refused: Why the start was not fitted, if it was not.
-            recipe, trained_length, data_tokens, processes, command, stages, memory: As in the attributes.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
