@@ -72,12 +72,11 @@ class Architecture(ABC):
         return {}
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
-        """Return the parameters of the family's own encoding: unused, hence frozen, once no layer keeps it."""
-        return ()
+        """Return the parameters of the family's own encoding, one for each layer or for all.
 
-    def native_readers(self, body: nn.Module) -> Sequence[Sequence[nn.Module]]:
-        """Return the attentions that each of these parameters is for."""
-        return [self.attentions(body)] * len(self.native_parameters(body))
+        They are unused, hence frozen, once no layer keeps it.
+        """
+        return ()
 
     def trained_length(self, config: Any) -> int | None:
         """Return the trained length in a config, in tokens; `None` if it states none."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, weight_of
+from hf_posenc.patches.architecture import embedding_rms, weight_of
+from hf_posenc.patches.cache import self_attention
 from hf_posenc.patches.context import Context, same_sequence, sequences
+from hf_posenc.patches.family import Family, classes_of, register_family
 from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
 from hf_posenc.patches.surgery import is_patched
-from hf_posenc.patches.twins import Twins, modeling_module, models_in
 from hf_posenc.schemes.families.additive import Buckets
 
 # End of the name of the head that generates.
@@ -53,8 +54,7 @@ class BucketAttention(PosencAttention):
         if context.passes_native_bias and self.has_relative_attention_bias:
             keys = length
             if cache is not None:
-                own = getattr(cache, "self_attention_cache", cache)
-                keys = own.layers[self.layer_idx].keys.shape[-2]
+                keys = self_attention(cache).layers[self.layer_idx].keys.shape[-2]
             bias = self.compute_bias(length, keys, device=hidden.device, past_seen_tokens=seen)
         return self.o(output), bias, weights
 
@@ -91,14 +91,11 @@ class BucketBody(PosencBody):
             own, others = context.packed, sequences(encoder)
             if own is not None and others is not None:
                 call["encoder_attention_mask"] = same_sequence(own, others, causal=False, float_dtype=self.mask_dtype())
-        first, *rest = attentions_of(self)
+        first, *rest = [block.layer[0].SelfAttention for block in self.block]
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(first) and any(not is_patched(attention) for attention in rest)
         context = replace(context, passes_native_bias=passes, native_strength=self.strengths().native)
         return call | {CONTEXT: with_native_score(context, first)}
-
-    def is_causal_stack(self) -> bool:
-        return bool(self.is_decoder)
 
 
 def with_native_score(context: Context, owner: Any) -> Context:
@@ -117,52 +114,37 @@ def _native_score(table: nn.Embedding, buckets: Buckets, strength: float, logits
     return logits + strength * bias.permute(0, 3, 1, 2).to(logits)
 
 
-def attentions_of(body: Any) -> list[Any]:
-    """Return the self-attention of each layer of a stack."""
-    return [block.layer[0].SelfAttention for block in body.block]
-
-
-def owners_of(body: Any) -> list[Any]:
-    """Return the attentions of a stack that own a table."""
-    return [attention for attention in attentions_of(body) if attention.has_relative_attention_bias]
-
-
-class BucketArchitecture(Architecture):
+class BucketFamily(Family):
     """Models with any head, the encoder alone included."""
 
     other_stacks = ("decoder",)
     native = "learned bias of distance buckets"
     native_fades = True
-    body: ClassVar[type[nn.Module]]
+    attending = BucketAttention
+    threading = BucketLayer
+    acting = BucketBody
 
-    def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        bodies = [module for module in model.modules() if isinstance(module, self.body)]
-        return {"decoder" if body.is_decoder else "encoder": body for body in bodies}
+    def owners(self, body: nn.Module) -> list[Any]:
+        """Return the attentions of a stack that own a table."""
+        return [attention for attention in self.attentions(body) if cast(Any, attention).has_relative_attention_bias]
 
-    def attentions(self, body: Any) -> Sequence[nn.Module]:
+    def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
+        return {}
+
+    def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
         for module in body.modules():
             if hasattr(module, "relative_attention_bias") and not isinstance(module, self.attention):
                 raise ArchitectureError(
                     f"Cannot patch {type(body).__name__}: {type(module).__name__} makes biases, too, not "
                     f"{self.attention.__name__} alone. Write an architecture by hand, see docs/own_architecture.md."
                 )
-        return attentions_of(body)
-
-    def layers(self, body: Any) -> Sequence[nn.Module]:
-        return list(body.block)
-
-    def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
-        return {name: getattr(attention, name, None) for name in ("q", "k", "v", "o")}
+        return super().attentions(body)
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
-        return [owner.relative_attention_bias.weight for owner in owners_of(body)]
-
-    def native_readers(self, body: nn.Module) -> Sequence[Sequence[nn.Module]]:
-        readers = super().native_readers(body)
-        return readers if len(readers) == 1 else [[owner] for owner in owners_of(body)]
+        return [owner.relative_attention_bias.weight for owner in self.owners(body)]
 
     def geometry(self, body: Any, layer: int) -> Geometry:
-        config, attention, owners = body.config, attentions_of(body)[layer], owners_of(body)
+        config, attention, owners = body.config, cast(Any, self.attentions(body)[layer]), self.owners(body)
         owner = attention if attention in owners else owners[0]
         table = weight_of(owner.relative_attention_bias)
         return Geometry(
@@ -182,7 +164,7 @@ class BucketArchitecture(Architecture):
         )
 
 
-def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
+def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Family:
     """Register the models of one module of transformers that is built like T5's, with every head.
 
     Args:
@@ -192,8 +174,7 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
     Raises:
         ArchitectureError: The module has other classes than T5's.
     """
-    modeling = modeling_module(name)
-    models = models_in(modeling)
+    modeling, models = classes_of(name)
     prefix = next((kind.__name__.removesuffix(_HEAD) for kind in models if kind.__name__.endswith(_HEAD)), "")
     attention, block, stack = (getattr(modeling, prefix + part, None) for part in ("Attention", "Block", "Stack"))
     if not prefix or attention is None or block is None or stack is None:
@@ -202,11 +183,5 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Architecture:
             "Write an architecture by hand, see docs/own_architecture.md."
         )
     lock = ("feed_forward_proj", "requires-hf_posenc-package")
-    twins = Twins(name, namespace, stack.config_class, lock)
-    twins.add(attention, BucketAttention)
-    twins.add(block, BucketLayer)
-    twins.add_body(stack, BucketBody)
-    twins.add_heads(models)
-    parts = {"name": name, "twins": twins, "attention": attention, "parts": (stack,), "body": stack}
-    made: Architecture = type(f"{prefix}Architecture", (BucketArchitecture,), parts)()
-    return register_architecture(made)
+    parts = {"attention": attention, "layer": block, "body": stack, "parts": (stack,)}
+    return register_family(name, namespace, BucketFamily, models, lock, **parts)

@@ -37,10 +37,14 @@ class _TokenState(CacheLayerMixin):
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
 
-    @property
-    def of_scheme(self) -> dict[str, Tensor]:
-        """Per-token state of the scheme itself, without the positions."""
-        return {name: tensor for name, tensor in self.token_state.items() if name != POSITIONS}
+    def last_state(self) -> dict[str, Tensor]:
+        """Return the scheme's state of the last token, each `[B, 1, ...]`; empty or zeros if there is none."""
+        last = {name: self._last_token(tensor) for name, tensor in self.token_state.items() if name != POSITIONS}
+        last |= {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
+        return {name: tensor for name, tensor in last.items() if tensor.shape[_TOKENS]}
+
+    def _last_token(self, tensor: Tensor) -> Tensor:
+        return tensor[:, -1:]
 
     def _map_state(self, function: Callable[[Tensor], Tensor]) -> None:
         self.token_state = {name: function(tensor) for name, tensor in self.token_state.items()}
@@ -72,21 +76,18 @@ class _TokenState(CacheLayerMixin):
 class PosencDynamicLayer(_TokenState, DynamicLayer):
     """A growing cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int, once: Callable[..., Any]) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
         """Append the state of the tokens that `update` just added; return that of all tokens, or of the
-        `shown` last ones in a sliding layer. `once` calls a function of positions, see `Context.once`."""
-        full, ends = {}, (shown, self.keys.shape[-2]) if self.is_sliding else (None, None)
+        `shown` last ones in a sliding layer."""
+        full = {}
         for name, new in fresh.items():
-            operands = _grown, self.token_state.get(name), new, *ends
-            full[name], kept = once(*operands) if name == POSITIONS else _grown(*operands[1:])
+            old = self.token_state.get(name)
+            state = new if old is None else torch.cat([old.to(new.device), new], dim=_TOKENS)
+            full[name] = _last(state, shown) if self.is_sliding else state
+            kept = _last(state, self.keys.shape[-2]) if self.is_sliding else state
             # An offloaded layer keeps its state where its keys are.
             self.token_state[name] = kept.to(self.keys.device)
         return full
-
-    def last_state(self) -> dict[str, Tensor]:
-        """Return the scheme's state of the last token, each `[B, 1, ...]`; empty if there is none."""
-        full = {**self.of_scheme, **self.recent_state}
-        return {name: tensor[:, -1:] for name, tensor in full.items() if tensor.shape[_TOKENS]}
 
     def reset(self) -> None:
         super().reset()
@@ -102,13 +103,8 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
             )
         super().crop(tokens_to_remove)
         kept = self.keys.shape[-2] if self.is_initialized else 0
-        self.token_state = {
-            name: _last(tensor[:, : max(0, tensor.shape[_TOKENS] - removed)], kept)
-            for name, tensor in self.token_state.items()
-        }
-        self.recent_state = {
-            name: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)] for name, tensor in self.recent_state.items()
-        }
+        self._map_state(lambda tensor: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)])
+        self.token_state = {name: _last(tensor, kept) for name, tensor in self.token_state.items()}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -126,7 +122,7 @@ class PosencDynamicSlidingLayer(PosencDynamicLayer, DynamicSlidingWindowLayer):
 class PosencStaticLayer(_TokenState, StaticLayer):
     """A preallocated cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int, once: Callable[..., Any]) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
         """Write the state of the tokens that `update` just added; return that of all slots, filled or not."""
         full = {}
         for name, new in fresh.items():
@@ -144,11 +140,9 @@ class PosencStaticLayer(_TokenState, StaticLayer):
         slots = torch.arange(new.shape[_TOKENS], device=new.device) + self.cumulative_length - new.shape[_TOKENS]
         return store.index_copy_(_TOKENS, slots, new)
 
-    def last_state(self) -> dict[str, Tensor]:
-        """Return the scheme's state of the last token, each `[B, 1, ...]`; zeros if there is none."""
+    def _last_token(self, tensor: Tensor) -> Tensor:
         last = (self.cumulative_length - 1).clamp_min(0).reshape(1)
-        state = {name: tensor.index_select(_TOKENS, last.to(tensor.device)) for name, tensor in self.of_scheme.items()}
-        return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
+        return tensor.index_select(_TOKENS, last.to(tensor.device))
 
     def reset(self) -> None:
         super().reset()
@@ -169,10 +163,9 @@ class PosencStaticSlidingLayer(PosencStaticLayer, StaticSlidingWindowLayer):
         store.copy_(full[:, -size:])
         return full
 
-    def last_state(self) -> dict[str, Tensor]:
+    def _last_token(self, tensor: Tensor) -> Tensor:
         last = max(0, min(self.cumulative_length_int, self.max_cache_len) - 1)
-        state = {name: tensor[:, last : last + 1] for name, tensor in self.of_scheme.items()}
-        return state | {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
+        return tensor[:, last : last + 1]
 
 
 _WITH_STATE: dict[type, type] = {
@@ -183,15 +176,14 @@ _WITH_STATE: dict[type, type] = {
 }
 
 
-def _grown(old: Tensor | None, new: Tensor, shown: int | None, kept: int | None) -> tuple[Tensor, Tensor]:
-    """Return the state of old and new tokens, or of the last of them: of those to show, and of those to keep."""
-    full = new if old is None else torch.cat([old.to(new.device), new], dim=_TOKENS)
-    return _last(full, shown), _last(full, kept)
-
-
-def _last(tensor: Tensor, count: int | None) -> Tensor:
+def _last(tensor: Tensor, count: int) -> Tensor:
     """Return the state of the last tokens; of all if they are no more."""
-    return tensor if count is None else tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
+    return tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
+
+
+def self_attention(cache: Any) -> Any:
+    """Return the part of an encoder-decoder cache that self-attention uses; any other cache as it is."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def mark_packed(output: Any) -> None:
@@ -215,8 +207,7 @@ def refuse_packed(cache: Cache | None) -> None:
 
 def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Tensor]:
     """Return the scheme's state of the last token in a layer, each `[B, 1, ...]`; empty or zeros without one."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = self_attention(cache)
     if cache is None or layer >= len(cache.layers):
         return {}
     slot: Any = cache.layers[layer]
@@ -232,7 +223,6 @@ def update(
     state: Mapping[str, Tensor],
     recent: Mapping[str, Tensor] | None = None,
     history: int = 0,
-    once: Callable[..., Any] = lambda function, *operands: function(*operands),
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add fresh tokens to one layer of a cache.
 
@@ -244,7 +234,6 @@ def update(
         state: Fresh per-token state, each `[B, new, ...]`.
         recent: Fresh per-token state of which only the last tokens are kept, each `[B, new, ...]`.
         history: Number of tokens for which that state is kept.
-        once: Calls a function of positions, which may be those of other layers, see `Context.once`.
 
     Returns:
         Keys, values and state of all tokens in the layer (of all slots, in a static cache).
@@ -252,13 +241,11 @@ def update(
     Raises:
         CacheError: The kind of cache layer cannot hold state, or the layer was filled by another model.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = self_attention(cache)
     if layer < len(cache.layers):
-        _check_kind(cache.layers[layer])
-        _check_empty(cache.layers[layer])
+        _check_layer(cache.layers[layer])
     elif cache.layer_class_to_replicate is not None:
-        _check_kind(cache.layer_class_to_replicate())
+        _check_layer(cache.layer_class_to_replicate())
     keys, values = cache.update(k, v, layer)
     slot: Any = cache.layers[layer]
     filled = slot
@@ -269,7 +256,7 @@ def update(
         filled.__dict__.update(slot.__dict__)
         filled.token_state, filled.recent_state = {}, {}
         cache.layers[layer] = filled
-    complete = filled.append_state(state, keys.shape[-2], once)
+    complete = filled.append_state(state, keys.shape[-2])
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:
@@ -283,8 +270,7 @@ def update(
 
 def is_known(cache: Cache | None) -> bool:
     """Whether a patched model has written to a cache."""
-    whole: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return whole is not None and any(isinstance(layer, _TokenState) for layer in whole.layers)
+    return cache is not None and any(isinstance(layer, _TokenState) for layer in self_attention(cache).layers)
 
 
 def check(cache: Cache | None) -> None:
@@ -293,14 +279,9 @@ def check(cache: Cache | None) -> None:
     Raises:
         CacheError: A kind of cache layer cannot hold state, or the cache was filled by another model.
     """
-    if cache is None or is_known(cache):
-        return
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    for layer in cache.layers:
-        _check_kind(layer)
-    for layer in cache.layers[:1]:
-        _check_empty(layer)
+    if cache is not None and not is_known(cache):
+        for layer in self_attention(cache).layers:
+            _check_layer(layer)
 
 
 def check_disabled(cache: Cache | None) -> None:
@@ -312,20 +293,17 @@ def check_disabled(cache: Cache | None) -> None:
         )
 
 
-def _check_empty(layer: Any) -> None:
+def _check_layer(layer: Any) -> None:
     if isinstance(layer, _TokenState):
         return
+    if type(layer) not in _WITH_STATE:
+        raise CacheError(
+            f"A cache layer of type {type(layer).__name__} cannot hold the per-token state of a patched model. Use a "
+            'dynamic or a static cache: generate(cache_implementation="dynamic" or "static").'
+        )
     held = int(layer.get_seq_length())
     if held:
         raise CacheError(
             f"The cache holds {held} tokens without their positions: it was filled by an unpatched model, or by PEFT's "
             "prefix tuning. Start with an empty cache; instead of prefix tuning, use prompt tuning."
-        )
-
-
-def _check_kind(layer: Any) -> None:
-    if not isinstance(layer, _TokenState) and type(layer) not in _WITH_STATE:
-        raise CacheError(
-            f"A cache layer of type {type(layer).__name__} cannot hold the per-token state of a patched model. Use a "
-            'dynamic or a static cache: generate(cache_implementation="dynamic" or "static").'
         )

@@ -84,15 +84,11 @@ class Context:
         reach: The largest position, a bound on every distance.
         real: Mask of the new tokens that are not padding, bool `[B|1, S]`; `None` means all.
         shared: Holds the schemes that are shared by layers, by group.
-        strength: Strength of the schemes, see `Strengths`.
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
-        native_strength: Its strength.
-        native_parameters: The trained tensors that it reads.
         native_rotation: Cosines and sines of the model's own rotation at part of its strength, by type of layer (the
             empty string where there is one rotation); empty at full strength.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
-        passage: The present layer's share of it.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
         found: Results of `once`, with the tensors that they came from.
         packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
@@ -186,37 +182,31 @@ def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor 
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
-def sequences(positions: Tensor) -> Tensor | None:
+def sequences(positions: Tensor, real: Tensor | None = None) -> Tensor | None:
     """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
 
     A sequence begins where positions do not grow. (A jump ahead, as in position skipping, begins none, although
     transformers takes it for a boundary.) While a graph is traced, one sequence is numbered, too.
-    """
-    number = (positions[:, 1:] <= positions[:, :-1]).long().cumsum(-1)
-    if not torch.compiler.is_compiling() and (number.numel() == 0 or not bool(number[:, -1].any())):
-        return None
-    return torch.nn.functional.pad(number, (1, 0))
-
-
-def packed_sequences(positions: Tensor, real: Tensor | None) -> Tensor | None:
-    """Number the packed sequences of rows without a cache, int64 `[B|1, S]`; `None` if none are packed.
 
     Args:
-        positions: Positions that the caller gave, int64 `[B|1, S]`.
+        positions: Positions of tokens without a cache, int64 `[B|1, S]`.
         real: Mask of the tokens that are not padding, bool `[B|1, S]`; `None` means all.
 
     Raises:
-        PositionError: Rows are padded, too. A traced graph does not tell.
+        PositionError: Packed rows are padded, too. A traced graph does not tell.
     """
-    if real is None or torch.compiler.is_compiling():
-        return sequences(positions)
-    restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
-    if bool(restarts.any()):
-        raise PositionError(
-            "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
-            "the padding out, or give a 4-D attention_mask."
-        )
-    return None
+    restarts = positions[:, 1:] <= positions[:, :-1]
+    if not torch.compiler.is_compiling():
+        if real is not None:
+            restarts = restarts & real[:, 1:] & real[:, :-1]
+        if not bool(restarts.any()):
+            return None
+        if real is not None:
+            raise PositionError(
+                "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
+                "the padding out, or give a 4-D attention_mask."
+            )
+    return torch.nn.functional.pad(restarts.long().cumsum(-1), (1, 0))
 
 
 def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,7 +26,10 @@ from transformers.utils.output_capturing import OutputRecorder
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
+from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
+from hf_posenc.patches.generation import PosencGenerator
+from hf_posenc.patches.models import PosencModel
 from hf_posenc.patches.probe import (
     THEN,
     Facts,
@@ -42,7 +46,6 @@ from hf_posenc.patches.probe import (
 from hf_posenc.patches.rotary import frequency_limit, long_frequencies
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
-from hf_posenc.patches.twins import Twins, modeling_module, models_in
 
 # Names that stock attentions give to the cache.
 _CACHES = ("past_key_values", "layer_past")
@@ -82,10 +85,43 @@ class FamilyAttention(PosencAttention):
         vars(self)["config"] = config
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        rotation = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings"))
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
-        need_weights = bool(call.get("output_attentions"))
-        then = functools.partial(self.attend_projected, context, hidden, rotation, cache, need_weights)
+        rotation, rotate = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings")), None
+        if rotation is not None and self.posenc_rotates:
+            rotate = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
+
+        def then(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            *,
+            scaling: float,
+            dropout: float = 0.0,
+            sliding_window: int | None = None,
+            softcap: float | None = None,
+            s_aux: Tensor | None = None,
+            **keywords: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            layer = LayerCall(
+                context,
+                hidden,
+                mask,
+                causal=self.is_causal,
+                scale=scaling,
+                dropout=dropout,
+                need_weights=bool(call.get("output_attentions")),
+                cache=cache,
+                index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
+                upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
+                rotate=rotate,
+                operands=(query, key, value),
+                window=self.posenc_window if sliding_window is None else sliding_window,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            return self.attend_with_scheme(layer)
+
         return self.by_stock_forward(hidden, call, then)
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
@@ -109,48 +145,6 @@ class FamilyAttention(PosencAttention):
         query, key, value = found
         return query, key, value
 
-    def attend_projected(
-        self,
-        context: Context,
-        hidden: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
-        cache: Any,
-        need_weights: bool,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scaling: float,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **keywords: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend with the scheme. The last arguments are those of an attention function."""
-        turn = None
-        if rotation is not None and self.posenc_rotates:
-            turn = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
-        layer = LayerCall(
-            context,
-            hidden,
-            mask,
-            causal=self.is_causal,
-            scale=scaling,
-            dropout=dropout,
-            need_weights=need_weights,
-            cache=cache,
-            index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
-            upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
-            rotate=turn,
-            operands=(query, key, value),
-            window=self.posenc_window if sliding_window is None else sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        return self.attend_with_scheme(layer)
-
 
 def _without_rotation(forward: Any) -> Any:
     """Return a function with the code of a stock forward, for which rotated queries and keys are what they were."""
@@ -163,12 +157,8 @@ def _without_rotation(forward: Any) -> Any:
     return found
 
 
-class FamilyBody(PosencBody):
-    """Mixin of patched bodies."""
-
-    def is_causal_stack(self) -> bool:
-        attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
-        return bool(attention.is_causal)
+class RotaryBody(PosencBody):
+    """Mixin of patched bodies that rotate queries and keys."""
 
     def masks_of_packed(self, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the masks for the layers. Layers that are not converted get the window in theirs."""
@@ -187,10 +177,6 @@ class FamilyBody(PosencBody):
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         masks = {kind: near if kind == "sliding_attention" else mask for kind in kinds}
         return masks if len(masks) > 1 else masks.popitem()[1]
-
-
-class RotaryBody(FamilyBody):
-    """Mixin of patched bodies that rotate queries and keys."""
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         native = self.strengths().native
@@ -215,7 +201,9 @@ class Family(Architecture):
 
     body: ClassVar[type[PreTrainedModel]]
     layer: ClassVar[type[nn.Module]]
-    # Mixin of the body that knows the native encoding, and twins of classes that are not the family's own.
+    # Mixins of attentions, layers, and of bodies, which know the native encoding; twins of classes of others.
+    attending: ClassVar[type[PosencAttention]] = FamilyAttention
+    threading: ClassVar[type[PosencLayer]] = PosencLayer
     acting: ClassVar[type[PosencBody]]
     shared: ClassVar[Mapping[type, type]] = {}
 
@@ -231,9 +219,10 @@ class Family(Architecture):
         return field, "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        body = next(module for module in model.modules() if isinstance(module, self.body))
-        self.attentions(body)  # raises where a layer has none
-        return {"decoder" if self._is_causal(body) else "encoder": body}
+        bodies = [module for module in model.modules() if isinstance(module, self.body)]
+        for body in bodies:
+            self.attentions(body)  # raises where a layer has none
+        return {"decoder" if self._is_causal(body) else "encoder": body for body in bodies}
 
     def _is_causal(self, body: nn.Module) -> bool:
         # The first one alone: this is asked for each layer.
@@ -388,17 +377,16 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
         ArchitectureError: There is no such module, or it is not built like a family: it has no head of a common kind,
             or does not record the outputs of one class of attention and one of layers.
     """
-    modeling = modeling_module(name)
-    models = models_in(modeling)
+    modeling, models = classes_of(name)
     heads = [model for model in models if model.__name__.endswith(_HEADS)]
     if not heads:
         raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...{', ...'.join(_HEADS)}.")
-    stock_config = cast(Any, heads[0]).config_class
-    models = [model for model in models if cast(Any, model).config_class is stock_config]
+    config = cast(Any, heads[0]).config_class
+    models = [model for model in models if cast(Any, model).config_class is config]
     bodies = [model for model in models if model.__name__.endswith("Model") and not issubclass(model, GenerationMixin)]
     if len(bodies) != 1:
         raise ArchitectureError(
-            f"Cannot add the family {name!r}: expected one class ...Model with the config {stock_config.__name__}, "
+            f"Cannot add the family {name!r}: expected one class ...Model with the config {config.__name__}, "
             f"found {len(bodies)}."
         )
     (body,) = bodies
@@ -411,12 +399,65 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
     classes = [part for part in vars(modeling).values() if isinstance(part, type)]
     rotary = [x for x in classes if x.__module__ == modeling.__name__ and x.__name__.endswith("RotaryEmbedding")]
     kind = kind or (RotaryFamily if rotary else TableFamily)
-    twins = Twins(name, namespace, stock_config, kind.lock(stock_config, rotary))
-    twins.add(attention, FamilyAttention)
-    twins.add(layer, PosencLayer)
-    twins.add_body(body, kind.acting, FamilyBody)
-    twins.add_heads(models)
-    parts = {"name": name, "twins": {**twins, **kind.shared}, "attention": attention, "body": body, "layer": layer}
+    lock = kind.lock(config, rotary)
+    return register_family(name, namespace, kind, models, lock, attention=attention, layer=layer, body=body)
+
+
+def classes_of(name: str) -> tuple[ModuleType, list[type[PreTrainedModel]]]:
+    """Return `transformers.models.<name>.modeling_<name>`, and its model classes but for their common base.
+
+    Raises:
+        ArchitectureError: transformers has no such module.
+    """
+    path = f"transformers.models.{name}.modeling_{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise ArchitectureError(
+            f"Cannot add the architecture {name!r}: there is no module {path}. Give the name of a folder in "
+            "transformers/models."
+        ) from error
+    found = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, PreTrainedModel))
+    own = (kind for kind in found if kind.__module__ == path)
+    return module, [kind for kind in own if not kind.__name__.endswith("PreTrainedModel")]
+
+
+def register_family(
+    name: str,
+    namespace: dict[str, Any],
+    kind: type[Family],
+    models: Sequence[type[PreTrainedModel]],
+    lock: tuple[str, Any],
+    **parts: Any,
+) -> Family:
+    """Make the patched twin of each class, put where pickle and checkpoints find it, and register the family.
+
+    The parts are attributes of the family, its stock classes of attention, layer and body among them.
+    """
+    twins: dict[type, type] = {}
+
+    def add(stock: type, *bases: type, **attributes: Any) -> type:
+        attributes |= {"posenc_stock": stock, "__module__": namespace["__name__"]}
+        twin = type(f"Posenc{stock.__name__}", (*bases, stock), attributes)
+        namespace[twin.__name__] = twins[stock] = twin
+        return twin
+
+    config = add(
+        parts["body"].config_class,
+        PosencConfig,
+        __annotations__={"posenc": dict[str, Any] | None},
+        posenc=None,
+        model_type=f"hf_posenc_{name}",
+        posenc_lock=lock,
+    )
+    add(parts["attention"], kind.attending)
+    add(parts["layer"], kind.threading)
+    add(parts["body"], kind.acting, PosencModel, config_class=config)
+    for model in models:
+        if model not in twins:
+            head = PosencGenerator if issubclass(model, GenerationMixin) else PosencModel
+            add(model, head, config_class=config)
+    parts |= {"name": name, "twins": {**twins, **kind.shared}}
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,45 +12,31 @@ from hf_posenc.operands import check_coords
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
 from hf_posenc.patches.models import PosencModel
-from hf_posenc.patches.seams import REAL, PosencBody, tokens_in
+from hf_posenc.patches.seams import REAL, tokens_in
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """The continuation of coordinates after a prompt, by the rule for texts: one more than the largest, on every axis.
+def continued(prompt: Tensor, mask: Tensor | None, first: int, length: int) -> Tensor:
+    """Return the coordinates of the tokens of the next forward, `[B, length, n]`.
 
-    Attributes:
-        prompt_ids: Number of token ids in the prompt: one per coordinate, or none where it came as embeddings.
-        begin: Number of tokens in the cache before the first coordinate.
+    After the prompt they follow the rule for texts: one more than the largest, on every axis.
+
+    Args:
+        prompt: Coordinates of the prompt, `[B, P, n]`.
+        mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
+        first: Place of the first token, counted from the first one of the prompt.
+        length: Number of tokens.
     """
-
-    prompt_ids: int
-    begin: int
-
-    def fresh(self, prompt: Tensor, ids: Tensor, mask: Tensor | None, length: int, cached: int | Tensor) -> Tensor:
-        """Return the coordinates of the tokens of the next forward, `[B, length, n]`.
-
-        Args:
-            prompt: Coordinates of the prompt, `[B, P, n]`.
-            ids: All token ids so far; in a chunked prefill, those of the chunk.
-            mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
-            length: Number of tokens in the next forward.
-            cached: Number of tokens in the cache.
-        """
-        count = ids.shape[1] - self.prompt_ids
-        if count < 0:
-            first = int(cached) - self.begin
-            return prompt[:, first : first + length]
-        if not count:
-            return prompt[:, -length:]
-        real = prompt
-        if mask is not None:
-            before = mask.shape[1] - prompt.shape[1] - count
-            hidden = mask[:, before : before + prompt.shape[1], None].to(prompt.device) == 0
-            real = prompt.masked_fill(hidden, float("-inf"))
-        largest = real.amax(dim=(1, 2)).nan_to_num(neginf=-1.0)  # a prompt of padding alone has none
-        following = largest[:, None] + torch.arange(1, count + 1).to(prompt)  # [B, count]
-        return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, -length:]
+    count = first + length - prompt.shape[1]
+    if count <= 0:
+        return prompt[:, first : first + length]
+    real = prompt
+    if mask is not None:
+        before = mask.shape[1] - prompt.shape[1] - count
+        hidden = mask[:, before : before + prompt.shape[1], None].to(prompt.device) == 0
+        real = prompt.masked_fill(hidden, float("-inf"))
+    largest = real.amax(dim=(1, 2)).nan_to_num(neginf=-1.0)  # a prompt of padding alone has none
+    following = largest[:, None] + torch.arange(1, count + 1).to(prompt)  # [B, count]
+    return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, first:]
 
 
 class PosencGenerator(PosencModel, Mixin):
@@ -82,7 +67,7 @@ class PosencGenerator(PosencModel, Mixin):
             **kwargs: Other keywords of `GenerationMixin.generate`.
 
         Raises:
-            PositionError: Coordinates do not fit the inputs or the schemes, or the assistant model does not read them.
+            PositionError: Coordinates do not fit the inputs or the schemes, those of an assistant model included.
         """
         if position_coords is not None and "continuation" not in kwargs:  # else an assisted model calls its assistant
             kwargs |= self._check_generation_coords(inputs, position_coords, kwargs)
@@ -98,7 +83,7 @@ class PosencGenerator(PosencModel, Mixin):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         position_coords: Tensor | None = None,
-        continuation: Continuation | None = None,
+        continuation: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next forward, as `GenerationMixin` does, with coordinates and padding."""
@@ -126,8 +111,8 @@ class PosencGenerator(PosencModel, Mixin):
                 call[f"{name}position_ids"] = positions + of_model(self).first_position(self)
         if continuation is not None:
             assert position_coords is not None
-            cached = tokens_in(past_key_values)
-            call["position_coords"] = continuation.fresh(position_coords, input_ids, mask, inputs.shape[1], cached)
+            first = int(tokens_in(past_key_values)) - continuation
+            call["position_coords"] = continued(position_coords, mask, first, inputs.shape[1])
         return call
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
@@ -137,38 +122,19 @@ class PosencGenerator(PosencModel, Mixin):
         return positions + first
 
     def _check_generation_coords(self, inputs: Tensor | None, coords: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments about coordinates as the steps of generation need them."""
+        """Return coordinates, and the number of tokens in the cache before them, as steps of generation need them."""
         sequence_to_sequence = self.config.is_encoder_decoder
         ids, embedded = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         tokens = next((given for given in (embedded, ids) if given is not None), None)
         if tokens is None:
             raise PositionError("Got coordinates without input_ids or inputs_embeds to which they belong.")
-        body = _bodies(self)["encoder" if sequence_to_sequence else "decoder"]
+        model: Any = self
+        body: Any = of_model(model).stacks(model)["encoder" if sequence_to_sequence else "decoder"]
         batch, length = tokens.shape[:2]
         coords = check_coords(coords, body.axes(), batch, length, tokens.device).expand(batch, -1, -1)
         if sequence_to_sequence:
             return {"position_coords": coords}
-        self._check_assistant(kwargs, coords.shape[-1])
         begin, mask = 0, kwargs.get("attention_mask")
-        prompt_ids = length if embedded is None else 0 if ids is None else ids.shape[1]
         if mask is not None and mask.shape[1] > length:
             begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
-        return {"position_coords": coords, "continuation": Continuation(prompt_ids, begin)}
-
-    def _check_assistant(self, kwargs: dict[str, Any], axes: int) -> None:
-        assistant = kwargs.get("assistant_model")
-        if assistant is None:
-            return
-        reads = isinstance(assistant, PosencGenerator) and all(
-            axes in body.axes() for body in _bodies(assistant).values()
-        )
-        if not reads or kwargs.get("assistant_tokenizer") is not None:
-            raise PositionError(
-                f"Got an assistant_model ({type(assistant).__name__}) that cannot follow position_coords with {axes} "
-                "axes. Patch it with a scheme that reads as many (and the same tokenizer), or use "
-                "prompt_lookup_num_tokens."
-            )
-
-
-def _bodies(model: Any) -> dict[str, PosencBody]:
-    return {name: body for name, body in of_model(model).stacks(model).items() if isinstance(body, PosencBody)}
+        return {"position_coords": coords, "continuation": begin}

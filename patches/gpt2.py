@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from hf_posenc.patches.family import TableFamily, add_family
 from hf_posenc.patches.table import TableBody
 
@@ -17,13 +19,9 @@ class ChoiceBody(TableBody):
         if ids is None or ids.ndim <= 2:
             return super().forward(**call)
         leading = ids.shape[:-1]
-        for name in ("input_ids", "position_ids", "token_type_ids", "attention_mask"):
-            value = call.get(name)
-            if value is not None and value.ndim == ids.ndim:
-                call[name] = value.reshape(-1, value.shape[-1])
-        coords = call.get("position_coords")
-        if coords is not None and coords.ndim == ids.ndim + 1:
-            call["position_coords"] = coords.reshape(-1, *coords.shape[-2:])
+        for name, value in call.items():
+            if isinstance(value, Tensor) and value.ndim > len(leading) and value.shape[: len(leading)] == leading:
+                call[name] = value.flatten(0, len(leading) - 1)
         output = super().forward(**call)
         hidden = output[0].view(*leading, -1, output[0].shape[-1])
         if isinstance(output, tuple):

@@ -192,7 +192,7 @@ def _probe(
     geometry = Geometry(**shape, scale=size**-0.5 if found.get("scaling") is None else float(found["scaling"]))
     if rotary is None:
         return Facts(geometry, kind, window=window)
-    rotates = _depends(query.grad_fn, angles)
+    rotates = query.requires_grad and torch.autograd.grad(query.sum(), angles, allow_unused=True)[0] is not None
     if rotates:
         _check_rotation(attention, query, angles)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
@@ -274,20 +274,6 @@ def _same_steps(found: Any, expected: Any) -> bool:
         _same_steps(one, other)
         for (one, _), (other, _) in zip(found.next_functions, expected.next_functions, strict=False)
     )
-
-
-def _depends(step: Any, leaf: Tensor) -> bool:
-    """Whether an operation depends on a leaf of autograd's graph."""
-    open_steps, seen = [step], set()
-    while open_steps:
-        step = open_steps.pop()
-        if step is None or step in seen:
-            continue
-        if getattr(step, "variable", None) is leaf:
-            return True
-        seen.add(step)
-        open_steps += [other for other, _ in step.next_functions]
-    return False
 
 
 def _layout(attention: type, cos_sin: tuple[Tensor, Tensor], inv_freq: Tensor, scaling: float, size: int) -> Layout:

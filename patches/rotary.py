@@ -20,19 +20,11 @@ _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
 
 
 def native_frequencies(config: Any, rotary: Any, kind: str = "") -> tuple[Tensor, float]:
-    """Return the frequencies `[D / 2]` in float32, and the factor on rotated queries and keys.
+    """Return the frequencies `[D / 2]` in float32, and the factor on rotated queries and keys, by the rotary class.
 
     They are computed from the config, since the live buffer is not saved, is rounded by `model.to(bfloat16)`, and is
     garbage after a load on the meta device. The types "dynamic" and "longrope" change theirs while a sequence grows,
     but cached keys cannot follow: theirs are frozen at the values for the original length.
-
-    Args:
-        config: Config of the model; `rope_parameters` is read.
-        rotary: The model's rotary module class, which knows the default type.
-        kind: Type of the layer, where each type has parameters of its own.
-
-    Returns:
-        Frequencies and factor.
     """
     name = _parameters(config, kind)["rope_type"]
     compute = rotary.compute_default_rope_parameters if name == "default" else ROPE_INIT_FUNCTIONS[name]

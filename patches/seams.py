@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
@@ -26,10 +26,10 @@ from hf_posenc.patches.context import (
     check_mask,
     is_this_thread,
     largest,
-    packed_sequences,
     real_tokens,
     resolve_positions,
     same_sequence,
+    sequences,
     this_thread,
 )
 from hf_posenc.patches.strength import Blended
@@ -169,9 +169,9 @@ class PosencAttention(Mixin):
             q, keys = layer.rotate(q, keys)
         if layer.cache is not None:
             assert layer.index is not None
-            fresh = {POSITIONS: context.once(_rows, positions.query, len(q)), **state}
+            fresh = {POSITIONS: positions.query.expand(len(q), -1), **state}
             keys, values, state = token_cache.update(
-                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history, context.once
+                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
             )
             places = state.pop(POSITIONS)
             if places.stride(0) == 0:
@@ -212,25 +212,18 @@ class PosencAttention(Mixin):
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a patched attention module, as its architecture reads it from the stock module.
+    """One call of a patched attention module, as its architecture reads it from the stock module, see also `Call`.
 
     Attributes:
-        context: Context from the body.
         hidden: Hidden states to project, `[B, S, E]`.
         mask: Mask as transformers prepared it: `None`, or 4-D bool or float.
-        causal: Whether the layer is causal.
-        scale: Softmax scale of the layer.
         dropout: Probability in training, 0 otherwise.
         need_weights: Return the weights although the context does not ask for the dense reference.
-        cache: The model's cache, if it uses one.
         index: Index of the layer in the cache.
-        upcast: Multiply queries and keys in float32.
         rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
             projection.
         operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
         window: The model's own distance from which keys are hidden; `None` hides none.
-        softcap: See `Call`.
-        sinks: See `Call`.
     """
 
     context: Context
@@ -267,10 +260,6 @@ class LayerCall:
         if queries == 1:
             return self.context.once(_one_row, self.mask, shape, window, positions.query, positions.key)
         return from_tensor(self.mask, "all", shape, window=window)
-
-
-def _rows(positions: Tensor, count: int) -> Tensor:
-    return positions.expand(count, -1)
 
 
 def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None, query: Tensor, key: Tensor) -> Mask:
@@ -413,7 +402,7 @@ class PosencBody(Switch):
         # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
         readable = not traced or (isinstance(past, int) and mask is None)
         if ruled and given is not None and length > 1 and readable and bool(past == 0):
-            packed = packed_sequences(positions, real)
+            packed = sequences(positions, real)
             if packed is not None:
                 mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
                 call["attention_mask"] = self.masks_of_packed(mask)
@@ -464,7 +453,8 @@ class PosencBody(Switch):
 
     def is_causal_stack(self) -> bool:
         """Whether tokens see earlier ones only."""
-        return True
+        attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
+        return bool(attention.is_causal)
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         """Return the positions that the caller passed, if any."""
@@ -494,6 +484,6 @@ def tokens_in(cache: Cache | None) -> int | Tensor:
     """Return how many tokens a cache holds."""
     if cache is None:
         return 0
-    held = (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).get_seq_length()
+    held: int | Tensor = token_cache.self_attention(cache).get_seq_length()
     # A static cache counts in a tensor that its layers are about to change.
     return held.clone() if isinstance(held, torch.Tensor) else held

@@ -326,9 +326,9 @@ def settle_native(architecture: Architecture, body: Any) -> None:
     for module in architecture.swapped(body):
         module.posenc_removed = removed
     frozen = set(vars(body).get("posenc_frozen", []))
-    natives = zip(architecture.native_parameters(body), architecture.native_readers(body), strict=True)
-    for index, (parameter, readers) in enumerate(natives):
-        unread = removed or all(map(_has_removed, readers))
+    parameters, attentions = architecture.native_parameters(body), architecture.attentions(body)
+    for index, parameter in enumerate(parameters):
+        unread = removed or (len(parameters) == len(attentions) and _has_removed(attentions[index]))
         if unread and parameter.requires_grad:
             parameter.requires_grad_(False)
             frozen.add(index)

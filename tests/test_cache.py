@@ -51,16 +51,6 @@ def test_growth(dynamic: Any) -> None:
         _agree(keys, state)
 
 
-def test_layers_share_positions_while_they_hold_the_same_tokens() -> None:
-    model, held = hf_posenc.patch(LlamaForCausalLM(CONFIG), "kerple").eval(), DynamicCache()
-    with torch.no_grad():
-        for length in (5, 1, 2):
-            model(torch.arange(length)[None], past_key_values=held)
-            first, second = (layer.token_state["positions"] for layer in held.layers)
-            assert first is second
-    assert first.tolist() == [list(range(8))]
-
-
 def test_crop_then_growth(dynamic: Any) -> None:
     for layer in range(2):
         _fill(dynamic, layer, 0, 6)

@@ -19,7 +19,7 @@ import hf_posenc
 from hf_posenc.coordinates import grid, join, stack, table
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.context import Context
-from hf_posenc.patches.generation import Continuation
+from hf_posenc.patches.generation import continued
 
 LANGUAGES = ("llama", "gpt2", "t5")
 
@@ -130,7 +130,7 @@ def test_stack_pads_like_a_tokenizer() -> None:
 def test_generated_tokens_follow_the_largest_real_coordinate() -> None:
     prompt = torch.tensor([[[9.0, 9.0], [-3.0, -2.0]], [[0.0, 2.0], [1.0, 1.0]], [[7.0, 7.0], [7.0, 7.0]]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1] * 5, [0, 0, 1, 1, 1]])
-    got = Continuation(prompt_ids=2, begin=0).fresh(prompt, torch.zeros(3, 5), mask, 3, 2)
+    got = continued(prompt, mask, 2, 3)
     assert got[..., 0].tolist() == [[-1, 0, 1], [3, 4, 5], [0, 1, 2]]
     assert torch.equal(got[..., 0], got[..., 1])
 
@@ -330,7 +330,7 @@ def test_assisted_decoding_sees_the_same_coordinates_or_refuses(architecture: st
         table.mul_(1 + 0.2 * torch.randn_like(table))  # it must sometimes be wrong
     assert torch.equal(model.generate(**settings, assistant_model=assistant), plain)
     for blind in (stock(architecture), hf_posenc.patch(stock(architecture), "fire")):
-        with pytest.raises(PositionError, match="cannot follow position_coords with 2 axes"):
+        with pytest.raises(ValueError, match="position_coords"):
             model.generate(**settings, assistant_model=blind)
 
 
