@@ -279,21 +279,12 @@ def test_recipes_lists_goals_and_recommends_at_most_five(checkpoints: dict[str, 
     assert f"hf-posenc train swap scheme=fire model={checkpoints['gpt2']} --out DIR" in best
 
 
-def test_show_prints_every_key_after_overrides() -> None:
+def test_show_prints_a_file_with_every_key_after_overrides(tmp_path: Path) -> None:
     overrides = ["scheme=fire", "training.steps=7", "conversion.options.threshold=32"]
-    assert run("recipes", "show", "swap", *overrides).stdout == Recipe.read("swap", overrides).text()
-
-
-def test_copy_writes_the_recipe_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "hf-posenc train swap.yaml --out" in run("recipes", "copy", "swap", "scheme=fire").stdout
-    assert run("recipes", "copy", "swap", "mine.yaml", "scheme=fire").exit_code == 0
-    for name in ("swap.yaml", "mine.yaml"):
-        assert Recipe.read(tmp_path / name) == Recipe.read("swap", ["scheme=fire"])
-    # And never over what is there.
-    (tmp_path / "mine.yaml").write_text("of mine", encoding="utf-8")
-    assert run("recipes", "copy", "swap", "mine.yaml", "scheme=fire").exit_code == 1
-    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == "of mine"
+    shown, wanted = run("recipes", "show", "swap", *overrides).stdout, Recipe.read("swap", overrides)
+    assert shown == wanted.text()
+    (tmp_path / "mine.yaml").write_text(shown, encoding="utf-8")
+    assert Recipe.read(tmp_path / "mine.yaml") == wanted
 
 
 @pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
@@ -505,8 +496,6 @@ BAD = {
         ["its own rotation is gone"],
     ),
     "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),
-    "copy over a file": ("recipes copy swap {mine} scheme=fire", ["mine.yaml exists"]),
-    "copy to another kind of file": ("recipes copy swap {empty}/mine.txt scheme=fire", ["ends in .yaml"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push what is no run": ("push {empty} me/mine", ["holds no run"]),

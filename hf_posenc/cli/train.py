@@ -1,4 +1,4 @@
-"""The commands for recipes and their runs: list, show, copy, train, resume, push."""
+"""The commands for recipes and their runs: list, show, train, resume, push."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posenc.cli.application import AsJson, app, is_main, listing, print_table, quiet, resumable
-from hf_posenc.patches.directories import OutputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.runs.run import Outcome
     from hf_posenc.recipes.schema.recipe import Recipe
 
-recipes_app = typer.Typer(help="List or recommend recipes; show or copy one.")
+recipes_app = typer.Typer(help="List or recommend recipes; show one.")
 app.add_typer(recipes_app, name="recipes")
 
 Name = Annotated[str, typer.Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
@@ -38,7 +37,7 @@ def recipes(
     every: Annotated[bool, typer.Option("--all", help="List all that suit, not the best five.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List or recommend recipes; show or copy one."""
+    """List or recommend recipes; show one."""
     if context.invoked_subcommand is not None:
         return
     from hf_posenc.recipes import library
@@ -75,45 +74,11 @@ def recipes(
 
 @recipes_app.command()
 def show(recipe: Name, overrides: Overrides = None) -> None:
-    """Print a recipe with all keys and overrides."""
+    """Print a recipe with all keys and overrides, as a file to edit: `> mine.yaml`."""
     from hf_posenc.recipes.schema.recipe import Recipe
 
     quiet()
     typer.echo(Recipe.read(recipe, overrides or []).text(), nl=False)
-
-
-@recipes_app.command()
-def copy(
-    recipe: Name,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...",
-            help="File to write, by default RECIPE.yaml in the current directory; and keys of the recipe.",
-        ),
-    ] = None,
-) -> None:
-    """Copy a recipe with all keys to a file, to edit it."""
-    from hf_posenc.recipes import library
-    from hf_posenc.recipes.schema.recipe import Recipe
-
-    quiet()
-    overrides = [word for word in words or [] if "=" in word]
-    files = [word for word in words or [] if "=" not in word]
-    if len(files) > 1:
-        raise OutputError(f"Got the files {' and '.join(files)}; expected one. Keys are given as KEY=VALUE.")
-    target = Path(files[0] if files else f"{Path(recipe).stem}.yaml")
-    text = Recipe.read(recipe, overrides).text()
-    if not library.is_file(target):
-        raise OutputError(f"{target} is no name for a recipe. Give a file that ends in .yaml.")
-    if not target.parent.is_dir():
-        raise OutputError(f"There is no directory {target.parent} to write {target.name} in. Make it first.")
-    try:
-        with target.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise OutputError(f"{target} exists. Choose another name, or remove it first.") from None
-    typer.echo(f"wrote {target}\n\nTo run it:\n\n    hf-posenc train {shlex.quote(str(target))} --out DIR")
 
 
 @recipes_app.command()
