@@ -295,14 +295,15 @@ def test_what_shows() -> None:
 
 def test_values_of_keys_stand_where_they_are_asked() -> None:
     measure = AssociativeRecall(torch.arange(10, 50), (64, 100), samples=3)
-    for (row,) in measure._rows:
+    for prompt, answer in measure._rows:
+        row = torch.cat([prompt, answer])
         pairs, asked = (part.view(16, 2).tolist() for part in (row[:32], row[-32:]))
         assert sorted(pairs) == sorted(asked)
         assert pairs != asked
         keys = {key for key, _ in pairs}
         assert len(keys) == 16
         assert not keys & {*row[32:-32].tolist(), *(value for _, value in pairs)}
-        assert row[measure._scored(len(row))].tolist() == [value for _, value in asked]
+        assert answer[::2].tolist() == [value for _, value in asked]
     right, loss = measure(Recalls(VOCABULARY))
     assert (right.samples == 1).all()
     assert (loss.samples < 0.1).all()
@@ -619,14 +620,14 @@ def test_command(tmp_path: Path) -> None:
         ),
         (
             [DIRECTORIES["llama"], "--text", "TEXT", "--contexts", "60", "--measures", "mqar"],
-            "lengths=(60,): expected at least 64",
+            "lengths: got 60; expected at least 64",
         ),
         ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
         ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "are of two kinds"),
         ([DIRECTORIES["llama"], "WORDS", "--text", "TEXT"], "words makes other tokens of the text than tiny_llama"),
         ([DIRECTORIES["llama"], "WORDS", "--text", "ROWS"], "words makes other tokens of the text than tiny_llama"),
         ([DIRECTORIES["llama"], "--contexts", "4096", "--text", "TEXT"], "Give more text"),
-        ([DIRECTORIES["llama"], "--text", "TEXT"], "mine.txt has 261 tokens, too few for 16 windows"),
+        ([DIRECTORIES["llama"], "--text", "TEXT"], "16 windows of it take 1,089 held-out tokens, there are 261"),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path: Path) -> None:

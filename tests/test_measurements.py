@@ -114,9 +114,7 @@ def test_contexts_as_the_text_allows(missing: int) -> None:
 
 def test_contexts_that_were_asked_for() -> None:
     assert contexts_for(128, 2000, windows=4, contexts=[512, 96]) == ((96, 512), ())
-    with pytest.raises(
-        RecipeError, match=r"evaluation.contexts: not measured at 4096 tokens: 4 windows of it take 4,289"
-    ):
+    with pytest.raises(RecipeError, match=r"Contexts: not measured at 4096 tokens: 4 windows of it take 4,289"):
         contexts_for(128, 2000, windows=4, contexts=[512, 4096])
     with pytest.raises(RecipeError, match="not measured at 16 tokens: shorter"):
         contexts_for(128, 2000, windows=4, contexts=[16])

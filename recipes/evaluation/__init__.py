@@ -3,17 +3,16 @@
     report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
-Each measure has its own file: `perplexity`, `needle`, `induction`, `generation`.
+Each measure has its own file: `perplexity`, `recall`, `generation`.
 """
 
 from __future__ import annotations
 
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
-from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
-from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.intervals import Interval
 

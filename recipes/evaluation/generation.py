@@ -98,7 +98,6 @@ class Generation(Measure):
             self._examples += [draw(source).encode(tokenizer) for _ in range(samples)]
         self._first = torch.empty(0)
         self._end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        self.tokens = self._windows.numel() + samples * _WRITTEN + sum(a.numel() + b.numel() for a, b in self._examples)
         self.note = (
             f"{samples} prompts of {min(_PROMPTS)} to {max(_PROMPTS)} tokens, padded at the left, and {_WRITTEN} "
             f"tokens that follow by greedy decoding. Agreement: with the first model. Repeated: {_GRAM}-grams "

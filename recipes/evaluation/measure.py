@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
-from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity
+from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.plots.curves import Mark
 from hf_posenc.recipes.processes import processes
 
-Places = TypeVar("Places", bound=Point)
 # The tensors of one sample, without a batch axis.
 Row = tuple[Tensor, ...]
 # A function that loads a model when its turn comes.
@@ -39,7 +39,6 @@ class Measure(ABC):
         name: Name on the command line and in file names.
         title: Title of its table and picture.
         note: Definition of the measured quantity, for the report.
-        tokens: Number of tokens that one model reads.
         mark: Labelled point on the first numeric axis of the picture; `None` without.
         takes_masked: Whether the quantity is defined for masked language models.
     """
@@ -47,7 +46,6 @@ class Measure(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     note: str
-    tokens: int
     mark: Mark | None = None
     takes_masked: ClassVar[bool] = False
 
@@ -75,44 +73,11 @@ class Measure(ABC):
         """Return the results for a model in evaluation mode; gradients are off."""
 
 
-class ByLength(Measure):
-    """A measure of ascending lengths, which ends at the first one where a model does no better than guessing.
-
-    Subclasses set `_axes`, the last of which has the lengths, `_quantities`, and `_rows`. Rows are ordered by length,
-    then by sample, then by the points of other axes.
-    """
-
-    # For the notes of subclasses.
-    _ends: ClassVar[str] = "Where a model does no better than guessing, longer texts are left out."
-
-    _axes: Mapping[str, tuple[Point, ...]]
-    _quantities: Sequence[Quantity]
-    _rows: Sequence[Row]
-
-    @abstractmethod
-    def _score(self, model: Any, *parts: Tensor) -> Tensor:
-        """Return the results of some rows, `[B, quantities]`."""
-
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        *others, lengths = map(len, self._axes.values())
-        width = len(self._quantities)
-        found = torch.full((lengths, len(self._rows) // lengths, width), torch.nan, dtype=torch.float64)
-        for index, part in enumerate(found):
-            rows = self._rows[index * len(part) : (index + 1) * len(part)]
-            found[index] = workers.map(partial(self._score, model), rows, width)
-            if not any(quantity.shows(found[index, :, column]) for column, quantity in enumerate(self._quantities)):
-                break
-        found = found.view(lengths, -1, *others, width)
-        # Quantities come first, then other axes, lengths and samples.
-        parts = found.permute(-1, *range(2, found.ndim - 1), 0, 1)
-        return tuple(Grid(quantity, self._axes, part) for quantity, part in zip(self._quantities, parts, strict=True))
-
-
-def different(name: str, places: Sequence[Places]) -> tuple[Places, ...]:
-    """Return the points of an axis unchanged; raise `OptionError` if they are empty or repeated."""
+def different(name: str, places: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the points of an axis, ascending; raise `OptionError` if they are empty or repeated."""
     if not places or len(set(places)) < len(places):
         raise OptionError(f"{name}={tuple(places)}: expected one or more, each once.")
-    return tuple(places)
+    return tuple(sorted(places))
 
 
 class Workers:
@@ -122,14 +87,14 @@ class Workers:
 
     Args:
         batch_size: Rows per forward; fewer, if they are long.
-        advance: Function called after each batch with the number of tokens read by all processes.
+        progress: Function that shows a bar while a loop takes things.
         alone: Whether each process does all the work, as forwards of a sharded model need.
     """
 
     def __init__(
-        self, *, batch_size: int = 8, advance: Callable[[int], None] = lambda tokens: None, alone: bool = False
+        self, *, batch_size: int = 8, progress: Callable[[Any], Iterable[Any]] = iter, alone: bool = False
     ) -> None:
-        self.batch_size, self._advance, self._alone = batch_size, advance, alone
+        self.batch_size, self._progress, self._alone = batch_size, progress, alone
         together = processes()
         self._rank: int = 0 if alone else together.process_index
         self._count: int = 1 if alone else together.num_processes
@@ -147,7 +112,7 @@ class Workers:
             Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
         """
         found: list[tuple[int, list[float]]] = []
-        for number, batch in enumerate(_batches(rows, self.batch_size)):
+        for number, batch in enumerate(self._progress(_batches(rows, self.batch_size))):
             if number % self._count != self._rank:
                 continue
             parts = [torch.stack(tensors) for tensors in zip(*(rows[index] for index in batch), strict=True)]
@@ -156,7 +121,6 @@ class Workers:
             except PositionError:
                 values = torch.full((len(batch), width), torch.nan, dtype=torch.float64)
             found += zip(batch, values.tolist(), strict=True)
-            self._advance(self._count * sum(part.numel() for part in parts))
         results = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
         for index, numbers in found if self._alone else gather_object(found):
             results[index] = torch.tensor(numbers, dtype=torch.float64)
@@ -170,7 +134,7 @@ def _batches(rows: Sequence[Row], size: int) -> list[list[int]]:
         alike[tuple(part.shape for part in row)].append(index)
     batches = []
     for shapes, group in alike.items():
-        count = max(1, min(size, _TOKENS // max(shape.numel() for shape in shapes)))
+        count = max(1, min(size, _TOKENS // sum(shape.numel() for shape in shapes)))
         batches += [group[start : start + count] for start in range(0, len(group), count)]
     return batches
 
@@ -208,29 +172,22 @@ def evaluate(
     if len(set(names)) < len(names):
         raise OptionError(f"evaluate(measures=...): got {', '.join(names)}; each can be given once.")
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    total, done = len(models) * sum(measure.tokens for measure in measures), 0
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    shown = console is not None and console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown) as bar:
-        task = bar.add_task("", total=total)
-        workers = Workers(batch_size=batch_size, advance=lambda tokens: bar.advance(task, tokens))
-        for name, model in models.items():
-            bar.update(task, description=f"loading {name}")
-            # Modules are callable, too, so callability cannot tell them from loaders.
-            loaded = model if isinstance(model, nn.Module) else model()
-            for measure in measures:
-                measure.check(loaded)
-            for measure in measures:
-                what = f"{name}: {measure.name}"
-                bar.update(task, description=what)
-                found[measure.name][name] = measure(loaded, workers)
-                done += measure.tokens
-                # Uneven batches of several processes make the bar drift.
-                bar.update(task, completed=done)
-                if console is not None and not shown:
-                    text = f"{what} ({done / total:.0%} after {bar.tasks[0].elapsed or 0:.0f} s)"
-                    console.print(text, highlight=False, markup=False)
-            # Free its memory before the next one is loaded.
-            del loaded
+    started, total, done = time.monotonic(), len(models) * len(measures), 0
+    for name, model in models.items():
+        # Modules are callable, too, so callability cannot tell them from loaders.
+        loaded = model if isinstance(model, nn.Module) else model()
+        for measure in measures:
+            measure.check(loaded)
+        for measure in measures:
+            what = f"{name}: {measure.name}"
+            silent = console is None or not console.is_terminal
+            bar = partial(track, description=what, console=console, transient=True, disable=silent)
+            found[measure.name][name] = measure(loaded, Workers(batch_size=batch_size, progress=bar))
+            done += 1
+            if console is not None:
+                text = f"{what} ({done / total:.0%} after {time.monotonic() - started:.0f} s)"
+                console.print(text, highlight=False, markup=False)
+        # Free its memory before the next one is loaded.
+        del loaded
     sections = (Section(each.name, each.title, each.note, found[each.name], each.mark) for each in measures)
     return Report(tuple(sections), dict(settings or {}))

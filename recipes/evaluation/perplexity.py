@@ -34,44 +34,26 @@ def context_curve(
     ids: Tensor,
     contexts: Sequence[int],
     *,
-    windows: int = 16,
-    targets: int = TARGETS,
     batch_size: int = 8,
-    corrupt: Corruption | None = None,
+    **options: Any,
 ) -> Grid:
-    """Measure the loss of the same target tokens after contexts of different lengths.
-
-    The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
-    `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its
-    decoder predicts them uncorrupted, and the last `targets` are scored. A masked language model reads them corrupted,
-    too, and the corrupted ones among the last `targets` are scored. A token is corrupted at every length or at none. So
-    the scored tokens are the same at every length and for every model.
+    """Measure perplexity by context length in each process alone.
 
     Args:
         model: A language model of transformers (causal, masked or encoder-decoder) on any device.
         ids: Token ids of a text, int64 `[tokens]`.
-        contexts: Context lengths in tokens, each at least `targets`.
-        windows: Number of windows.
-        targets: Scored tokens per window.
+        contexts: Context lengths in tokens.
         batch_size: Windows per forward.
-        corrupt: Function that corrupts windows `[windows, max(contexts)]` for an encoder; `None` for causal models.
+        **options: Further arguments of `ContextPerplexity`, which raises the same errors, too.
 
     Returns:
         Perplexity by context length. Samples are the mean losses of windows in nats per token; NaN at contexts that the
         model has no positions for. `curve.at(128)` is the perplexity at 128 tokens with its interval.
 
     Raises:
-        ShapeError: A context is shorter than the targets, the text is too short for the windows, or nothing is masked
-            among the targets of a window.
-        OptionError: A model with an encoder comes without `corrupt`, or a causal model with it.
         PositionError: The model can read none of the contexts.
     """
-    measure = ContextPerplexity(ids, contexts, windows=windows, targets=targets, corrupt=corrupt)
-    if corrupt is not None and _is_causal(model):
-        raise OptionError(
-            f"context_curve(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; "
-            "leave it out."
-        )
+    measure = ContextPerplexity(ids, contexts, **options)
     (found,) = measure(model, Workers(batch_size=batch_size, alone=True))
     if bool(found.samples.isnan().all()):
         raise PositionError(
@@ -81,16 +63,17 @@ def context_curve(
 
 
 def check_corruption(measure: str, model: Any, corrupt: object) -> None:
-    """Raise `OptionError` for a model with an encoder and no corruption: it must not read the tokens to predict."""
-    if corrupt is None and not _is_causal(model):
+    """Raise `OptionError` unless a model with an encoder, which must not read the tokens to predict, has corruption."""
+    is_causal = auto_class(model.config) is AutoModelForCausalLM
+    if is_causal and corrupt is not None:
+        raise OptionError(
+            f"{measure}(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; leave it out."
+        )
+    if not is_causal and corrupt is None:
         raise OptionError(
             f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read the tokens to predict; pass "
             "hf_posenc.recipes.data.collation.corruptor(model.config, tokenizer).corrupt."
         )
-
-
-def _is_causal(model: Any) -> bool:
-    return auto_class(model.config) is AutoModelForCausalLM
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
@@ -141,27 +124,32 @@ def contexts_for(
         f"not measured at {context} tokens: {reason}" for context, reason in reasons.items() if context not in possible
     )
     if (contexts and notes) or not possible:
-        raise RecipeError(
-            f"evaluation.contexts: {'; '.join(notes)}. Give other contexts, fewer evaluation.windows or more held-out "
-            "text."
-        )
+        raise RecipeError(f"Contexts: {'; '.join(notes)}. Give other contexts, fewer windows or more held-out text.")
     return possible, notes
 
 
 class ContextPerplexity(Measure):
-    """Perplexity of the same tokens after contexts of different lengths, as `context_curve` measures it.
+    """Perplexity of the same tokens after contexts of different lengths.
+
+    The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
+    `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its
+    decoder predicts them uncorrupted, and the last `targets` are scored. A masked language model reads them corrupted,
+    too, and the corrupted ones among the last `targets` are scored. A token is corrupted at every length or at none. So
+    the scored tokens are the same at every length and for every model.
 
     Args:
         ids: Token ids of a text, int64 `[tokens]`.
         contexts: Context lengths in tokens, each at least `targets`.
         windows: Number of windows of the text; one sample each.
         targets: Scored tokens per window.
-        corrupt: Function that corrupts token ids `[B, n]` for an encoder; `None` for causal models.
+        corrupt: Function that corrupts windows `[B, max(contexts)]` for an encoder; `None` for causal models.
         trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
-        OptionError: Contexts are empty or repeated.
-        ShapeError: A context is shorter than the targets, or the text is too short.
+        OptionError: Contexts are empty or repeated; a model with an encoder comes without `corrupt`, or a causal one
+            with it.
+        ShapeError: A context is shorter than the targets, the text is too short, or nothing is masked among the targets
+            of a window.
     """
 
     name = "perplexity"
@@ -178,12 +166,11 @@ class ContextPerplexity(Measure):
         corrupt: Corruption | None = None,
         trained_length: int | None = None,
     ) -> None:
-        self._contexts = tuple(sorted(different("contexts", contexts)))
+        self._contexts = different("contexts", contexts)
         if self._contexts[0] < targets:
             raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
         self._targets, self._corrupt = targets, corrupt
         self._rows = spread_windows(ids, self._contexts[-1] + 1, windows, targets=targets)
-        self.tokens = self._rows.numel()
         self.mark = trained_mark(trained_length)
         self.note = (
             f"Perplexity of the same {targets} tokens in each of {windows} windows of text; for a masked language "
@@ -201,7 +188,7 @@ class ContextPerplexity(Measure):
 
     def _by_context(self, model: Any, rows: Tensor) -> Tensor:
         """Return the losses of windows, float64 `[B, contexts]`; NaN where the model cannot read them."""
-        read = rows[:, :-1] if self._corrupt is None or _is_causal(model) else self._corrupt(rows[:, 1:])
+        read = rows[:, :-1] if self._corrupt is None else self._corrupt(rows[:, 1:])
         scored = torch.ones(len(rows), self._targets, dtype=torch.bool)
         if is_masked(model):
             scored = (read != rows[:, 1:])[:, -self._targets :].cpu()

@@ -13,15 +13,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_posenc.errors import OptionError, RecipeError, suggest
+from hf_posenc.errors import OptionError, suggest
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.windows import encode
 from hf_posenc.recipes.evaluation.generation import Generation
-from hf_posenc.recipes.evaluation.induction import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.measure import Measure, evaluate
-from hf_posenc.recipes.evaluation.needle import NeedleRetrieval
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
@@ -99,7 +98,7 @@ class Request:
         filled = replace(
             self,
             measures=self.measures or _USUAL[kind],
-            contexts=self.contexts or self._usual_contexts(own, len(ids), text),
+            contexts=self.contexts or contexts_for(own, len(ids), windows=self.samples)[0],
             trained_length=own,
         )
         hiding = corruptor(configs[0], tokenizer, seed=self.seed)
@@ -159,16 +158,6 @@ class Request:
         if not runs or any(data != runs[0] for data in runs):
             return sources.BUILTIN, read_text(sources.BUILTIN)
         return f"held out by the runs from {runs[0].held_out or runs[0].source}", sources.read(runs[0])[1]
-
-    def _usual_contexts(self, length: int, tokens: int, text: str) -> tuple[int, ...]:
-        """Return the default context lengths for which the text is long enough."""
-        try:
-            return contexts_for(length, tokens, windows=self.samples)[0]
-        except RecipeError as error:
-            raise OptionError(
-                f"{text} has {tokens:,} tokens, too few for {self.samples} windows. Give more text, fewer "
-                "samples or shorter contexts."
-            ) from error
 
 
 def check_measures(names: Iterable[str]) -> None:
