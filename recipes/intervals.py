@@ -36,6 +36,10 @@ class Interval:
         """Lower and upper end."""
         return self.low, self.high
 
+    def times(self, factor: float) -> Interval:
+        """Return the estimate in another unit."""
+        return Interval(self.mean * factor, self.low * factor, self.high * factor)
+
 
 def of_mean(values: Tensor) -> Interval:
     """Return Student's interval for the mean of samples `[n]`."""

@@ -91,12 +91,12 @@ class Quantity:
         """Return an estimate with its interval as text, without the unit, rounded to the precision of the interval."""
         if math.isnan(found.mean):
             return "-"
-        mean, low, high = (end * self.scale for end in (found.mean, *found.ends))
-        if math.isnan(low) or not found.is_known:
-            return f"{mean:.4g}"
-        decimals = _decimals(high - low)
+        found = found.times(self.scale)
+        if math.isnan(found.low) or not found.is_known:
+            return f"{found.mean:.4g}"
+        decimals = _decimals(found.high - found.low)
         # Adding zero turns a rounded -0.0 into 0.0.
-        mean, low, high = (round(end, decimals) + 0.0 for end in (mean, low, high))
+        mean, low, high = (round(end, decimals) + 0.0 for end in (found.mean, *found.ends))
         return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
 
     def say(self, found: Interval) -> str:
@@ -220,8 +220,8 @@ class Grid:
         """Return the estimate at each place as JSON values, in the unit of the quantity."""
         found = []
         for place in itertools.product(*self.axes.values()):
-            ends = {name: _plain(value * self.quantity.scale) for name, value in vars(self.at(*place)).items()}
-            found.append({**dict(zip(self.axes, place, strict=True)), **ends})
+            ends = vars(self.at(*place).times(self.quantity.scale))
+            found.append({**dict(zip(self.axes, place, strict=True)), **{name: _plain(ends[name]) for name in ends}})
         return found
 
 

@@ -98,15 +98,14 @@ def _by_first_axis(grids: dict[str, Grid]) -> Iterator[dict[str, Grid]]:
 def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
     """Return the panel of one quantity over its axis."""
     first = next(iter(grids.values()))
-    quantity = first.quantity
+    quantity, scale = first.quantity, first.quantity.scale
     return Panel(
-        lines={name: [(point, grid.at(point)) for point in grid.points] for name, grid in grids.items()},
+        lines={name: [(point, grid.at(point).times(scale)) for point in grid.points] for name, grid in grids.items()},
         x=list(first.axes)[-1],
         y=quantity.label,
         is_log=quantity.estimator == "exponential",
-        scale=quantity.scale,
         top=100.0 if quantity.unit == "%" and quantity.estimator != "exponential" else None,
-        level=None if quantity.guess is None else (quantity.guess * quantity.scale, "guessing"),
+        level=None if quantity.guess is None else (quantity.guess * scale, "guessing"),
         mark=mark,
     )
 

@@ -37,8 +37,7 @@ class Panel:
         x: Label of the horizontal axis.
         y: Label of the vertical axis.
         is_log: Whether the vertical axis is logarithmic, as for perplexities.
-        scale: Factor that converts estimates to the unit of the axis.
-        top: Upper end of the vertical axis; `None` fits it to the estimates.
+        top: Upper end of a linear vertical axis; `None` fits it to the estimates.
         level: Labelled value, drawn as a horizontal line.
         mark: Labelled place, drawn as a vertical line.
     """
@@ -47,7 +46,6 @@ class Panel:
     x: str = "context length (tokens read)"
     y: str = "perplexity (per token; lower is better)"
     is_log: bool = True
-    scale: float = 1.0
     top: float | None = None
     level: Mark | None = None
     mark: Mark | None = None
@@ -86,15 +84,15 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         shift = offset_copy(
             axes.transData, axes.get_figure(root=True), x=apart * (index - (count - 1) / 2), units="points"
         )
-        _errorbar(axes, places, style.look(names.index(name)), panel.scale, label=name, transform=shift)
+        _errorbar(axes, places, style.look(names.index(name)), label=name, transform=shift)
     _x_axis(axes, sorted(points) if not is_named else points, is_named)
     shown = [found for line in panel.lines.values() for _, found in line]
     if panel.level is not None:
-        shown.append(Interval(*[panel.level[0] / panel.scale] * 3))
+        shown.append(Interval(*[panel.level[0]] * 3))
     if panel.is_log:
-        _logarithmic(axes, shown, panel.scale, panel.top)
+        _logarithmic(axes, shown)
     else:
-        ends = [end * panel.scale for found in shown for end in (found.mean, found.high) if math.isfinite(end)]
+        ends = [end for found in shown for end in (found.mean, found.high) if math.isfinite(end)]
         top = panel.top or max([*ends, 1e-3])
         axes.set_ylim(-0.03 * top, 1.05 * top)
     if panel.level is not None:
@@ -104,17 +102,19 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     if panel.mark is not None and low <= panel.mark[0] <= high:
         place, text = panel.mark
         axes.axvline(place, color=style.GREY, linewidth=1.2, linestyle=(0, (1, 2)), zorder=0, label=text)
-    _finish(axes)
+    axes.grid(True, axis="y", color=style.FAINT)
+    axes.set_axisbelow(True)
+    style.open_frame(axes)
 
 
-def _errorbar(axes: Axes, line: Line, look: tuple[str, str, str], scale: float, **options: Any) -> None:
+def _errorbar(axes: Axes, line: Line, look: tuple[str, str, str], **options: Any) -> None:
     colour, marker, dashes = look
     known = [(place, found) for place, found in line if found.is_known]
     marker, dashes = (marker, dashes) if len(known) <= _MARKED else ("", "-")
-    arms = [[(f.mean - f.low) * scale for _, f in known], [(f.high - f.mean) * scale for _, f in known]]
+    arms = [[found.mean - found.low for _, found in known], [found.high - found.mean for _, found in known]]
     axes.errorbar(
         [place for place, _ in known],
-        [found.mean * scale for _, found in known],
+        [found.mean for _, found in known],
         yerr=arms,
         color=colour,
         marker=marker,
@@ -149,13 +149,12 @@ def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _logarithmic(axes: Axes, shown: Sequence[Interval], scale: float, top: float | None) -> None:
+def _logarithmic(axes: Axes, shown: Sequence[Interval]) -> None:
     """Fit a logarithmic axis to estimates and their intervals, with ticks at round numbers."""
-    means = [found.mean * scale for found in shown if found.is_known and found.mean > 0] or [1.0, 10.0]
-    ends = [end * scale for found in shown for end in found.ends if math.isfinite(end) and end > 0] + means
+    means = [found.mean for found in shown if found.is_known and found.mean > 0] or [1.0, 10.0]
+    ends = [end for found in shown for end in found.ends if math.isfinite(end) and end > 0] + means
     # A very wide interval must not squeeze the curves.
     low, high = max(min(ends), min(means) / 2) / 1.05, min(max(ends), 2 * max(means)) * 1.05
-    high = high if top is None else max(min(high, top), 1.05 * low)
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     is_narrow, is_wide = high < 10 * low, high > 1000 * low
@@ -163,12 +162,6 @@ def _logarithmic(axes: Axes, shown: Sequence[Interval], scale: float, top: float
     axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(True, axis="y", color=style.FAINT)
-    axes.set_axisbelow(True)
-    style.open_frame(axes)
 
 
 def _legend(figure: Figure) -> None:

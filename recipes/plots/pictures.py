@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -88,8 +88,8 @@ class ByDistance(Kind):
     def size(self, part: Part) -> tuple[float, float]:
         layers = self.panels(part)
         if part.on_grid:
-            return 1.2 + 1.25 * len(part.heads), 0.6 + 1.35 * len(layers)
-        rows, columns = style.shape(len(layers) * len(_queries(part)), _columns(layers))
+            return 1.2 + 1.6 * len(part.heads), 0.6 + 1.6 * len(layers)
+        rows, columns = style.shape(len(layers) * len(_queries(part)))
         return 1.0 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
@@ -103,7 +103,6 @@ class ByDistance(Kind):
         drawn = style.grid(
             canvas,
             len(cells),
-            _columns(layers),
             x=f"distance to the key (tokens{ahead})",
             y="logit, below its largest (nats)",
             share_x=False,
@@ -120,39 +119,25 @@ class ByDistance(Kind):
             style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
-        style.legend_beside(drawn[_columns(layers) - 1], "head")
+        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1], "head")
 
     def _maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> None:
-        cells = canvas.subplots(len(layers), len(part.heads), squeeze=False, sharex=True, sharey=True)
-        maps = [_around_the_middle(layer)[list(part.heads)] for _, layer in layers]
-        limit = max(float(values.abs().max()) for values in maps) or 1.0
-        for line, (name, _), values in zip(cells, layers, maps, strict=True):
-            rows, columns = values.shape[1:]
-            extent = (
-                *(-(columns // 2) - 0.5, columns - columns // 2 - 0.5),
-                *(rows - rows // 2 - 0.5, -(rows // 2) - 0.5),
-            )
-            for axes, value in zip(line, values, strict=True):
-                image = style.heat(axes, value, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
-                axes.tick_params(labelsize=7)
-                for axis in (axes.xaxis, axes.yaxis):
-                    axis.set_major_locator(MaxNLocator(5, integer=True))
-            line[0].set_ylabel(f"{name}\nrow (patches)", fontsize=8)
-        for top, bottom, head in zip(cells[0], cells[-1], part.heads, strict=True):
-            style.caption(top, f"head {head}")
-            bottom.set_xlabel("column (patches)", fontsize=8)
-        style.bar(canvas, image, cells, "added to the logit (nats)")
+        maps = torch.stack([_around_the_middle(layer)[list(part.heads)] for _, layer in layers])
+        names = [f"{name}, head {head}" for name, _ in layers for head in part.heads]
+        limit, (rows, columns) = float(maps.abs().max()) or 1.0, maps.shape[2:]
+        left, top = -(columns // 2) - 0.5, -(rows // 2) - 0.5
+        drawn = style.grid(canvas, len(names), len(part.heads), x="column (patches)", y="row (patches)", size=8)
+        for axes, name, values in zip(drawn, names, maps.flatten(0, 1), strict=True):
+            extent = (left, left + columns, top + rows, top)
+            image = style.heat(axes, values, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
+            style.caption(axes, name)
+        style.bar(canvas, image, drawn, "added to the logit (nats)")
 
 
 def _is_linear(far: Tensor, values: Tensor) -> bool:
     """Whether values `[H, N]` are proportional to the distance, so that a linear axis shows straight lines."""
     straight = values[:, -1:] * far.abs() / far[-1]
     return torch.allclose(values, straight, rtol=0, atol=1e-3 * float(values.abs().max()))
-
-
-def _columns(layers: Sequence[object]) -> int:
-    """Return a number of columns that leaves the last row as full as it can be."""
-    return math.ceil(len(layers) / math.ceil(len(layers) / style.COLUMNS))
 
 
 def _added(layer: Layer, query: int, far: Tensor) -> Tensor:
@@ -207,7 +192,7 @@ DECAY = ByDistance(
 # A step in an image, in patches: angles stay below half a turn, so that cosine and sine tell them.
 _STEP = 1 / 16
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-# Slower than this, in turns per token, is standing still.
+# Slower than this, in turns per token, is standing still, and left out.
 _STILL = 1e-9
 
 
@@ -228,18 +213,17 @@ class Frequencies(Kind):
         layers = part.distinct(_rates)
         y = f"{'patches' if part.on_grid else 'tokens'} per turn"
         drawn = style.grid(canvas, len(layers), x="plane, fastest first", y=y)
-        native, still = part.geometry.inv_freq, False
+        native = part.geometry.inv_freq
         for axes, (name, layer) in zip(drawn, layers, strict=True):
             if native is not None:
                 own = 2 * math.pi / native.double().cpu()[native.cpu() > 0]
                 axes.plot(range(len(own)), own.numpy(), color="0.6", linewidth=4, alpha=0.6, label="native", zorder=0)
             lines = _lines(part, layer)
             for index, (label, found) in enumerate(lines.items()):
-                turning = found > 2 * math.pi * _STILL
-                still |= not bool(turning.all())
+                turns = found.masked_fill(found < 2 * math.pi * _STILL, math.nan) / (2 * math.pi)
                 axes.plot(
-                    torch.arange(len(found))[turning].numpy(),
-                    (2 * math.pi / found[turning]).numpy(),
+                    range(len(found)),
+                    (1 / turns).numpy(),
                     linestyle="none",
                     marker=_MARKERS[index % len(_MARKERS)],
                     markersize=4,
@@ -255,8 +239,6 @@ class Frequencies(Kind):
             style.caption(axes, name)
             style.open_frame(axes)
         style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
-        if still:
-            style.caption(drawn[0], f"{layers[0][0]} (planes that stand still are left out)")
 
 
 def _lines(part: Part, layer: Layer) -> dict[str, Tensor]:
@@ -325,9 +307,8 @@ class Table(Kind):
     def draw(self, canvas: FigureBase, part: Part) -> None:
         table = _table(part)
         left, right = canvas.subplots(1, 2, width_ratios=(1.6, 1))
-        # A few large entries would leave the rest grey.
-        limit = float(table.abs().flatten().quantile(0.995)) if table.numel() < 10**7 else float(table.abs().max())
-        limit = limit or 1.0
+        # A few large entries would leave the rest grey; torch takes quantiles of 16 million numbers at most.
+        limit = float(table.abs().flatten()[:: 1 + table.numel() // 10**7].quantile(0.995)) or 1.0
         image = style.heat(left, table.T, style.SIGNED, aspect="auto", origin="lower", vmin=-limit, vmax=limit)
         style.bar(canvas, image, left, "added value", 10, extend="both")
         unit = torch.nn.functional.normalize(table, dim=-1)
