@@ -175,8 +175,8 @@ BREAKS = [
         "half = _student(count - 1) * float(values.std()) / math.sqrt(count)",
         "half = _student(count - 1) * float(values.std())"),
     Break("needles stand at the other end of the text", "evaluation",
-        "place = round(depth * room)",
-        "place = round((1 - depth) * room)"),
+        "place = round(depth * len(text))",
+        "place = round((1 - depth) * len(text))"),
 ]
 # fmt: on
 
