@@ -392,9 +392,8 @@ def test_tokens_are_written_along_the_axes() -> None:
     assert [label.replace("\N{OPEN BOX}", "\u0120") for label in labels[:6]] == [
         piece.replace("\u2581", "\u0120") for piece in pieces[:6]
     ]
-    figure.savefig(io.BytesIO())  # would warn of missing glyphs, and fail on a formula
-    style.token_ticks(axes, ["$a_$", "\N{CJK UNIFIED IDEOGRAPH-6F22}"], x=True)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["$a_$", "\N{WHITE SQUARE}"]
+    figure.savefig(io.BytesIO())  # would fail on a formula
+    style.token_ticks(axes, ["$a_$"], x=True)
     figure.savefig(io.BytesIO())
 
 
@@ -404,7 +403,7 @@ def test_what_cannot_be_drawn_is_said() -> None:
         draw(model, "bais")
     with pytest.raises(hf_posenc.OptionError, match="no picture 'gates' of kerple"):
         draw(model, "bias", "gates")
-    for query in (0, -3, True, 1.5, 2**30 + 1):
+    for query in (0, -3, 1.5, 2**30 + 1):
         with pytest.raises(hf_posenc.OptionError, match="positions of queries"):
             draw(model, "bias", queries=[query])
     for options in ({"layers": [2]}, {"layers": []}, {"heads": [4]}, {"heads": []}, {"heads": [-1]}):

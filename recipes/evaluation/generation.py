@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +30,32 @@ _WORDS = (
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack")
 
 
-class Example(NamedTuple):
-    """A question and its answer, which begins with a space."""
+def _encoded(tokenizer: Any, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
+    """Return the token ids of prompt and answer, which together are those of the whole text.
 
-    prompt: str
-    answer: str
-
-    def encode(self, tokenizer: Any) -> tuple[Tensor, Tensor]:
-        """Return the token ids of prompt and answer, which together are those of the whole text.
-
-        A token that spans the end of the prompt and the beginning of the answer belongs to the answer.
-        """
-        prompt, whole = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (self.prompt, self.prompt + self.answer)
-        )
-        shared = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
-        return torch.tensor(whole[:shared]), torch.tensor(whole[shared:])
+    A token that spans the end of the prompt and the beginning of the answer belongs to the answer.
+    """
+    begun, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + answer))
+    shared = next((i for i, (a, b) in enumerate(zip(begun, whole, strict=False)) if a != b), len(begun))
+    return torch.tensor(whole[:shared]), torch.tensor(whole[shared:])
 
 
-def copied(draw: random.Random) -> Example:
+def copied(draw: random.Random) -> tuple[str, str]:
     """Return a list of words to copy, twice so far."""
     words = " ".join(draw.sample(_WORDS, 8))
-    return Example(f"List: {words}.\nThe same list: {words}.\nThe same list:", f" {words}.")
+    return f"List: {words}.\nThe same list: {words}.\nThe same list:", f" {words}."
 
 
-def recalled(draw: random.Random) -> Example:
+def recalled(draw: random.Random) -> tuple[str, str]:
     """Return a code of several to recall by its name."""
     names = draw.sample(_NAMES, 4)
     codes = {name: " ".join(str(draw.randrange(1, 10)) for _ in range(3)) for name in names}
     facts = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
     asked = draw.choice(names)
-    return Example(f"{facts} Again: The code of {asked} is", f" {codes[asked]}.")
+    return f"{facts} Again: The code of {asked} is", f" {codes[asked]}."
 
 
+# Functions that draw a prompt and its answer, which begins with a space.
 TASKS = {"copy": copied, "recall": recalled}
 
 
@@ -95,7 +88,7 @@ class Generation(Measure):
         self._examples: list[tuple[Tensor, Tensor]] = []
         for name, draw in TASKS.items():
             source = random.Random(f"{seed} {name}")
-            self._examples += [draw(source).encode(tokenizer) for _ in range(samples)]
+            self._examples += [_encoded(tokenizer, *draw(source)) for _ in range(samples)]
         self._first = torch.empty(0)
         self._end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.note = (

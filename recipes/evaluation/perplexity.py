@@ -110,18 +110,17 @@ def contexts_for(
         RecipeError: A requested length is impossible, or all default ones are.
     """
     # `spread_windows` lets windows overlap, except in their targets.
-    between = (windows - 1) * TARGETS
+    room = tokens - (windows - 1) * TARGETS
     every = [trained_length * 2**power // 4 for power in range(6)]
-    usual = [length for length in every if length >= TARGETS] or every
-    reasons = {
-        context: f"shorter than the {TARGETS} tokens that are scored"
-        if context < TARGETS
-        else f"{windows} windows of it take {context + 1 + between:,} held-out tokens, there are {tokens:,}"
-        for context in contexts or usual
-    }
-    possible = tuple(sorted(context for context in reasons if TARGETS <= context < tokens - between))
+    wanted = contexts or [length for length in every if length >= TARGETS] or every
+    possible = tuple(sorted({context for context in wanted if TARGETS <= context < room}))
     notes = tuple(
-        f"not measured at {context} tokens: {reason}" for context, reason in reasons.items() if context not in possible
+        f"not measured at {context} tokens: shorter than the {TARGETS} tokens that are scored"
+        if context < TARGETS
+        else f"not measured at {context} tokens: {windows} windows of it take {context + 1 + tokens - room:,} held-out "
+        f"tokens, there are {tokens:,}"
+        for context in dict.fromkeys(wanted)
+        if context not in possible
     )
     if (contexts and notes) or not possible:
         raise RecipeError(f"Contexts: {'; '.join(notes)}. Give other contexts, fewer windows or more held-out text.")

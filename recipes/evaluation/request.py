@@ -134,17 +134,14 @@ class Request:
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         length = self.trained_length
 
-        def induction() -> Measure:
-            # Two copies make an even number of tokens.
-            even = [*dict.fromkeys(context // 2 * 2 for context in contexts)]
-            return InductionCopy(symbols, even, trained_length=length, **drawn)
-
+        # Two copies make an even number of tokens.
+        even = list(dict.fromkeys(context // 2 * 2 for context in contexts))
         known: dict[str, Callable[[], Measure]] = {
             "perplexity": lambda: ContextPerplexity(
                 ids, contexts, windows=self.samples, corrupt=corrupt, trained_length=length
             ),
             "needle": lambda: NeedleRetrieval(ids, contexts, symbols=symbols, **drawn),
-            "induction": induction,
+            "induction": lambda: InductionCopy(symbols, even, trained_length=length, **drawn),
             "mqar": lambda: AssociativeRecall(symbols, contexts, trained_length=length, **drawn),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
         }

@@ -70,11 +70,10 @@ def figures(
     """
     known = all_kinds()
     wanted = _wanted(what, [OVERVIEW, *known])
-    for query in queries:
-        if not isinstance(query, int) or isinstance(query, bool) or not 1 <= query <= _FARTHEST:
-            raise OptionError(
-                f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
-            )
+    if not all(isinstance(query, int) and 1 <= query <= _FARTHEST for query in queries):
+        raise OptionError(
+            f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
+        )
     with patched(model) as native, torch.no_grad():
         every = parts_of(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native=native)
         parts = _chosen(every, layers, heads, tuple(queries))

@@ -191,7 +191,6 @@ DECAY = ByDistance(
 
 # A step in an image, in patches: angles stay below half a turn, so that cosine and sine tell them.
 _STEP = 1 / 16
-_MARKERS = ("o", "s", "^", "D", "v", "P")
 # Slower than this, in turns per token, is standing still, and left out.
 _STILL = 1e-9
 
@@ -218,17 +217,17 @@ class Frequencies(Kind):
             if native is not None:
                 own = 2 * math.pi / native.double().cpu()[native.cpu() > 0]
                 axes.plot(range(len(own)), own.numpy(), color="0.6", linewidth=4, alpha=0.6, label="native", zorder=0)
-            lines = _lines(part, layer)
-            for index, (label, found) in enumerate(lines.items()):
+            for index, (label, found) in enumerate(_lines(part, layer).items()):
+                colour, marker, _ = style.look(index + 1)
                 turns = found.masked_fill(found < 2 * math.pi * _STILL, math.nan) / (2 * math.pi)
                 axes.plot(
                     range(len(found)),
                     (1 / turns).numpy(),
                     linestyle="none",
-                    marker=_MARKERS[index % len(_MARKERS)],
+                    marker=marker,
                     markersize=4,
                     alpha=0.8,
-                    color=style.line_styles(max(len(lines), 2))[index][0],
+                    color=colour,
                     label=label,
                 )
             axes.set_yscale("log")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator
 from torch import Tensor
@@ -34,7 +32,6 @@ FLOOR = -16.0
 _LABELS, _LEGEND = 56, 12
 # Of a letter of a title, on average and with some room.
 _INCHES = 0.085
-_MISSING = "\N{WHITE SQUARE}"
 # Panels of a row.
 COLUMNS = 5
 # Inches per token, and for the labels of tokens.
@@ -120,7 +117,7 @@ def token_ticks(axes: Axes, tokens: Sequence[str], *, x: bool = False, y: bool =
     """Write the tokens of a text along axes on which token i is at i; of many, some."""
     step = math.ceil(len(tokens) / _LABELS)
     places = range(0, len(tokens), step)
-    labels = [_printable(tokens[place]) for place in places]
+    labels = [tokens[place] for place in places]
     for wanted, axis, angle in ((x, axes.xaxis, 90), (y, axes.yaxis, 0)):
         if wanted:
             axis.set_major_locator(FixedLocator(list(places)))
@@ -208,13 +205,3 @@ def colours(numbers: Numbers, found: Sequence[Tensor]) -> tuple[str, Normalize]:
 def side(tokens: Sequence[str]) -> float:
     """Return the width in inches of a panel over tokens."""
     return min(max(_TOKEN * len(tokens), 1.6), 7.0)
-
-
-@cache
-def _font() -> Any:
-    return get_font(findfont(FontProperties()))
-
-
-def _printable(token: str) -> str:
-    """Return a token with a box for each character that the font of labels lacks."""
-    return "".join(c if _font().get_char_index(ord(c)) else _MISSING for c in token)
