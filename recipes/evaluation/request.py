@@ -24,7 +24,7 @@ from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
-from hf_posenc.recipes.loading import auto_class, trained_length
+from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 
@@ -78,7 +78,7 @@ class Request:
         check_measures(self.measures or ())
         found = subjects(self.models)
         # A model that is not there is noticed before anything else is read.
-        first, configs = found[0], [subject.config() for subject in found]
+        first, configs = found[0], [load_config(subject.base) for subject in found]
         tokenizer, kind, device = first.tokenizer(), auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
         sample = "".join(document["text"] for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]

@@ -53,10 +53,6 @@ class Subject:
         # The built-in text is read in its held-out part.
         return text not in (BUILTIN, data.held_out) and (here.is_relative_to(there) or there.is_relative_to(here))
 
-    def config(self) -> Any:
-        """Return the config of the model."""
-        return loading.load_config(self.base)
-
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model; an adapter without one uses that of its base."""
         own = Path(self.source, "tokenizer_config.json").is_file()

@@ -59,7 +59,7 @@ def all_kinds() -> dict[str, Kind]:
 
 # -- by distance -------------------------------------------------------------------------------------------------------
 
-# Distances are on a logarithmic axis from here on.
+# Up to more than so many tokens, distances are on a logarithmic axis.
 _FAR = 300
 
 
@@ -114,8 +114,7 @@ class ByDistance(Kind):
             # The same for all keys of a query changes no weight, and may be large.
             values = values - values.amax(-1, keepdim=True)
             lowest = min(lowest, float(values.min()))
-            is_log = int(far.max()) > _FAR and not _is_linear(far, values)
-            style.lines(axes, far, values, part.heads, log=is_log, width=1.5)
+            style.lines(axes, far, values, part.heads, log=query > _FAR, width=1.5)
             style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
@@ -132,12 +131,6 @@ class ByDistance(Kind):
             image = style.heat(axes, values, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
             style.caption(axes, name)
         style.bar(canvas, image, drawn, "added to the logit (nats)")
-
-
-def _is_linear(far: Tensor, values: Tensor) -> bool:
-    """Whether values `[H, N]` are proportional to the distance, so that a linear axis shows straight lines."""
-    straight = values[:, -1:] * far.abs() / far[-1]
-    return torch.allclose(values, straight, rtol=0, atol=1e-3 * float(values.abs().max()))
 
 
 def _added(layer: Layer, query: int, far: Tensor) -> Tensor:
@@ -189,8 +182,6 @@ DECAY = ByDistance(
 
 # -- rotations ---------------------------------------------------------------------------------------------------------
 
-# A step in an image, in patches: angles stay below half a turn, so that cosine and sine tell them.
-_STEP = 1 / 16
 # Slower than this, in turns per token, is standing still, and left out.
 _STILL = 1e-9
 
@@ -199,10 +190,10 @@ class Frequencies(Kind):
     """How fast the planes turn: the eigenvalues of what a scheme does to channels at the first position."""
 
     def fits(self, part: Part) -> bool:
-        return part.family == "rotary"
+        return part.family == "rotary" and not part.on_grid
 
     def title(self, part: Part) -> str:
-        return f"how far apart {'patches' if part.on_grid else 'tokens'} are for one turn of a plane"
+        return "how far apart tokens are for one turn of a plane"
 
     def size(self, part: Part) -> tuple[float, float]:
         rows, columns = style.shape(len(part.distinct(_rates)))
@@ -210,14 +201,13 @@ class Frequencies(Kind):
 
     def draw(self, canvas: FigureBase, part: Part) -> None:
         layers = part.distinct(_rates)
-        y = f"{'patches' if part.on_grid else 'tokens'} per turn"
-        drawn = style.grid(canvas, len(layers), x="plane, fastest first", y=y)
+        drawn = style.grid(canvas, len(layers), x="plane, fastest first", y="tokens per turn")
         native = part.geometry.inv_freq
         for axes, (name, layer) in zip(drawn, layers, strict=True):
             if native is not None:
                 own = 2 * math.pi / native.double().cpu()[native.cpu() > 0]
                 axes.plot(range(len(own)), own.numpy(), color="0.6", linewidth=4, alpha=0.6, label="native", zorder=0)
-            for index, (label, found) in enumerate(_lines(part, layer).items()):
+            for index, (label, found) in enumerate(_lines(layer).items()):
                 colour, marker, _ = style.look(index + 1)
                 turns = found.masked_fill(found < 2 * math.pi * _STILL, math.nan) / (2 * math.pi)
                 axes.plot(
@@ -233,18 +223,14 @@ class Frequencies(Kind):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(style.thousands)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            if not part.on_grid:
-                axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
+            axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
             style.caption(axes, name)
             style.open_frame(axes)
         style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
 
 
-def _lines(part: Part, layer: Layer) -> dict[str, Tensor]:
+def _lines(layer: Layer) -> dict[str, Tensor]:
     """Return the frequencies of a layer, by the label of their line."""
-    if part.on_grid:
-        names = ("row to row", "column to column")
-        return {name: _frequencies(layer, axis).mean(0) for axis, name in enumerate(names)}
     found = _frequencies(layer)
     if torch.allclose(found, found[:1], rtol=1e-9, atol=0):
         return {"all heads": found[0]}
@@ -256,27 +242,18 @@ def _rates(layer: Layer) -> object:
     return tuple(_frequencies(layer).flatten().tolist())
 
 
-def _frequencies(layer: Layer, axis: int | None = None) -> Tensor:
-    """Return the angles by which the planes of each kv head turn from one position to the next, float64 `[G, D / 2]`.
-
-    In an image the step goes along an axis.
-    """
+def _frequencies(layer: Layer) -> Tensor:
+    """Return the angles by which the planes of each kv head turn from token to token, float64 `[G, D / 2]`."""
     scheme, geometry = layer.scheme, layer.scheme.geometry
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))
     # Rows are channels, each turned by itself.
     channels = torch.eye(geometry.head_dim, dtype=torch.float64, device=device)
     ones = torch.ones(1, len(channels), dtype=torch.long, device=device)
-    positions, step = Positions(ones, ones), 1.0
-    if scheme.axes:
-        coords = torch.full((*ones.shape, scheme.axes), _STEP, dtype=torch.float64, device=device)
-        if axis is not None:
-            coords *= torch.arange(scheme.axes, device=device) == axis
-        positions, step = Positions(ones, ones, coords, coords), _STEP
     q, k = (channels.expand(1, heads, -1, -1) for heads in (geometry.heads, geometry.kv_heads))
-    turned = scheme.project(Tokens(positions=positions, common=layer.tokens.common), q, k, k).k[0]
+    turned = scheme.project(Tokens(positions=Positions(ones, ones), common=layer.tokens.common), q, k, k).k[0]
     # Each plane has two eigenvalues, with angles of opposite sign.
     angles = torch.linalg.eigvals(turned.cpu()).angle().abs().sort(dim=-1, descending=True).values
-    pairs: Tensor = angles[:, ::2] / step
+    pairs: Tensor = angles[:, ::2]
     return pairs
 
 

@@ -107,8 +107,6 @@ def thousands(value: float, _: object = None) -> str:
 
 def spread(last: int) -> Tensor:
     """Return distances from 0 to `last`, dense at first and then evenly on a log scale, int64."""
-    if last < 2:
-        return torch.arange(last + 1)
     far = torch.logspace(0, math.log10(last), 400).round().int().tolist()
     return torch.tensor(sorted({*range(min(65, last)), *far, last}))
 
