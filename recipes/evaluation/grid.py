@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
@@ -37,15 +38,9 @@ def _plain(values: Any) -> Any:
     return None if math.isnan(values) else str(values) if math.isinf(values) else values
 
 
-def _numbers(values: Any) -> Any:
-    """Return JSON values as numbers."""
-    if isinstance(values, list):
-        return [_numbers(value) for value in values]
-    return math.nan if values is None else float(values)
-
-
 def _tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.tensor(_numbers(values), dtype=torch.float64)
+    # numpy reads null as NaN, and the strings of infinite numbers.
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 @dataclass(frozen=True)

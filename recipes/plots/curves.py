@@ -84,7 +84,23 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         shift = offset_copy(
             axes.transData, axes.get_figure(root=True), x=apart * (index - (count - 1) / 2), units="points"
         )
-        _errorbar(axes, places, style.look(names.index(name)), label=name, transform=shift)
+        known = [(place, found) for place, found in places if found.is_known]
+        colour, marker, dashes = style.look(names.index(name))
+        marker, dashes = (marker, dashes) if len(known) <= _MARKED else ("", "-")
+        axes.errorbar(
+            [place for place, _ in known],
+            [found.mean for _, found in known],
+            yerr=[[found.mean - found.low for _, found in known], [found.high - found.mean for _, found in known]],
+            color=colour,
+            marker=marker,
+            linestyle=dashes,
+            linewidth=1.8,
+            markersize=4.5,
+            elinewidth=1,
+            capsize=2,
+            label=name,
+            transform=shift,
+        )
     _x_axis(axes, sorted(points) if not is_named else points, is_named)
     shown = [found for line in panel.lines.values() for _, found in line]
     if panel.level is not None:
@@ -105,26 +121,6 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     axes.grid(True, axis="y", color=style.FAINT)
     axes.set_axisbelow(True)
     style.open_frame(axes)
-
-
-def _errorbar(axes: Axes, line: Line, look: tuple[str, str, str], **options: Any) -> None:
-    colour, marker, dashes = look
-    known = [(place, found) for place, found in line if found.is_known]
-    marker, dashes = (marker, dashes) if len(known) <= _MARKED else ("", "-")
-    arms = [[found.mean - found.low for _, found in known], [found.high - found.mean for _, found in known]]
-    axes.errorbar(
-        [place for place, _ in known],
-        [found.mean for _, found in known],
-        yerr=arms,
-        color=colour,
-        marker=marker,
-        linestyle=dashes,
-        linewidth=1.8,
-        markersize=4.5,
-        elinewidth=1,
-        capsize=2,
-        **options,
-    )
 
 
 def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:

@@ -80,7 +80,7 @@ class ByDistance(Kind):
     panels: Callable[[Part], list[tuple[str, Layer]]]
 
     def fits(self, part: Part) -> bool:
-        return part.family in self.families
+        return registry.get(part.name).family in self.families
 
     def title(self, part: Part) -> str:
         return f"{self.what}, {'around the middle patch' if part.on_grid else 'by distance'}"
@@ -190,7 +190,7 @@ class Frequencies(Kind):
     """How fast the planes turn: the eigenvalues of what a scheme does to channels at the first position."""
 
     def fits(self, part: Part) -> bool:
-        return part.family == "rotary" and not part.on_grid
+        return registry.get(part.name).family == "rotary" and not part.on_grid
 
     def title(self, part: Part) -> str:
         return "how far apart tokens are for one turn of a plane"
@@ -244,8 +244,7 @@ def _rates(layer: Layer) -> object:
 
 def _frequencies(layer: Layer) -> Tensor:
     """Return the angles by which the planes of each kv head turn from token to token, float64 `[G, D / 2]`."""
-    scheme, geometry = layer.scheme, layer.scheme.geometry
-    device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))
+    scheme, geometry, device = layer.scheme, layer.scheme.geometry, layer.q.device
     # Rows are channels, each turned by itself.
     channels = torch.eye(geometry.head_dim, dtype=torch.float64, device=device)
     ones = torch.ones(1, len(channels), dtype=torch.long, device=device)
@@ -300,10 +299,8 @@ class Table(Kind):
 
 def _table(part: Part) -> Tensor:
     """Return what is added to the embeddings of the tokens, by position, float64 `[S, E]`."""
-    device = next((parameter.device for parameter in part.scheme.parameters()), torch.device("cpu"))
-    rows = part.scheme.end_of_positions() or part.length
-    rows = min(rows, max(part.queries, default=rows - 1) + 1, _ROWS)
-    positions, coords = torch.arange(rows, device=device)[None], None
+    rows = min(part.scheme.end_of_positions() or part.length, _ROWS)
+    positions, coords = torch.arange(rows, device=part.layers[0].q.device)[None], None
     if part.scheme.axes:
         places = part.layers[0].tokens.positions
         positions, coords = places.key, places.key_coords

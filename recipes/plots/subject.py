@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import registry
 from hf_posenc.attention import reach
 from hf_posenc.errors import NotPatchedError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
@@ -76,11 +75,6 @@ class Part:
     def name(self) -> str:
         """Name of the scheme."""
         return self.group.scheme
-
-    @property
-    def family(self) -> str:
-        """Family of the scheme."""
-        return registry.get(self.name).family
 
     @property
     def scheme(self) -> Scheme:
