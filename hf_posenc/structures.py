@@ -324,7 +324,6 @@ class Numbers:
         title: Title of these numbers, where a picture has several.
         high: Number of the last colour; the first is 0. `None` is the largest number.
         log: Whether colours are on a logarithmic scale, from a thousandth of the last.
-        centre: Number in the middle of two colours; `None` has one colour only.
     """
 
     of: Callable[..., Tensor]
@@ -332,7 +331,6 @@ class Numbers:
     title: str = ""
     high: float | None = 1.0
     log: bool = False
-    centre: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

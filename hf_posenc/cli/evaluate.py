@@ -153,7 +153,7 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions, states or "
+            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions or "
             "attention; repeatable. Default: all that the model has.",
         ),
     ] = None,

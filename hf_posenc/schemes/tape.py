@@ -13,7 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded, Numbers, Picture, Portrait
+from hf_posenc.structures import Equivalent, Folded, Portrait
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.
@@ -170,18 +170,3 @@ class TaPE(RotaryScheme):
         """Multiply the channel pairs of `[B, H, S, D]` by position states `[B, H, S, R]`."""
         cos, sin = states.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         return turn_pairs(x, cos, sin, self.layout)
-
-    def lengths(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return the root mean square of each token's position state, `[B, H, K]`; 1 before any update."""
-        real, imaginary = block.state[_STATES].transpose(1, 2).chunk(2, dim=-1)
-        return (real.square() + imaginary.square()).mean(-1).sqrt()
-
-    pictures = (
-        Picture(
-            "states",
-            "lengths of the position states over a text, with its tokens",
-            "lengths of the position states",
-            "tokens",
-            (Numbers(lengths, "length of the state (1 at the start)", "length", centre=1.0),),
-        ),
-    )

@@ -351,10 +351,10 @@ class Strips(Declared):
                 # In an encoder, gates ahead of the middle count, too.
                 reader, which = (-1, "last") if part.geometry.causal else (found[0].shape[1] // 2, "middle")
                 found, title = [values[:, reader] for values in found], f"{title} at the {which} token"
-            palette, scale = style.colours(numbers, found)
+            scale = style.scale_of(numbers, found)
             for row, (layer, values) in enumerate(zip(part.layers, found, strict=True)):
                 axes = drawn[row, side]
-                image = style.heat(axes, values, palette, scale, aspect="auto")
+                image = style.heat(axes, values, scale=scale, aspect="auto")
                 style.caption(axes, f"layer {layer.index}" if row else f"{title}, layer {layer.index}")
                 shown = part.heads[::step]
                 axes.set_yticks(range(0, len(part.heads), step), [str(head) for head in shown], fontsize=7)
@@ -383,10 +383,10 @@ class Maps(Declared):
         found = self.values(numbers, part.layers[0])[list(part.heads)]
         if part.geometry.causal:
             found = found.masked_fill(found.new_ones(found.shape[-2:]).triu(1).bool(), math.nan)
-        palette, scale = style.colours(numbers, [found])
+        scale = style.scale_of(numbers, [found])
         drawn = style.grid(canvas, len(part.heads), self._most, x="key", y="query", size=8)
         for place, (axes, head, values) in enumerate(zip(drawn, part.heads, found, strict=True)):
-            image = style.heat(axes, values, palette, scale)
+            image = style.heat(axes, values, scale=scale)
             style.caption(axes, f"head {head}")
             style.open_frame(axes)
             # Panels share their axes: labels of the outer ones are those of all.

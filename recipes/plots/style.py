@@ -189,15 +189,11 @@ def bar(canvas: FigureBase, image: AxesImage, panels: Any, label: str, size: flo
     made.ax.tick_params(labelsize=7)
 
 
-def colours(numbers: Numbers, found: Sequence[Tensor]) -> tuple[str, Normalize]:
-    """Return the colours of some numbers, and their scale."""
-    shown = torch.cat([values.flatten() for values in found]).nan_to_num()
-    if numbers.centre is not None:
-        # With less room, rounding would show.
-        room = max(0.05, float((shown - numbers.centre).abs().max()))
-        return SIGNED, Normalize(numbers.centre - room, numbers.centre + room)
-    high = (float(shown.max()) or 1.0) if numbers.high is None else numbers.high
-    return GROWING, LogNorm(1e-3 * high, high, clip=True) if numbers.log else Normalize(0, high)
+def scale_of(numbers: Numbers, found: Sequence[Tensor]) -> Normalize:
+    """Return the scale of colours of some numbers."""
+    largest = max(float(values.nan_to_num().max()) for values in found) or 1.0
+    high = largest if numbers.high is None else numbers.high
+    return LogNorm(1e-3 * high, high, clip=True) if numbers.log else Normalize(0, high)
 
 
 def side(tokens: Sequence[str]) -> float:
