@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,7 @@ import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
 from hf_posenc.recipes.data.collation import PositionSkipping
 from hf_posenc.recipes.training import distillation
-from hf_posenc.recipes.training.callbacks import (
-    Annealing,
-    Handover,
-    annealed_inside,
-)
+from hf_posenc.recipes.training.callbacks import Annealing, Handover
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
 
 few_examples = settings(max_examples=25, deadline=None, derandomize=True)
@@ -104,7 +99,7 @@ def test_annealing(scheme: str, tmp_path: Path) -> None:
         return hf_posenc.patch(stock("llama"), scheme, anneal=True, **options)
 
     def progress(model: Any) -> float:
-        (value,) = {float(one.progress) for one in annealed_inside(model)}
+        (value,) = {float(one.progress) for one in model.modules() if getattr(one, "anneal", False)}
         return value
 
     seen: list[float] = []
@@ -312,31 +307,6 @@ def test_pieces_take_what_else_a_batch_may_hold() -> None:
     piece = {"input_ids": ids[:, 4:12], "attention_mask": mask[:, :, 4:12, 4:12]}
     torch.testing.assert_close(got[:, 8:12], teacher(piece).logits[:, 4:])
     assert not torch.allclose(got[:, 9], wanted[:, 9], atol=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["copy", "within"])
-def test_documents_that_are_short_enough_are_read_whole(kind: str) -> None:
-    student = lora() if kind == "within" else hf_posenc.patch(stock("llama"), "kerple")
-    teacher = (Teacher.within if kind == "within" else Teacher.copy_of)(student)
-    teacher.length = 8
-    ids, ends = tokens("llama", 1, 24), [0, 5, 13, 21, 24]
-    documents = list(itertools.pairwise(ends))
-    positions = torch.cat([torch.arange(end - begin) for begin, end in documents])[None]
-    got = teacher({"input_ids": ids, "position_ids": positions}, output_hidden_states=True)
-    alone = [teacher({"input_ids": ids[:, begin:end]}, output_hidden_states=True) for begin, end in documents]
-    torch.testing.assert_close(got.logits, torch.cat([each.logits for each in alone], dim=1), atol=1e-4, rtol=1e-4)
-    last = torch.cat([each.hidden_states[-1] for each in alone], dim=1)
-    torch.testing.assert_close(got.hidden_states[-1], last, atol=1e-4, rtol=1e-4)
-    jumping = {"input_ids": ids, "position_ids": 3 * positions}
-    torch.testing.assert_close(teacher(jumping).logits, got.logits)
-    # But not where a mask takes the place of what positions say, nor where one has a token more.
-    one_longer = torch.cat([torch.arange(15) % 8, torch.arange(9)])[None]
-    for batch in (
-        {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)},
-        {"input_ids": ids, "position_ids": one_longer},
-    ):
-        piece = {name: given[:, 16:] for name, given in batch.items()}
-        torch.testing.assert_close(teacher(batch).logits[:, 20:], teacher(piece).logits[:, 4:])
 
 
 def test_a_teacher_under_an_adapter_leaves_each_module_in_its_mode() -> None:

@@ -97,8 +97,9 @@ def test_masking_hides_a_share_and_nothing_else(tokenizer: Any) -> None:
     assert torch.equal(batch["input_ids"][~hidden], ids[~hidden])
     share = (batch["input_ids"] == tokenizer.mask_token_id)[hidden].float().mean().item()
     assert share == pytest.approx(0.8, abs=0.06)
-    few = Masking(tokenizer, share=0.0)([{"input_ids": row} for row in ids])
-    assert bool(((few["labels"] != -100).sum(1) == 1).all())
+    # Of most windows of two tokens none is drawn; the last one is masked then.
+    few = Masking(tokenizer)([{"input_ids": row} for row in ids[:, :2]])
+    assert bool((few["labels"] != -100).any(1).all())
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])

@@ -121,6 +121,8 @@ def quiet() -> None:
     # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
     # it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # It would log what our errors say.
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -107,7 +108,6 @@ def layers(
     import torch
     from rich.console import Console
     from rich.progress import Progress
-    from transformers import default_data_collator
 
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes.data.collation import corruptor
@@ -124,7 +124,6 @@ def layers(
     batch = max(1, 2048 // size)
     ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
     windows = ids[: len(ids) // size * size].view(-1, size)
-    hides = corruptor(loaded.config, tokenizer)
     architecture = of_model(loaded)
     count = sum(len(architecture.attentions(body)) for body in architecture.stacks(loaded).values())
     if spare is not None and spare >= count:
@@ -137,15 +136,14 @@ def layers(
             scheme,
             windows,
             options=options,
-            collate=hides or default_data_collator,
-            corrupt=None if hides is None else hides.corrupt,
+            hides=corruptor(loaded.config, tokenizer),
             steps=steps,
             batch_size=batch,
             progress=lambda done: bar.update(task, completed=done),
         )
     rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
     headers = ("stack", "layer", "distance", "cost (nats per token)")
     print_table(headers, rows, whole=headers, short=headers)

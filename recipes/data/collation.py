@@ -25,7 +25,8 @@ from hf_posenc.recipes.loading import auto_class
 
 Collator = Callable[[list[Any]], dict[str, Tensor]]
 
-# Token in the encoder's input that stands for one to restore.
+# Share of tokens to restore, and the token in the encoder's input that stands for one.
+_SHARE = 0.15
 SENTINEL = "<extra_id_0>"
 
 
@@ -71,22 +72,17 @@ class Denoising:
     """Collator that replaces random encoder inputs by the first sentinel; the labels stay whole.
 
     To write the next token the decoder must find its place in the source, which needs positions. (T5's own span
-    corruption, where only the spans are written, gives the decoder little to look up.) Draws depend only on the seed
-    and the window, so a resumed run draws the same.
+    corruption, where only the spans are written, gives the decoder little to look up.)
 
     Args:
         tokenizer: The model's tokenizer; it must know the sentinel.
-        share: Share of tokens to replace, from 0 to 1.
         seed: Random seed.
-        collate: Collator of the batch; stacks by default.
 
     Raises:
         RecipeError: The tokenizer has no sentinel.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, share: float = 0.15, seed: int = 0, collate: Collator = default_data_collator
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, seed: int = 0) -> None:
         vocabulary = tokenizer.get_vocab()
         if SENTINEL not in vocabulary:
             raise RecipeError(
@@ -94,16 +90,16 @@ class Denoising:
                 "a tokenizer of the T5 family. Add the token to it, and train the model's embedding of it."
             )
         self.sentinel: int = vocabulary[SENTINEL]
-        self.share, self.seed, self._collate = share, seed, collate
+        self.seed = seed
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch with corrupted `input_ids` `[B, n]`; the model makes decoder inputs from the labels."""
-        batch = self._collate(examples)
+        batch: dict[str, Tensor] = default_data_collator(examples)
         return batch | {"input_ids": self.corrupt(batch["input_ids"])}
 
     def corrupt(self, ids: Tensor) -> Tensor:
         """Return token ids `[B, n]` with a share replaced by the sentinel; equal windows are corrupted equally."""
-        replaced = [torch.rand(len(row), generator=content_generator(row, self.seed)) < self.share for row in ids]
+        replaced = [torch.rand(len(row), generator=content_generator(row, self.seed)) < _SHARE for row in ids]
         return ids.masked_fill(torch.stack(replaced).to(ids.device), self.sentinel)
 
 
@@ -111,28 +107,25 @@ class Masking:
     """Collator that masks tokens for a masked language model, as `DataCollatorForLanguageModeling`; they are labels.
 
     In training some of them are replaced by random tokens or left as they are; `corrupt` masks them all. No special
-    token is masked, and of each window at least one token is. Draws depend only on the seed and the window. The
-    arguments are those of `Denoising`.
+    token is masked, and of each window at least one token is. The arguments are those of `Denoising`.
 
     Raises:
         RecipeError: The tokenizer has no mask token.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, share: float = 0.15, seed: int = 0, collate: Collator = default_data_collator
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, seed: int = 0) -> None:
         if tokenizer.mask_token_id is None:
             raise RecipeError(
                 f"The {type(tokenizer).__name__} has no mask token, which marks what a masked language model predicts. "
                 "Set mask_token in the tokenizer_config.json of the model; the model must know the token."
             )
         self.mask: int = tokenizer.mask_token_id
-        self.seed, self._collate = seed, collate
-        self._masked: Any = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
+        self.seed = seed
+        self._masked: Any = DataCollatorForLanguageModeling(tokenizer, mlm_probability=_SHARE)
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch with masked `input_ids` `[B, n]`; `labels` are -100 where nothing is to be predicted."""
-        batch = self._collate(examples)
+        batch: dict[str, Tensor] = default_data_collator(examples)
         ids, labels = self._draw(batch["input_ids"])
         return batch | {"input_ids": ids, "labels": labels}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -160,9 +158,8 @@ def _from_hub(data: Data) -> Documents:
 def _load(where: str, column: str, **arguments: object) -> Documents:
     """Load a dataset and keep one column of it, as `TEXT`."""
     try:
-        with _without_logging():
-            documents = datasets.load_dataset(**arguments)
-            first = next(iter(documents), None)
+        documents = datasets.load_dataset(**arguments)
+        first = next(iter(documents), None)
     # `datasets` raises these for missing names, splits, files, packages or network, and for unreadable files.
     except (DatasetsError, OSError, ValueError, RuntimeError, ImportError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
@@ -181,17 +178,6 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")
     documents = documents.select_columns([column])
     return documents if column == TEXT else documents.rename_column(column, TEXT)
-
-
-@contextlib.contextmanager
-def _without_logging() -> Iterator[None]:
-    """Silence the log of `datasets`, which would repeat each exception."""
-    before = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(before)
 
 
 def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:

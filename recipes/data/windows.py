@@ -29,7 +29,7 @@ from hf_posenc.recipes.data.collation import Corruptor, corruptor
 from hf_posenc.recipes.schema.recipe import Data
 
 # Part of the cache keys. Raise it when the same text gives other tokens or windows.
-VERSION = 1
+VERSION = 2
 # Maximum number of held-out tokens: 16 windows of a quarter of a million tokens, in 32 MB of memory.
 HELD_OUT_TOKENS = 2**22
 # Windows in the shuffle buffer of a stream.
@@ -43,12 +43,8 @@ _NUL = "\0"
 
 _IDS = Features({"ids": List(Value("int32"))})
 
-# Windows that wait for a document that fits. More windows waste less padding and take more time.
-OPEN_WINDOWS = 64
-
 Ids = list[int]
 Example = dict[str, Ids]
-Pack = Callable[[Iterable[list[int]]], Iterator[Example]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,76 +203,41 @@ def cut_windows(documents: Iterable[Ids], length: int) -> Iterator[Example]:
         rest = rest[whole:]
 
 
-def whole_documents(documents: Iterable[Ids], length: int, *, padding: int) -> Iterator[Example]:
-    """Fill windows of `length` tokens with whole documents, each in the first that has room.
+def restarting(window: Example, *, end: int) -> Example:
+    """Return a window with positions that restart after each end of a document, which tells its documents apart.
 
-    Positions restart at each document; this tells the documents of a window apart. The first token of a document is no
-    label, since the token before it belongs to another one. Longer documents are cut. The rest of a window is padding,
-    as a document of its own without labels.
+    The first token of a document is no label, since the token before it belongs to another one.
     """
-    waiting: list[list[Ids]] = []
-    for piece in _pieces(documents, length):
-        window = next((window for window in waiting if _used(window) + len(piece) <= length), None)
-        if window is None:
-            window = []
-            waiting.append(window)
-        window.append(piece)
-        if len(waiting) > OPEN_WINDOWS or _used(window) == length:
-            fullest = max(waiting, key=_used)
-            # By identity: equal windows are not the same one.
-            waiting = [other for other in waiting if other is not fullest]
-            yield _filled(fullest, length, padding)
-    for window in waiting:
-        yield _filled(window, length, padding)
-
-
-def _pieces(documents: Iterable[Ids], length: int) -> Iterator[Ids]:
-    for ids in documents:
-        for start in range(0, len(ids), length):
-            piece = ids[start : start + length]
-            # A single token predicts nothing.
-            if len(piece) > 1:
-                yield piece
-
-
-def _used(window: list[Ids]) -> int:
-    return sum(map(len, window))
-
-
-def _filled(window: list[Ids], length: int, padding: int) -> Example:
-    room = length - _used(window)
-    segments = [*window, [padding] * room]
-    return {
-        "input_ids": [token for ids in segments for token in ids],
-        "labels": [label for ids in window for label in (-100, *ids[1:])] + [-100] * room,
-        "position_ids": [position for ids in segments for position in range(len(ids))],
-    }
+    positions: Ids = []
+    for before in (end, *window["input_ids"][:-1]):
+        positions.append(0 if before == end else positions[-1] + 1)
+    labels = [token if position else -100 for token, position in zip(window["input_ids"], positions, strict=True)]
+    return window | {"labels": labels, "position_ids": positions}
 
 
 def _packed(
-    kind: str, tokens: sources.Documents, length: int, padding: int, avoided: frozenset[bytes]
+    kind: str, tokens: sources.Documents, length: int, end: int, avoided: frozenset[bytes]
 ) -> sources.Documents:
-    columns = ["input_ids", "labels", *(["position_ids"] if kind == "documents" else [])]
+    apart = kind == "documents"
+    columns = ["input_ids", "labels", *(["position_ids"] if apart else [])]
     features = Features({column: List(Value("int32"), length=length) for column in columns})
-    pack: Pack = (
-        partial(cut_windows, length=length)
-        if kind == "windows"
-        else partial(whole_documents, length=length, padding=padding)
-    )
-    key = _key(VERSION, kind, length, padding, sorted(avoided))
-    return _generated(partial(_windows, pack=pack, avoided=avoided), tokens, features, key)
+    generator = partial(_windows, length=length, end=end if apart else None, avoided=avoided)
+    return _generated(generator, tokens, features, _key(VERSION, kind, length, end, sorted(avoided)))
 
 
-def _windows(tokens: sources.Documents, *, pack: Pack, avoided: frozenset[bytes]) -> Iterator[Example]:
-    found = pack(ids for ids in _ids(tokens) if _digest(np.asarray(ids, dtype=np.int32)) not in avoided)
-    first = next(found, None)
-    if first is None:
+def _windows(
+    tokens: sources.Documents, *, length: int, end: int | None, avoided: frozenset[bytes]
+) -> Iterator[Example]:
+    found = False
+    fresh = (ids for ids in _ids(tokens) if _digest(np.asarray(ids, dtype=np.int32)) not in avoided)
+    for window in cut_windows(fresh, length):
+        found = True
+        yield window if end is None else restarting(window, end=end)
+    if not found:
         raise RecipeError(
             "The text to train on has too few tokens for one window; documents that are held out, and copies of them, "
             "do not count. Give more text, or take a shorter training.length."
         )
-    yield first
-    yield from found
 
 
 def _ids(tokens: sources.Documents) -> Iterator[list[int]]:

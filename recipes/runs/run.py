@@ -76,7 +76,7 @@ from hf_posenc.recipes.training.trainer import (
     divide_batch,
     teacher_of,
 )
-from hf_posenc.recipes.training.transfer import AttentionTransfer, BestLayers, KeepingBest
+from hf_posenc.recipes.training.transfer import BEST, AttentionTransfer, BestLayers
 
 # Context in which a model computes as it was loaded.
 Original = Callable[[Any], contextlib.AbstractContextManager[None]]
@@ -402,6 +402,8 @@ class _Run:
                 best.load(result)
             else:
                 last = files.last(checkpoints.folder)
+                if last is not None:
+                    best.load(last / BEST)
                 with Progress(self.console, stage.tokens(facts.length), text="") as progress:
                     trainer = adaptation_trainer(
                         transfer,
@@ -409,7 +411,7 @@ class _Run:
                         windows,
                         folder=checkpoints.unfinished,
                         collate=data.collate,
-                        callbacks=[KeepingBest(best, resumed=last), progress, checkpoints, files.STOP],
+                        callbacks=[best, progress, checkpoints, files.STOP],
                     )
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
             found = best.restore()

@@ -91,8 +91,8 @@ class Data(Section):
         held_out: Split or local file to measure on; null takes the last `held_out_share` of the training text.
         held_out_share: Share of the documents to hold out without a `held_out`.
         streaming: Whether to read during training, without downloading all; needs `held_out`.
-        packing: "windows" cuts the concatenated documents into windows of the training length; "documents" fills
-            windows with whole documents that do not see each other.
+        packing: "windows" cuts the concatenated documents into windows of the training length; in those of "documents"
+            no document sees another.
         limit: Maximum number of documents; null is all.
     """
 

@@ -94,7 +94,8 @@ class Annealing(_Gradual):
     """
 
     def set_progress(self, model: nn.Module, progress: float) -> None:
-        annealed = annealed_inside(model)
+        schemes = (module for module in patched_inside(model).modules() if isinstance(module, Annealed))
+        annealed = [scheme for scheme in schemes if scheme.anneal]
         if not annealed:
             known = [name for name, info in registry.schemes().items() if "anneal" in info.option_defaults()]
             raise OptionError(
@@ -107,12 +108,6 @@ class Annealing(_Gradual):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Set the progress after the last step."""
         self.on_step_begin(args, state, control, model)
-
-
-def annealed_inside(model: nn.Module) -> list[Annealed]:
-    """Return the schemes of a patched model that are annealed."""
-    found = (module for module in patched_inside(model).modules() if isinstance(module, Annealed))
-    return [scheme for scheme in found if scheme.anneal]
 
 
 def parameter_groups(

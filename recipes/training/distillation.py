@@ -27,8 +27,7 @@ class Teacher:
 
     The teacher reads a window longer than `length` in pieces of `length` tokens that overlap by half, so each
     prediction after the first piece has at least half a piece of context. A whole window would teach how the native
-    encoding fails beyond its trained length. Windows of packed documents are read whole if no document is longer than
-    `length`.
+    encoding fails beyond its trained length.
 
     Args:
         model: Model with its own weights, for instance from `Teacher.copy_of`. (The trained model under `disabled`
@@ -93,9 +92,9 @@ class Teacher:
                 stack.enter_context(evaluating(self.model))
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(disabled(self._adapted))
-            if self.length is None or _reach(inputs) <= self.length:
-                return self._read(inputs, options)
             tokens = _tokens(inputs)
+            if self.length is None or tokens <= self.length:
+                return self._read(inputs, options)
             return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
 
     def _read(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -120,16 +119,6 @@ def _tokens(inputs: dict[str, Any]) -> int:
     """Return the tokens per window of a batch; 0 for other batches, such as images."""
     names = ("input_ids", "inputs_embeds")
     return next((int(inputs[name].shape[1]) for name in names if inputs.get(name) is not None), 0)
-
-
-def _reach(inputs: dict[str, Any]) -> int:
-    """Return the length of the windows in a batch, or of the longest packed document."""
-    positions = inputs.get("position_ids")
-    # With a mask, positions do not mark documents.
-    if positions is None or inputs.get("attention_mask") is not None:
-        return _tokens(inputs)
-    restarting = without_jumps(positions)
-    return _tokens(inputs) if restarting is None else int(restarting.max()) + 1
 
 
 def _parts(inputs: dict[str, Any], tokens: int, length: int) -> Iterator[tuple[dict[str, Any], int]]:

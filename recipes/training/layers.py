@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED
-from hf_posenc.recipes.data.collation import Collator
+from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
-from hf_posenc.recipes.training.transfer import AttentionTransfer, match
+from hf_posenc.recipes.training.transfer import match, original_of, places_of
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class LayerCosts:
                 found[layer.stack].append(layer.layer)
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs as JSON values."""
-        return asdict(self)
-
 
 def layer_costs(
     model: PreTrainedModel,
@@ -69,8 +65,7 @@ def layer_costs(
     ids: Tensor,
     *,
     options: Mapping[str, Any] | None = None,
-    collate: Collator = default_data_collator,
-    corrupt: Callable[[Tensor], Tensor] | None = None,
+    hides: Corruptor | None = None,
     steps: int = 60,
     batch_size: int = 4,
     seed: int = 0,
@@ -85,8 +80,7 @@ def layer_costs(
         scheme: Name of the scheme.
         ids: Windows of text, int64 `[N, S]`; the last quarter (at most a batch) is held out to measure on.
         options: Options of the scheme.
-        collate: Collator of windows, such as `Masking` for a masked language model.
-        corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
+        hides: Collator of an encoder or an encoder-decoder, from `corruptor`; `None` for causal models.
         steps: Steps of the transfer.
         batch_size: Windows per step.
         seed: Random seed of the order of windows.
@@ -103,12 +97,10 @@ def layer_costs(
     patch(model, scheme, **(options or {}))
     try:
         with kept(list(model.parameters())) as put_back:
-            transfer = AttentionTransfer(model)
-            [twin], places = transfer._twin, transfer.places
             found = match(
                 model,
                 ids,
-                corrupt=corrupt,
+                corrupt=None if hides is None else hides.corrupt,
                 projections=True,
                 steps=steps,
                 batch_size=batch_size,
@@ -117,24 +109,27 @@ def layer_costs(
             )
             trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
             put_back()
-        measured = collate([{"input_ids": row, "labels": row} for row in ids[-held_out(len(ids), most=batch_size) :]])
+        twin, places = original_of(model, architecture), places_of(model, architecture)
+        measured = (hides or default_data_collator)(
+            [{"input_ids": row, "labels": row} for row in ids[-held_out(len(ids), most=batch_size) :]]
+        )
         native = mean_loss(twin, measured)
         costs = []
-        own = {name: weight.detach().clone() for name, weight in twin.state_dict().items()}
         for index, (stack, layer) in enumerate(places):
             stacks = [stack] if twin.config.is_encoder_decoder else None
-            patch(twin, scheme, layers=[layer], stacks=stacks, **(options or {}))
-            attention = architecture.attentions(architecture.stacks(twin)[stack])[layer]
-            prefix = next(name for name, module in twin.named_modules() if module is attention)
-            here = {
-                name: weight
-                for name, weight in trained.items()
-                if name.startswith(f"{prefix}.") or SHARED in name.split(".")
-            }
-            twin.load_state_dict(here, strict=False)
-            costs.append(LayerCost(stack, layer, found.after[index], mean_loss(twin, measured) - native))
-            unpatch(twin)
-            twin.load_state_dict({name: own[name] for name in here if name in own}, strict=False)
+            with kept(list(twin.parameters())) as put_back:
+                patch(twin, scheme, layers=[layer], stacks=stacks, **(options or {}))
+                attention = architecture.attentions(architecture.stacks(twin)[stack])[layer]
+                prefix = next(name for name, module in twin.named_modules() if module is attention)
+                here = {
+                    name: weight
+                    for name, weight in trained.items()
+                    if name.startswith(f"{prefix}.") or SHARED in name.split(".")
+                }
+                twin.load_state_dict(here, strict=False)
+                costs.append(LayerCost(stack, layer, found.after[index], mean_loss(twin, measured) - native))
+                unpatch(twin)
+                put_back()
             if progress is not None:
                 progress(steps + index + 1)
     finally:

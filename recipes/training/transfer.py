@@ -35,7 +35,8 @@ Traffic = list[tuple[Tensor, Tensor]]
 _CHECKS = 5
 # Maximum number of windows that judge a fit.
 _JUDGED = 8
-_BEST = "best_layers.safetensors"
+# File of the best layers in a checkpoint.
+BEST = "best_layers.safetensors"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class AttentionTransfer(nn.Module):
         original: The model before its conversion, for instance that of a `Teacher`; `None` makes one where needed.
 
     Attributes:
-        places: Stack and layer of each attention.
         attentions: Converted attentions.
         trained: Weights that learn.
 
@@ -87,7 +87,7 @@ class AttentionTransfer(nn.Module):
         super().__init__()
         inner = patched_inside(model)
         architecture = of_model(inner)
-        self.places = places = _places(inner, architecture)
+        places = places_of(inner, architecture)
         # Behind a list, so that they are no submodules: only attentions are trained and saved.
         self._model, self._inner, self._architecture = [model], [inner], architecture
         self._stacks = [stack for stack, _ in places]
@@ -111,7 +111,7 @@ class AttentionTransfer(nn.Module):
         self._original = list(self.attentions)
         self._twin: list[Any] = []
         if projections and not isinstance(model, PeftModel):
-            self._twin = [original if original is not None else _original(inner, architecture)]
+            self._twin = [original if original is not None else original_of(inner, architecture)]
             self._original = _attentions(self._twin[0], architecture, places)
         self._length = trained_length(inner.config.get_text_config())
         self._scale: Tensor | None = None
@@ -258,10 +258,11 @@ class AttentionTransfer(nn.Module):
             yield
 
 
-class BestLayers:
+class BestLayers(TrainerCallback):
     """Weights of each layer at its least distance so far, on held-out batches.
 
-    Layers that share a scheme are one: their weights belong together. Batches are inputs of `AttentionTransfer`.
+    Layers that share a scheme are one: their weights belong together. As the callback of a `Trainer` this checks the
+    layers at intervals, and is saved with each checkpoint. Batches are inputs of `AttentionTransfer`.
     """
 
     def __init__(self, transfer: AttentionTransfer, batches: Sequence[Inputs]) -> None:
@@ -299,6 +300,17 @@ class BestLayers:
             sentence += f" {left} of {len(self.after)} layers got no better and keep their weights."
         return Match(tuple(self.before.tolist()), tuple(self.after.tolist()), accepted, sentence)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check at intervals and at the last step."""
+        interval = max(1, state.max_steps // _CHECKS)
+        if state.global_step % interval == 0 or state.global_step == state.max_steps:
+            self.check()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the best weights into the checkpoint."""
+        if state.is_world_process_zero:
+            self.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / BEST)
+
     def save(self, path: Path) -> None:
         """Write the best weights and all distances to a file."""
         best = {str(index): weight.cpu() for index, weight in enumerate(self._best)}
@@ -310,29 +322,6 @@ class BestLayers:
         self.before, self.after = stored.pop("before"), stored.pop("after")
         for index, weight in stored.items():
             self._best[int(index)].copy_(weight)
-
-
-class KeepingBest(TrainerCallback):
-    """Callback for a `Trainer` of an `AttentionTransfer`: checks the layers at intervals and keeps the best weights.
-
-    They are saved with each checkpoint, and read from the one that a training goes on from (`resumed`).
-    """
-
-    def __init__(self, best: BestLayers, *, resumed: Path | None = None) -> None:
-        self.best = best
-        if resumed is not None:
-            best.load(resumed / _BEST)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check at intervals and at the last step."""
-        interval = max(1, state.max_steps // _CHECKS)
-        if state.global_step % interval == 0 or state.global_step == state.max_steps:
-            self.best.check()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the best weights into the checkpoint."""
-        if state.is_world_process_zero:
-            self.best.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _BEST)
 
 
 @torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
@@ -422,7 +411,7 @@ def match(
         return best.restore()
 
 
-def _places(model: PreTrainedModel, architecture: Architecture) -> list[tuple[str, int]]:
+def places_of(model: PreTrainedModel, architecture: Architecture) -> list[tuple[str, int]]:
     """Return stack and layer of each converted attention; raise if the native encoding does not act in attention."""
     found = []
     for stack, body, layer, _ in surgery.patched_layers(architecture, model):
@@ -442,7 +431,7 @@ def _attentions(model: Any, architecture: Architecture, places: Sequence[tuple[s
     return [architecture.attentions(bodies[stack])[layer] for stack, layer in places]
 
 
-def _original(model: PreTrainedModel, architecture: Architecture) -> Any:
+def original_of(model: PreTrainedModel, architecture: Architecture) -> Any:
     """Return the model before its conversion, with attentions of its own and all other weights shared."""
     apart = {
         id(tensor)
