@@ -156,21 +156,3 @@ def slots_tell_distances(positions: Positions, mask: Mask, *, causal: bool = Tru
         if bool((keep[:, rows] & (queries[:, rows, None] != keys[:, None, :])).any()):
             return False
     return True
-
-
-def shows_ahead(positions: Positions, mask: Mask) -> bool:
-    """Whether a query may see a key at a later position: under a custom mask, or where positions decrease."""
-    if mask.rule == "positions":
-        return False
-    query, key = positions.query, positions.key
-    length, count = query.shape[1], key.shape[1]
-    rising = mask.rule == "slots" and bool((key.diff(dim=-1) >= 0).all())
-    if rising and bool((query == key[:, count - length :]).all()):
-        return False
-    for start in range(0, length, _ROWS):
-        stop = min(start + _ROWS, length)
-        keep, _ = mask.rows(start, stop, count, positions)
-        ahead = (key[:, None, :] > query[:, start:stop, None])[:, None]
-        if bool((ahead if keep is None else ahead.to(keep.device) & keep).any()):
-            return True
-    return False

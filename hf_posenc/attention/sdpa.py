@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.attention.mask import shows_ahead
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Folded
 
@@ -99,4 +98,13 @@ def _folds(folded: Folded, call: Call) -> bool:
     query = call.positions.query
     if not near and int((query.amax(1) - query.amin(1)).max()) > folded.span:
         return False
-    return folded.ahead or not shows_ahead(call.positions, call.mask)
+    return folded.ahead or _hides_ahead(call)
+
+
+def _hides_ahead(call: Call) -> bool:
+    """Whether no query can see a key at a later position; not known of every mask."""
+    query, key = call.positions.query, call.positions.key
+    if call.mask.rule != "slots":
+        return call.mask.rule == "positions"
+    rising = bool((key.diff(dim=-1) >= 0).all()) and bool((query == key[:, -query.shape[1] :]).all())
+    return rising or call.slots_tell_distances

@@ -23,7 +23,7 @@ def by_distance(values: Tensor, distance: Tensor, last: int, *, plain: bool) -> 
         index = (last - distance).clamp(0, values.shape[-1] - 1)[:, None]
         return values.gather(-1, index.expand(*values.shape[:3], -1))
     highest = int(distance[0, -1, 0])
-    return _shifted(_window(values, last - highest, rows + keys - 1), keys)
+    return _shifted(_window(values, last - highest, rows + keys), keys)
 
 
 def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *, plain: bool) -> Tensor:
@@ -35,7 +35,7 @@ def sums_by_distance(weights: Tensor, distance: Tensor, last: int, count: int, *
     if not plain:
         index = (last - distance).clamp(0, count - 1)[:, None].expand(weights.shape)
         return weights.new_zeros(*weights.shape[:3], count).scatter_add(-1, index, weights)
-    return _unwindow(_shifted_back(weights, rows + keys - 1), last - int(distance[0, -1, 0]), count)
+    return _unwindow(_shifted_back(weights, rows + keys), last - int(distance[0, -1, 0]), count)
 
 
 def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int, *, plain: bool) -> Tensor:
@@ -43,7 +43,7 @@ def queries_by_distance(q: Tensor, vectors: Tensor, distance: Tensor, last: int,
     if not plain:
         return by_distance(q @ vectors.mT, distance, last, plain=False)
     rows, keys = distance.shape[1:]
-    met = _window(vectors.mT, last - int(distance[0, -1, 0]), rows + keys - 1)
+    met = _window(vectors.mT, last - int(distance[0, -1, 0]), rows + keys)
     return _shifted(q @ met, keys)
 
 
@@ -52,31 +52,13 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
 
     Positions are consecutive; vectors are those of distances from `first` up.
     """
-    rows, keys = distance.shape[1:]
-    groups, width = k.shape[1], k.shape[3]
-    heads = vectors.shape[0]
-    # Keys that are so far from all queries that they meet the last vector: whole tiles of them.
-    far = min(keys, max(0, int(distance[0, 0, 0]) - (first + vectors.shape[1] - 1) + 1) // _TILE * _TILE)
-    if far:
-        last = vectors[:, -1].view(groups, -1, width)
-        met = torch.einsum("bgkd,grd->bgrk", k[:, :, :far], last).flatten(1, 2)[:, :, None].expand(-1, -1, rows, -1)
-        if far == keys:
-            return met
-        near = keys_by_distance(k[:, :, far:], vectors, distance[:, :, far:], first)
-        return torch.cat((met, near), dim=-1)
-    tiles, spread = -(-keys // _TILE), -(-(rows + _TILE - 1) // _TILE)
-    k = torch.nn.functional.pad(k, (0, 0, 0, tiles * _TILE - keys))
-    k = k.reshape(len(k), groups, tiles, _TILE, width)  # [B, G, T, t, D]
-    # A tile sees the distances from its last key and the first query to its first key and the last query: so many
-    # chunks of as many distances as it has keys.
-    lowest = int(distance[0, 0, 0]) - tiles * _TILE + 1
-    rising = _window(vectors.mT, lowest - first, (tiles - 1 + spread) * _TILE)
-    # [H, ..., D, t], those of the first tile first
-    chunks = rising.reshape(heads, width, -1, _TILE).movedim(2, 1).flip(1)
-    windows = torch.cat([chunks[:, start : start + tiles] for start in reversed(range(spread))], dim=-1)
-    windows = windows.view(groups, heads // groups, tiles, width, -1)
-    products = torch.einsum("bgtkd,grtds->bgrtks", k, windows).flatten(1, 2)
-    return _shifted(products, rows).flatten(2, 3)[:, :, :keys].mT
+    rows, shared = distance.shape[1], len(vectors) // k.shape[1]
+    found = []
+    for tile, of_first in zip(k.split(_TILE, dim=2), distance[0, 0].split(_TILE), strict=True):
+        # The distances from its last key and the first query to its first key and the last query.
+        met = _window(vectors.mT, int(of_first[-1]) - first, rows + len(of_first))
+        found.append(_shifted(tile.repeat_interleave(shared, dim=1) @ met, rows).mT)
+    return torch.cat(found, dim=-1)
 
 
 def _window(values: Tensor, start: int, count: int) -> Tensor:
@@ -104,10 +86,8 @@ def _unwindow(values: Tensor, start: int, count: int) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """Return `count` places of each row of `[..., q, W]`, each row one place later than the row behind it."""
+    """Return `count` places of each row of `[..., q, q + count]`, each row one place later than the row behind it."""
     rows, width = x.shape[-2:]
-    if rows == 1:
-        return x[..., :count]
     # Each row of one place less begins one place earlier.
     return torch.unflatten(x.flatten(-2)[..., rows - 1 : rows * width - 1], -1, (rows, width - 1))[..., :count]
 
@@ -115,7 +95,5 @@ def _shifted(x: Tensor, count: int) -> Tensor:
 def _shifted_back(x: Tensor, width: int) -> Tensor:
     """Return the transpose of `_shifted`: `[..., q, K]` in rows of `width` places, with zeros elsewhere."""
     rows, count = x.shape[-2:]
-    if rows == 1:
-        return torch.nn.functional.pad(x, (0, width - count))
     lines = torch.nn.functional.pad(x, (0, width - 1 - count)).flatten(-2)
     return torch.unflatten(torch.nn.functional.pad(lines, (rows - 1, 1)), -1, (rows, width))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import Rows
+from hf_posenc.attention.blocks import PartSums, Rows
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.cpu.biases import BlockBias, Piece
 from hf_posenc.structures import Vectors
@@ -22,8 +22,6 @@ from hf_posenc.structures import Vectors
 _TILE = 64
 # Rows of a block at most, which tables have room for at their ends.
 _ROWS = 128
-# Names of the inputs, of which some may be missing.
-_INPUTS = ("q", "falling", "k", "rising", "key_bias")
 
 
 class ProductsBias(BlockBias):
@@ -43,7 +41,8 @@ class ProductsBias(BlockBias):
         beyond: Number of vectors of such distances in the tables.
         room: Number of vectors in the tables for distances below 0.
         shift: Vectors that are added to the queries, `[H, D]`.
-        names: Names of the inputs.
+        names: Names of the inputs: `q` and `falling` for products of queries, `k` and `rising` for those of keys, and
+            `key_bias`.
     """
 
     name = "products by distance"
@@ -91,9 +90,8 @@ class ProductsBias(BlockBias):
         return q if self.shift is None else q + self.shift[:, None].to(q)
 
     def prepare(self, slack: Tensor | None) -> None:
-        given = dict(zip(self.names, self.inputs, strict=True))
-        self.q, self.falling, self.k, self.rising, self.key_bias = map(given.get, _INPUTS)
-        self.like = next(x for x in (self.falling, self.rising) if x is not None)
+        self.given = dict(zip(self.names, self.inputs, strict=True))
+        self.like = self.given["falling" if "falling" in self.given else "rising"]
 
     def pieces(self, block: Rows) -> list[Piece]:
         """Return the bias of a block; overwritten by the next call."""
@@ -102,79 +100,74 @@ class ProductsBias(BlockBias):
         pieces = [self.piece(self.near_bias(block, near), block, near.keys, ruled=not self.slots)]
         if before.stop:
             bias = self.like.new_zeros(1, 1, 1, before.stop)
-            if self.key_bias is not None:
-                bias = self.key_bias[:, :, None, before]
+            if "key_bias" in self.given:
+                bias = self.given["key_bias"][:, :, None, before]
             pieces.insert(0, self.piece(bias, block, before, ruled=False))
         return pieces
 
     def near_bias(self, block: Rows, near: _Near) -> Tensor:
         """Return the bias of the near keys, `[B, H, q, near]`, a view."""
-        heads, rows = len(self.like), slice(block.start, block.stop)
-        batch = next(len(x) for x in (self.q, self.k) if x is not None)
+        given, heads = self.given, self.heads
+        batch = len(given["q" if "q" in given else "k"])
         shape = (heads, batch * near.rows, near.width)
         products = self.buffer("products", self.like, shape, min(self.keys, self.far + _TILE + _ROWS) + _ROWS)
-        if self.q is not None and self.falling is not None:
-            torch.bmm(_by_head(self.q[:, :, rows], heads), self.falling[:, near.falling].mT, out=products)
+        if "q" in given:
+            q = _by_head(given["q"][:, :, block.start : block.stop], heads)
+            torch.bmm(q, given["falling"][:, near.falling].mT, out=products)
         else:
             products.zero_()
         if self.slots:
             products[..., near.behind :] = -math.inf
         bias = _shifted(products, batch, near.rows)
-        if self.k is not None and self.rising is not None:
+        if "k" in given:
             for keys, place in near.tiles:
-                met = _by_head(self.k[:, :, keys].to(self.rising), heads) @ self.rising[:, place].mT
+                met = _by_head(given["k"][:, :, keys].to(self.like), heads) @ given["rising"][:, place].mT
                 here = slice(keys.start - near.keys.start, keys.stop - near.keys.start)
                 bias[..., here] += _shifted(met, batch, keys.stop - keys.start).mT
-        if self.key_bias is not None:
-            bias += self.key_bias[:, :, None, near.keys]
+        if "key_bias" in given:
+            bias += given["key_bias"][:, :, None, near.keys]
         return bias
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def learn(self, wanted: Sequence[bool]) -> None:
         self.learning = True
-        self.found = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if learns else None
-            for x, learns in zip(self.inputs, wanted, strict=True)
-        ]
-        by_name = dict(zip(self.names, self.found, strict=True))
-        self.d_q, self.d_falling, self.d_k, self.d_rising, self.d_key_bias = map(by_name.get, _INPUTS)
+        self.sums = PartSums(self.inputs, wanted)
+        totals = zip(self.names, self.sums.totals, strict=True)
+        self.found = {name: total for name, total in totals if total is not None}
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
-        if self.d_key_bias is not None:
-            self.d_key_bias[batch, :, : block.keys] += d_logits.sum(2)
+        if "key_bias" in self.found:
+            self.found["key_bias"][batch, :, : block.keys] += d_logits.sum(2)
         d_bias = d_logits[..., self.near.keys]
-        if self.d_q is not None or self.d_falling is not None:
+        if not self.found.keys().isdisjoint(("q", "falling")):
             self._add_queries((batch, slice(None), slice(block.start, block.stop)), d_bias)
-        if self.d_k is not None or self.d_rising is not None:
+        if not self.found.keys().isdisjoint(("k", "rising")):
             for keys, place in self.near.tiles:
                 here = slice(keys.start - self.near.keys.start, keys.stop - self.near.keys.start)
                 self._add_keys(place, (batch, slice(None), keys), d_bias[..., here])
 
     def _add_queries(self, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
-        assert self.q is not None
-        assert self.falling is not None
         batch, heads, rows, _ = d_bias.shape
         lines = _unshifted(d_bias, self.near.width)
-        if self.d_q is not None:
-            d_q = lines @ self.falling[:, self.near.falling]
-            self.d_q[here] = d_q.view(heads, batch, rows, -1).transpose(0, 1)
-        if self.d_falling is not None:
-            self.d_falling[:, self.near.falling].baddbmm_(lines.mT, _by_head(self.q[here], heads))
+        if "q" in self.found:
+            d_q = lines @ self.given["falling"][:, self.near.falling]
+            self.found["q"][here] = d_q.view(heads, batch, rows, -1).transpose(0, 1)
+        if "falling" in self.found:
+            self.found["falling"][:, self.near.falling].baddbmm_(lines.mT, _by_head(self.given["q"][here], heads))
 
     def _add_keys(self, place: slice, here: tuple[slice, slice, slice], d_bias: Tensor) -> None:
-        assert self.k is not None
-        assert self.rising is not None
         batch, heads, _, keys = d_bias.shape
         lines = _unshifted(d_bias.mT, place.stop - place.start)
-        if self.d_k is not None:
-            shape = (self.k.shape[1], -1, batch, keys, self.k.shape[-1])
-            self.d_k[here] += (lines @ self.rising[:, place]).view(shape).sum(1).transpose(0, 1)
-        if self.d_rising is not None:
-            self.d_rising[:, place].baddbmm_(lines.mT, _by_head(self.k[here].to(self.rising), heads))
+        if "k" in self.found:
+            shape = (self.groups, -1, batch, keys, self.given["k"].shape[-1])
+            self.found["k"][here] += (lines @ self.given["rising"][:, place]).view(shape).sum(1).transpose(0, 1)
+        if "rising" in self.found:
+            k = _by_head(self.given["k"][here].to(self.like), heads)
+            self.found["rising"][:, place].baddbmm_(lines.mT, k)
 
     def gradients(self) -> Sequence[Tensor | None]:
-        return [None if x is None else x.to(y.dtype) for x, y in zip(self.found, self.inputs, strict=True)]
+        return self.sums.result()
 
 
 class _Near:
@@ -231,10 +224,7 @@ def _shifted(products: Tensor, batch: int, rows: int) -> Tensor:
 
 def _unshifted(x: Tensor, width: int) -> Tensor:
     """Return the transpose of `_shifted`: `[B, H, q, K]` in `[H, B * q, W]`, with zeros elsewhere."""
-    batch, heads, rows, count = x.shape
-    lines = x.new_empty(heads, batch * rows, width)
-    # Zeros only where some row has nothing.
-    lines[..., : rows - 1] = 0
-    lines[..., count:] = 0
+    batch, heads, rows, _ = x.shape
+    lines = x.new_zeros(heads, batch * rows, width)
     _shifted(lines, batch, rows).copy_(x)
     return lines
