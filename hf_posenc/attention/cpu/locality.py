@@ -113,12 +113,12 @@ class _MergingPlan(_NearPlan):
         return output, lse
 
     def shares(self, near: _Near) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of the nearest keys, hidden ones too, less the others' bias; and the addend of values."""
+        """Return the logits of the nearest keys, less the bias of the others, and the addend of the others' values."""
         _, q, _ = near.product
         logits = near.part.scheme.score(*near.product, near.block)
         assert self.locality.beyond is not None
         bias, value = self.locality.beyond(q, logits)
-        return logits - bias, value
+        return fill_hidden_(logits - bias, near.block.keep, torch.finfo(logits.dtype).min), value
 
     def hidden_before(self, call: Call, first: int) -> Tensor | None:
         """Return the mask of the keys before the nearest, to be added, `[B|1, 1, 1, first]`."""
@@ -130,7 +130,6 @@ class _MergingPlan(_NearPlan):
     def output(self, call: Call, near: _Near) -> Tensor:
         rows, first = slice(near.rows.start, near.rows.stop), near.rows.first
         logits, value = self.shares(near)
-        fill_hidden_(logits, near.block.keep, torch.finfo(logits.dtype).min)
         top = logits.amax(dim=-1)
         weights = _weights(logits, top)
         lse = top + weights.sum(-1).log_()
@@ -152,17 +151,19 @@ class _MergingPlan(_NearPlan):
 
     def gradients(
         self, part: Call, rows: Rows, targets: list[Tensor], grad: Tensor, kept: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
         grad, output, lse = (x[:, :, rows.start : rows.stop] for x in (grad, *kept))
         with torch.enable_grad():
             near = _near(part, rows)
             logits, value = self.shares(near)
-        weights = fill_hidden_(_weights(logits.detach(), lse), near.block.keep, 0.0)
-        by_weight, by_value = _unmixed(near, weights, value, targets, grad)
-        inner = (grad.to(weights) * output.to(weights)).sum(-1, keepdim=True)
-        d_logits = by_weight.to(weights).sub_(inner).mul_(weights)
-        by_logit = torch.autograd.grad(logits, targets, d_logits, allow_unused=True)
-        return [b if a is None else a if b is None else a + b for a, b in zip(by_value, by_logit, strict=True)]
+            weights = _weights(logits, lse)
+            mixed = part.scheme.mix(weights.to(part.v.dtype), part.v, near.block)
+            if value is not None:
+                share = (1 - weights.detach().sum(-1, keepdim=True)).clamp_min_(0)
+                mixed = mixed + (share * value.to(weights)).to(mixed.dtype)
+        # A weight takes a share from all others.
+        inner = (grad.to(weights) * output.to(weights)).sum(-1, keepdim=True).expand_as(weights)
+        return torch.autograd.grad([mixed, weights], targets, [grad, -inner], allow_unused=True)
 
     def beyond(self, call: Call, rows: Rows, grad: Tensor, kept: Sequence[Tensor]) -> Sequence[tuple[Index, Tensor]]:
         if not rows.first:
@@ -177,21 +178,6 @@ class _MergingPlan(_NearPlan):
         done = kernel.Done(call.q[mine], call.k[before], call.v[before], output.to(call.q), lse)
         found = kernel.backward(grad.to(call.q), done, self.hidden_before(call, rows.first), call.scale)
         return tuple(zip((mine, before, before), found, strict=True))
-
-
-def _unmixed(
-    near: _Near, weights: Tensor, value: Tensor | None, targets: list[Tensor], grad: Tensor
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the gradients of the nearest keys' weights, and those that reach the targets past the weights."""
-    scheme, v = near.part.scheme, near.part.v
-    entering = weights.to(v.dtype).detach().requires_grad_()
-    with torch.enable_grad():
-        mixed = scheme.mix(entering, v, near.block)
-        if value is not None:
-            share = (1 - weights.sum(-1, keepdim=True)).clamp_min_(0)
-            mixed = mixed + (share * value.to(weights)).to(mixed.dtype)
-    by_weight, *by_value = torch.autograd.grad(mixed, [entering, *targets], grad, allow_unused=True)
-    return by_weight, by_value
 
 
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:
