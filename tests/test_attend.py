@@ -874,7 +874,8 @@ def test_blocks_replay_dropout_in_the_backward_pass() -> None:
     def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(5)
         call = Call(scheme, q, k, v, Positions(places, places), reach=6, scale=0.5, mask=Mask("slots"), dropout=0.4)
-        return blocks_module.Blocks(rows=3).run(call)[0]
+        with rows_per_block(3):
+            return blocks_module.Blocks().run(call)[0]
 
     assert torch.equal(dropped(q, k, v, scheme.bias_p), dropped(q, k, v, scheme.bias_p))
     state = torch.get_rng_state()

@@ -17,7 +17,7 @@ import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, attention, build, schemes
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
-from hf_posenc.attention.cpu import fused, kernel
+from hf_posenc.attention.cpu import biases, fused, kernel, tables
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
@@ -605,7 +605,8 @@ def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, mo
     seen = keys_read(monkeypatch)
     got = one_attention(scheme, "fused", places, mask, queries=queries)
     needed = sum(seen)
-    monkeypatch.setattr(fused, "_CUTOFF_KEYS", 10_000)
+    monkeypatch.setattr(biases, "NATS", torch.inf)
+    monkeypatch.setattr(tables, "NATS", torch.inf)
     want = one_attention(scheme, "fused", places, mask, queries=queries)
     assert needed < 0.9 * (sum(seen) - needed)
     compare(got, want, tolerance=1e-9)

@@ -35,22 +35,16 @@ class Blocks(Executor):
     """Blocks of query rows. The forward pass keeps the operands only, and no tensor of size Q x K.
 
     Gradients of gradients are not available; take the dense executor for those.
-
-    Args:
-        rows: Rows of a block; by default as many as fit.
     """
 
     name = "blocks"
     reshapes = windows = True
 
-    def __init__(self, rows: int | None = None) -> None:
-        self.rows = rows
-
     def pays(self, call: Call) -> bool:
         return len(call.q) * call.q.shape[1] * call.queries * call.keys > _DENSE_LOGITS
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        rows = self.rows or rows_per_block(len(call.q), call.q.shape[1], call.keys, call.device)
+        rows = rows_per_block(len(call.q), call.q.shape[1], call.keys, call.device)
         return by_blocks(BlockPlan(call, rows), call), None
 
 
@@ -117,12 +111,7 @@ class BlockPlan:
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a block's output with respect to targets: tensors of `part`, or parameters.
 
-        Args:
-            part: The block.
-            rows: Place of the block.
-            targets: Tensors to return gradients for.
-            grad: Gradient of the whole output.
-            kept: Tensors that `kept` returned.
+        `grad` is the gradient of the whole output; `kept` are the tensors that `kept` returned.
         """
         with torch.enable_grad():
             output = all_rows(part)[0]

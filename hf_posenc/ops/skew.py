@@ -54,7 +54,7 @@ def keys_by_distance(k: Tensor, vectors: Tensor, distance: Tensor, first: int) -
     """
     rows, shared = distance.shape[1], len(vectors) // k.shape[1]
     found = []
-    for tile, of_first in zip(k.split(_TILE, dim=2), distance[0, 0].split(_TILE), strict=True):
+    for tile, of_first in zip(torch.split(k, _TILE, dim=2), torch.split(distance[0, 0], _TILE), strict=True):
         # The distances from its last key and the first query to its first key and the last query.
         met = _window(vectors.mT, int(of_first[-1]) - first, rows + len(of_first))
         found.append(_shifted(tile.repeat_interleave(shared, dim=1) @ met, rows).mT)

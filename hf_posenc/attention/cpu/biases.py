@@ -181,10 +181,6 @@ class BlockBias:
 
     # -- parts of a block --------------------------------------------------------------------------------------------
 
-    def masked(self, bias: Tensor, block: Rows) -> list[Piece]:
-        """Return the bias of a block, which hides the keys that the causal rule of slots hides, with the mask in it."""
-        return [self.piece(bias, block, slice(0, block.keys), ruled=not self.slots)]
-
     def split(self, bias: Tensor, block: Rows) -> list[Piece]:
         """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.
 

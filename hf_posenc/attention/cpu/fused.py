@@ -34,8 +34,6 @@ _LOG2_E = math.log2(math.e)
 # and gates would spend nearly all of the backward pass on weights that count for nothing (see `LEAST`). The kernel
 # does not drop them, so biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
-# With fewer keys a cutoff gains nothing.
-_CUTOFF_KEYS = 256
 
 
 class Fused(Executor):
@@ -123,15 +121,12 @@ class _Fused(torch.autograd.Function):
         return None, None, *(x.to(y.dtype) for x, y in zip(sums, (q, k, v), strict=True)), *found
 
 
-def _slack(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+def _slack(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return how far below the bias of a query's own key that of another key must be for it to get no weight, `[H]`.
 
     A steep penalty on distance leaves most heads with a part of the keys. The lengths of queries and keys bound how
-    much they may do against it. The slack is NaN or infinite where queries or keys are; there is none where a cutoff
-    does not pay.
+    much they may do against it. The slack is NaN or infinite where queries or keys are.
     """
-    if k.shape[2] < _CUTOFF_KEYS or q.shape[2] == 1:
-        return None
     precise = torch.promote_types(q.dtype, torch.float32)
     of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=precise).amax(dim=(0, 2)) for x in (q, k))
     # The own key's product is not less than the negative of this bound, any other not more than the bound.

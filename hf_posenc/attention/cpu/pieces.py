@@ -68,7 +68,7 @@ class PiecewiseBias(BlockBias):
             self.strip = self.buffer("strip", self.slope, shape, self.keys + block.length)
             # As many zeros as there are rows, since lines of one place that leave a row go on in the next.
             self.strip[..., block.keys :] = 0
-        return self.masked(self._bias(self.tables, block), block)
+        return [self.piece(self._bias(self.tables, block), block, slice(0, block.keys), ruled=not self.slots)]
 
     def _weights(self, block: Rows) -> Tensor:
         """Return the weights of the rows, `[B|1, q, 1]`."""

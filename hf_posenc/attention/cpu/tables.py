@@ -66,7 +66,7 @@ class TableBias(BlockBias):
     def pieces(self, block: Rows) -> list[Piece]:
         shape = (1, len(self.falling), block.length, block.keys)
         view = self.falling.as_strided(shape, (0, self.falling.stride(0), 1, 1), self.queries - block.stop)
-        return self.masked(view, block)
+        return [self.piece(view, block, slice(0, block.keys), ruled=not self.slots)]
 
     def first_keys(self, block: Rows) -> Tensor:
         # The first row of the block is the nearest to the first key.
