@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import LARGEST_COUNT, Block
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.scheme import Scheme
-
-Result = TypeVar("Result")
 
 
 class _Disabled(threading.local):
@@ -90,7 +88,6 @@ class Context:
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
-        found: Results of `once`, with the tensors that they came from.
         packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
             one sequence.
         dense: Whether the dense reference runs, which gives weights.
@@ -112,18 +109,6 @@ class Context:
     packed: Tensor | None = None
     dense: bool = False
     ruled: bool = False
-    found: dict[Any, Any] = field(default_factory=dict)
-
-    def once(self, function: Callable[..., Result], *operands: Any) -> Result:
-        """Return a function of operands that layers may have in common: the first of them computes it."""
-        if torch.compiler.is_compiling():
-            return function(*operands)
-        key = (function, *(id(x) if isinstance(x, Tensor) else x for x in operands))
-        if key not in self.found:
-            # With its operands, since another tensor could get the id of one that is gone.
-            self.found[key] = function(*operands), operands
-        result: Result = self.found[key][0]
-        return result
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""

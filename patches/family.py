@@ -43,7 +43,7 @@ from hf_posenc.patches.probe import (
     refuse,
     turned,
 )
-from hf_posenc.patches.rotary import frequency_limit, long_frequencies
+from hf_posenc.patches.rotary import frequency_limit, long_frequencies, of_kind
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
 
@@ -186,10 +186,10 @@ class RotaryBody(PosencBody):
             inputs, found = call.get("inputs_embeds"), {}
             if inputs is None:  # of these only device and dtype count, and some bodies take ids only
                 inputs = self.get_input_embeddings().weight.new_empty(0, device=context.positions.device)
-            for kind, keywords, prefix in kinds(self.config, type(self.rotary_emb)):
-                cos, sin = self.rotary_emb(inputs, context.positions * native, **keywords)
+            for kind in kinds(self.config, type(self.rotary_emb)):
+                cos, sin = self.rotary_emb(inputs, context.positions * native, **of_kind(kind))
                 # Some types of rotation (YaRN) also make queries and keys longer.
-                whole = getattr(self.rotary_emb, f"{prefix}attention_scaling")
+                whole = getattr(self.rotary_emb, f"{kind}_attention_scaling" if kind else "attention_scaling")
                 length = (1 + native * (whole - 1)) / whole
                 found[kind] = (cos * length, sin * length)
             context = replace(context, native_rotation=found)

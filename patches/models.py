@@ -20,8 +20,6 @@ from hf_posenc.patches.directories import OutputError, storing, whole_files
 from hf_posenc.patches.seams import check_backend, with_signature_of
 from hf_posenc.scheme import Scheme
 
-_RESTORE = "Restore config.json, or convert the model again."
-
 
 class PosencModel:
     """Mixin of patched models and bodies."""
@@ -224,33 +222,26 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
     ):
         return  # A head builds its body through `AutoModel`, which has done it.
     strengths = record.strengths_from_config(config)
+    counts = {name: len(architecture.attentions(body)) for name, body in bodies.items()}
     layers: dict[str, set[int]] = {name: set() for name in bodies}
     for group in groups:
-        for name, part in group.stacks.items():
-            what = f"config.json gives the scheme {group.scheme!r} to"
-            if name not in {*bodies, *architecture.other_stacks}:
+        for name, layer in sorted(group.places()):
+            if name in bodies and layer < counts[name]:
+                layers[name].add(layer)
+            elif name in bodies or name not in architecture.other_stacks:
                 raise CheckpointError(
-                    f"{what} the {name!r} of the model, which has {', '.join(bodies)} only. {_RESTORE}"
+                    f"config.json gives the scheme {group.scheme!r} to layer {layer} of the {name}, and the model has "
+                    f"these numbers of layers: {counts}. Restore config.json, or convert the model again."
                 )
-            if name not in bodies:
-                continue
-            count = len(architecture.attentions(bodies[name]))
-            if max(part.layers) >= count:
-                raise CheckpointError(
-                    f"{what} layer {max(part.layers)} of the {name}, which has {count} layers. {_RESTORE}"
-                )
-            layers[name].update(part.layers)
     surgery.swap_classes(architecture, model, layers)
     for group in groups:
         try:
             info = registry.get(group.scheme)
             built = surgery.build_group(architecture, model, group, info, is_new=is_new)
-        except (DirectionError, LayerSelectionError) as error:
-            raise CheckpointError(f"config.json has a scheme where it cannot be. {error} {_RESTORE}") from error
-        except OptionError as error:
+        except (DirectionError, LayerSelectionError, OptionError) as error:
             raise CheckpointError(
-                f"config.json gives the scheme {group.scheme!r} an option that it does not take. {error} Upgrade "
-                "hf-posenc, or restore config.json."
+                f"config.json gives the scheme {group.scheme!r} a place or an option that it does not take. {error} "
+                "Upgrade hf-posenc, restore config.json, or convert the model again."
             ) from error
         except UnknownSchemeError as error:
             raise CheckpointError(

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout, turn_pairs
-from hf_posenc.patches.rotary import native_frequencies
+from hf_posenc.patches.rotary import native_frequencies, of_kind
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
 _FUNCTION = "hf_posenc"
@@ -61,14 +61,9 @@ class FamilyConfig:
         return getattr(self.stock, name)
 
 
-def kinds(config: Any, rotary: Any) -> list[tuple[str, dict[str, str], str]]:
-    """Return the types of layers with a rotation of their own: name, keywords and prefix of attributes of its module.
-
-    There is one, without a name, if all layers rotate alike.
-    """
-    if not kinds_vary(rotary):
-        return [("", {}, "")]
-    return [(kind, {"layer_type": kind}, f"{kind}_") for kind in dict.fromkeys(config.layer_types)]
+def kinds(config: Any, rotary: Any) -> list[str]:
+    """Return the types of layers with a rotation of their own; one, without a name, if all layers rotate alike."""
+    return [*dict.fromkeys(config.layer_types)] if kinds_vary(rotary) else [""]
 
 
 def kinds_vary(rotary: Any) -> bool:
@@ -82,7 +77,6 @@ class Facts:
     Attributes:
         geometry: Shape and rotation of the layer; other fields have their defaults.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
-        rotates: Whether the layer rotates queries and keys.
         window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
     """
 
@@ -112,8 +106,6 @@ def read_facts(
     code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
     said = (index, type(config), repr(vars(config)), code)
     if said not in _FOUND:
-        if len(_FOUND) == _MOST_FOUND:
-            del _FOUND[next(iter(_FOUND))]
         _FOUND[said] = _probe(config, layer, attention, rotary, index)
     facts = _FOUND[said]
     own = facts.geometry.inv_freq
@@ -123,7 +115,6 @@ def read_facts(
 
 # Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
 _FOUND: dict[tuple[Any, ...], Facts] = {}
-_MOST_FOUND = 1024
 
 
 def _code(*classes: type | None) -> Iterator[Any]:
@@ -145,10 +136,9 @@ def _probe(
     kind = ""
     if rotary is not None:
         kind = config.layer_types[index] if kinds_vary(rotary) else ""
-        keywords = {"layer_type": kind} if kind else {}
         try:
             with torch.device("cpu"):
-                turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **keywords)
+                turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **of_kind(kind))
         except Exception as error:  # of any kind: the code is not ours
             refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
         if len(turn) != 2:

@@ -29,7 +29,7 @@ def native_frequencies(config: Any, rotary: Any, kind: str = "") -> tuple[Tensor
     name = _parameters(config, kind)["rope_type"]
     compute = rotary.compute_default_rope_parameters if name == "default" else ROPE_INIT_FUNCTIONS[name]
     with torch.device("cpu"):
-        frequencies, scaling = compute(config, **_keywords(kind))
+        frequencies, scaling = compute(config, **of_kind(kind))
     return frequencies.float(), float(scaling)
 
 
@@ -42,7 +42,7 @@ def long_frequencies(config: Any, kind: str = "") -> Tensor | None:
     if _parameters(config, kind)["rope_type"] != "longrope" or limit is None:
         return None
     with torch.device("cpu"):
-        frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=limit + 1, **_keywords(kind))[0]
+        frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=limit + 1, **of_kind(kind))[0]
     return frequencies.float()
 
 
@@ -175,5 +175,6 @@ def _parameters(config: Any, kind: str) -> Mapping[str, Any]:
     return found
 
 
-def _keywords(kind: str) -> dict[str, str]:
+def of_kind(kind: str) -> dict[str, str]:
+    """Return the keywords that functions of transformers take for a type of layer."""
     return {"layer_type": kind} if kind else {}

@@ -256,17 +256,7 @@ class LayerCall:
             # A cache drops tokens by slots. Padding between tokens makes these distances longer than positions.
             span = self.window if keep is not None and rule == "slots" and keys > (self.window or keys) else None
             return Mask(rule, keep=keep, window=window, span=span)
-        shape = (batch, heads, queries, keys)
-        if queries == 1:
-            return self.context.once(_one_row, self.mask, shape, window, positions.query, positions.key)
-        return from_tensor(self.mask, "all", shape, window=window)
-
-
-def _one_row(mask: Tensor, shape: tuple[int, int, int, int], window: int | None, query: Tensor, key: Tensor) -> Mask:
-    """Return the visibility for one query, with the keys beyond the window among the hidden ones."""
-    keep, bias = from_tensor(mask, "all", shape, window=window).rows(0, 1, shape[3], Positions(query, key))
-    hides = keep is not None and (torch.compiler.is_compiling() or not bool(keep.all()))
-    return Mask("all", keep if hides else None, bias)
+        return from_tensor(self.mask, "all", (batch, heads, queries, keys), window=window)
 
 
 class PosencLayer(Mixin):

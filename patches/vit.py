@@ -26,17 +26,15 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
 
     def forward(
         self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, interpolate_pos_encoding: bool | None = False
-    ) -> Tensor:
+    ) -> Any:
         if not self.is_disabled():
             fits = vars(self).get("posenc_removed") or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
             interpolate_pos_encoding = interpolate_pos_encoding or fits
-        embeddings: Tensor = super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
-        return embeddings
+        return super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
 
-    def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+    def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Any:
         if self.is_disabled():
-            stock: Tensor = super().interpolate_pos_encoding(embeddings, height, width)
-            return stock
+            return super().interpolate_pos_encoding(embeddings, height, width)
         if vars(self).get("posenc_removed"):
             return embeddings.new_zeros(1)
         table: Tensor = self.position_embeddings

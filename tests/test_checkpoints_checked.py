@@ -455,7 +455,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (in_config(group(native="half")), "damaged ... 'half'"),
     (in_config(part(options={"thresold": 3.0})), "no option 'thresold' ... config.json"),
     (in_config(part(options={"width": 0})), "width=0 ... config.json"),
-    (in_config(part(layers=[0, 1, 7])), "layer 7 of the decoder ... has 3 layers ... Restore"),
+    (in_config(part(layers=[0, 1, 7])), "layer 7 of the decoder ... layers: {'decoder': 3} ... Restore"),
     (in_config(part(layers=[0, 1, -1])), "damaged ... -1 ... Restore"),
 ]
 # fmt: on
