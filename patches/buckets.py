@@ -19,7 +19,7 @@ from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.cache import self_attention
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.family import Family, classes_of, register_family
-from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, PosencLayer, tokens_in
+from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes.families.additive import Buckets
 
@@ -62,12 +62,6 @@ class BucketAttention(PosencAttention):
         shape = (*hidden.shape[:-1], -1, self.key_value_proj_dim)
         q, k, v = (project(hidden).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
         return q, k, v
-
-
-class BucketLayer(PosencLayer):
-    """Mixin of patched layers, whose feed-forward is behind one attention or two, with experts in some layers."""
-
-    posenc_feed_forwards = ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
 
 
 class BucketBody(PosencBody):
@@ -121,7 +115,6 @@ class BucketFamily(Family):
     native = "learned bias of distance buckets"
     native_fades = True
     attending = BucketAttention
-    threading = BucketLayer
     acting = BucketBody
 
     def owners(self, body: nn.Module) -> list[Any]:

@@ -43,7 +43,7 @@ from hf_posenc.patches.probe import (
     refuse,
     turned,
 )
-from hf_posenc.patches.rotary import frequency_limit, long_frequencies, of_kind
+from hf_posenc.patches.rotary import later_frequencies, of_kind
 from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
 from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
 
@@ -201,9 +201,8 @@ class Family(Architecture):
 
     body: ClassVar[type[PreTrainedModel]]
     layer: ClassVar[type[nn.Module]]
-    # Mixins of attentions, layers, and of bodies, which know the native encoding; twins of classes of others.
+    # Mixins of attentions, and of bodies, which know the native encoding; twins of classes of others.
     attending: ClassVar[type[PosencAttention]] = FamilyAttention
-    threading: ClassVar[type[PosencLayer]] = PosencLayer
     acting: ClassVar[type[PosencBody]]
     shared: ClassVar[Mapping[type, type]] = {}
 
@@ -272,13 +271,14 @@ class Family(Architecture):
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config
+        limit, later = later_frequencies(config, facts.kind) if facts.rotates else (None, None)
         return replace(
             facts.geometry,
             layer=layer,
             causal=self._is_causal(body),
             max_positions=stated_length(config),
-            rotary_limit=frequency_limit(config, facts.kind) if facts.rotates else None,
-            inv_freq_long=long_frequencies(config, facts.kind) if facts.rotates else None,
+            rotary_limit=limit,
+            inv_freq_long=later,
             embedding_rms=self.embedding_rms(body),
         )
 
@@ -451,7 +451,7 @@ def register_family(
         posenc_lock=lock,
     )
     add(parts["attention"], kind.attending)
-    add(parts["layer"], kind.threading)
+    add(parts["layer"], PosencLayer)
     add(parts["body"], kind.acting, PosencModel, config_class=config)
     for model in models:
         if model not in twins:

@@ -129,6 +129,9 @@ def _code(*classes: type | None) -> Iterator[Any]:
                     yield function, function.__code__
 
 
+# Gradients tell what rotates, also where the caller has switched them off.
+@torch.inference_mode(False)
+@torch.enable_grad()
 def _probe(
     config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
 ) -> Facts:
@@ -161,8 +164,7 @@ def _probe(
 
     inner.register_forward_hook(end)
     try:
-        with torch.enable_grad():
-            module(hidden, **given, **{THEN: take})
+        module(hidden, **given, **{THEN: take})
     except _Projected:
         pass
     except Exception as error:  # of any kind: the code is not ours
@@ -182,7 +184,7 @@ def _probe(
     geometry = Geometry(**shape, scale=size**-0.5 if found.get("scaling") is None else float(found["scaling"]))
     if rotary is None:
         return Facts(geometry, kind, window=window)
-    rotates = query.requires_grad and torch.autograd.grad(query.sum(), angles, allow_unused=True)[0] is not None
+    rotates = torch.autograd.grad(query.sum(), angles, allow_unused=True)[0] is not None
     if rotates:
         _check_rotation(attention, query, angles)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
@@ -244,12 +246,11 @@ def _check_rotation(attention: type, query: Tensor, angles: Tensor) -> None:
     """Raise unless queries come straight from the rotation that `turned` repeats, as autograd has it on record."""
     if "apply_rotary_pos_emb" not in inspect.unwrap(attention.forward).__code__.co_names:  # type: ignore[attr-defined]
         refuse(attention, "rotates by another function than apply_rotary_pos_emb")
-    with torch.enable_grad():
-        channels = torch.zeros(query.shape, device="meta", requires_grad=True)
-        try:
-            expected = turned(attention, channels, channels, (angles, angles))[0]
-        except Exception as error:  # of any kind: the code is not ours
-            refuse(attention, f"does not rotate queries together with keys ({type(error).__name__}: {error})")
+    channels = torch.zeros(query.shape, device="meta", requires_grad=True)
+    try:
+        expected = turned(attention, channels, channels, (angles, angles))[0]
+    except Exception as error:  # of any kind: the code is not ours
+        refuse(attention, f"does not rotate queries together with keys ({type(error).__name__}: {error})")
     if not _same_steps(query.grad_fn, expected.grad_fn):
         refuse(attention, "does something between the rotation of queries and the attention function")
 

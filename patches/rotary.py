@@ -33,27 +33,20 @@ def native_frequencies(config: Any, rotary: Any, kind: str = "") -> tuple[Tensor
     return frequencies.float(), float(scaling)
 
 
-def long_frequencies(config: Any, kind: str = "") -> Tensor | None:
-    """Return the frequencies `[D / 2]` that a model uses beyond `frequency_limit`; `None` if they vary with length.
+def later_frequencies(config: Any, kind: str = "") -> tuple[int | None, Tensor | None]:
+    """Return the length beyond which a model changes its frequencies, and those `[D / 2]` that it uses then.
 
-    Those of "dynamic" vary.
+    The length is `None` if it never does, the frequencies are if they vary with length, as those of "dynamic" do.
     """
-    limit = frequency_limit(config, kind)
-    if _parameters(config, kind)["rope_type"] != "longrope" or limit is None:
-        return None
+    parameters = _parameters(config, kind)
+    if parameters["rope_type"] == "dynamic":
+        return config.max_position_embeddings, None
+    limit = parameters.get("original_max_position_embeddings", config.max_position_embeddings)
+    if parameters["rope_type"] != "longrope" or limit is None:
+        return None, None
     with torch.device("cpu"):
         frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=limit + 1, **of_kind(kind))[0]
-    return frequencies.float()
-
-
-def frequency_limit(config: Any, kind: str = "") -> int | None:
-    """Return the length beyond which a model changes its rotary frequencies; `None` if it never does."""
-    parameters = _parameters(config, kind)
-    limits = {
-        "dynamic": config.max_position_embeddings,
-        "longrope": parameters.get("original_max_position_embeddings", config.max_position_embeddings),
-    }
-    return limits.get(parameters["rope_type"])
+    return limit, frequencies.float()
 
 
 def check_scheme(name: object) -> None:

@@ -40,6 +40,10 @@ from hf_posenc.scheme import Scheme
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
 
+# Names that stock layers give to the feed-forward; the last are behind one attention or two, and some have experts.
+FEED_FORWARDS: tuple[str, ...] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
+FEED_FORWARDS += ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
+
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
 
@@ -267,16 +271,14 @@ class PosencLayer(Mixin):
     """
 
     posenc_group: int
-    # Names that stock layers give to the feed-forward.
-    posenc_feed_forwards: ClassVar[tuple[str, ...]] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
 
-    @classmethod
-    def posenc_feed_forward(cls, layer: Any) -> nn.Module:
+    @staticmethod
+    def posenc_feed_forward(layer: Any) -> nn.Module:
         """Return the module of a layer, patched or stock, whose output `Scheme.feed` gets."""
         parts: dict[str, nn.Module] = dict(layer.named_modules())
-        found = [parts[name] for name in cls.posenc_feed_forwards if name in parts]
+        found = [parts[name] for name in FEED_FORWARDS if name in parts]
         if not found:
-            names = ", ".join(cls.posenc_feed_forwards)
+            names = ", ".join(FEED_FORWARDS)
             raise ArchitectureError(f"Found no feed-forward in {type(layer).__name__}: none of {names}.")
         return found[0]
 
