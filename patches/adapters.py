@@ -27,6 +27,7 @@ from torch import nn
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
 from hf_posenc.patches import auto, belonging, binding, record, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.preparation import refuse_wrapped
@@ -34,7 +35,6 @@ from hf_posenc.patches.preparation import refuse_wrapped
 # Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
 _SCHEMES = {surgery.OWN, surgery.SHARED}
-_DAMAGED = " If it is damaged, save it again."
 
 
 @dataclass
@@ -81,11 +81,7 @@ class PosencAdapter:
         return targets is not None and not targets and not parameters and self.has_schemes
 
     def check_weights(self, model: Any, name: str) -> None:
-        """Raise unless the weights that are still to come fit a model, which has the adapter of this name in it.
-
-        Raises:
-            CheckpointError: They are damaged, do not fit, or are loaded in another way than by `PeftModel`.
-        """
+        """Raise unless the weights that are still to come fit a model, which has the adapter of this name in it."""
         if not self._pending:
             return
         if self._weights is None:
@@ -111,11 +107,7 @@ class PosencAdapter:
         return found
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`, and bind the weights in the folder to it.
-
-        Raises:
-            CheckpointError: The weights are pickled.
-        """
+        """Write `adapter_config.json`, and bind the weights in the folder to it."""
         found = kwargs.get("auto_mapping_dict")
         if found:
             # By this entry `AutoPeftModel` loads the base, stock or converted.
@@ -311,7 +303,7 @@ def _convert(model: Any, schemes: dict[str, Any]) -> None:
 
 def base_of(folder: str) -> str:
     """Return the path or name of the base model of a saved adapter, or raise `CheckpointError`."""
-    with reading(f"The adapter in {folder}", advice=_DAMAGED):
+    with reading(f"The adapter in {folder}", advice=DAMAGED):
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
         raise CheckpointError(
@@ -323,7 +315,7 @@ def base_of(folder: str) -> str:
 
 def merged(model: Any, folder: str) -> Any:
     """Load a saved adapter, of any type that PEFT has, onto its model, and merge it; raise if it does not fit."""
-    with reading(f"The adapter in {folder}", advice=_DAMAGED):
+    with reading(f"The adapter in {folder}", advice=DAMAGED):
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 

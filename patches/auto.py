@@ -20,8 +20,9 @@ def register(architecture: Architecture) -> None:
     """Teach `AutoConfig` the converted model type, and every `AutoModel...` the converted model classes."""
     stock, twin = config_pair(architecture)
     AutoConfig.register(twin.model_type, twin, exist_ok=True)
-    for name, model in _auto_twins(architecture, stock).items():
-        getattr(modeling_auto, name).register(twin, model, exist_ok=True)
+    for name, model in classes_for(stock).items():
+        if model in architecture.twins:
+            getattr(modeling_auto, name).register(twin, architecture.twins[model], exist_ok=True)
 
 
 def config_pair(architecture: Architecture) -> tuple[Any, Any]:
@@ -30,12 +31,14 @@ def config_pair(architecture: Architecture) -> tuple[Any, Any]:
 
 
 def classes_for(config_class: type) -> dict[str, type]:
-    """Return the patched model class that each `Auto` class has for a patched config class."""
-    for architecture in architectures().values():
-        stock, twin = config_pair(architecture)
-        if twin is config_class:
-            return _auto_twins(architecture, stock)
-    return {}
+    """Return the model class that each `Auto` class has for a config class, stock or patched."""
+    found: dict[str, type] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None and config_class in mapping:
+            model = mapping[config_class]
+            found[name] = model[0] if isinstance(model, tuple) else model
+    return found
 
 
 def name_for(config_class: type, head: str) -> str | None:
@@ -43,16 +46,3 @@ def name_for(config_class: type, head: str) -> str | None:
     names = [name for name, kind in classes_for(config_class).items() if kind.__name__ == head]
     # The class for pretraining is a second name of a head that has a better known one.
     return min(names, key=lambda name: name == "AutoModelForPreTraining", default=None)
-
-
-def _auto_twins(architecture: Architecture, stock_config: type) -> dict[str, type]:
-    found: dict[str, type] = {}
-    for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None)
-        if not isinstance(auto, type) or mapping is None or stock_config not in mapping:
-            continue
-        stock = mapping[stock_config]
-        twin = architecture.twins.get(stock[0] if isinstance(stock, tuple) else stock)
-        if twin is not None:
-            found[name] = twin
-    return found

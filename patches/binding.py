@@ -29,11 +29,7 @@ _SAMPLE = 1024
 
 
 def bind(folder: Path) -> None:
-    """Write the digest of a folder's `adapter_config.json` into the metadata of the weights, if there are any.
-
-    Raises:
-        CheckpointError: The weights are pickled.
-    """
+    """Write the digest of a folder's `adapter_config.json` into the metadata of the weights, if there are any."""
     _refuse_pickled(folder)
     weights = folder / SAFETENSORS_WEIGHTS_NAME
     if weights.exists():
@@ -45,9 +41,6 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of an adapter, after checking that the file belongs to its config.
 
     Only the header is read. Adapters of earlier releases are not bound.
-
-    Raises:
-        CheckpointError: The file cannot be read, or it or the config was edited or exchanged.
     """
     _refuse_pickled(weights.parent)
     with reading(f"The adapter {weights}", advice=DAMAGED):
@@ -62,11 +55,7 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
-    """Raise unless an adapter's file has the tensors that saving the adapter would write.
-
-    Raises:
-        CheckpointError: The file is damaged, a tensor is missing or misshapen, or a scheme's weights are unknown.
-    """
+    """Raise unless an adapter's file has the tensors that saving the adapter would write."""
     found = read(weights)
     wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
     check_complete(

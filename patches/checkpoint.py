@@ -382,16 +382,9 @@ def check_complete(
 ) -> None:
     """Raise if a checkpoint or an adapter does not hold the tensors that its config asks for.
 
-    Args:
-        source: Kind of thing, with its path or name.
-        missing: Tensors of the model that it lacks.
-        unknown: Tensors in it that the model lacks.
-        misshapen: Results of the function `misshapen`.
-        accepts_misshapen: Whether the user accepts those, except in schemes (`ignore_mismatched_sizes`).
-        remedy: Advice to the user; `None` for that of checkpoints.
-
-    Raises:
-        CheckpointError: transformers would initialise the missing parameters and drop the unknown ones.
+    transformers would initialise the missing parameters and drop the unknown ones. What is `misshapen` comes from the
+    function of that name; users may accept it (`ignore_mismatched_sizes`), except in schemes. Without a `remedy` the
+    advice is that of checkpoints.
     """
     kinds = (
         ("misses", missing, _INCOMPLETE, _INCOMPLETE),

@@ -52,15 +52,15 @@ def storing(place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(what: str, kind: type[PosencError] = CheckpointError, advice: str = "") -> Iterator[None]:
-    """Raise one error of a kind, which ends with advice, where something to read is damaged or out of reach."""
+def reading(what: str, advice: str = "") -> Iterator[None]:
+    """Raise `CheckpointError`, which ends with advice, where something to read is damaged or out of reach."""
     try:
         yield
     except PosencError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         words = " ".join(str(error).split())
-        raise kind(f"{what} cannot be read ({type(error).__name__}: {words}).{advice}") from error
+        raise CheckpointError(f"{what} cannot be read ({type(error).__name__}: {words}).{advice}") from error
 
 
 def _full(error: BaseException | None) -> str | None:

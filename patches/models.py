@@ -208,11 +208,7 @@ class PosencModel:
 
 
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
-    """Patch a model with the groups recorded in its config; a new one has tables that nobody trained.
-
-    Raises:
-        CheckpointError: The model cannot be patched with the record.
-    """
+    """Patch a model with the groups recorded in its config; a new one has tables that nobody trained."""
     config: Any = model.config
     groups = record.from_config(config)
     bodies = architecture.stacks(model)
@@ -238,15 +234,10 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
         try:
             info = registry.get(group.scheme)
             built = surgery.build_group(architecture, model, group, info, is_new=is_new)
-        except (DirectionError, LayerSelectionError, OptionError) as error:
+        except (DirectionError, LayerSelectionError, OptionError, UnknownSchemeError) as error:
             raise CheckpointError(
-                f"config.json gives the scheme {group.scheme!r} a place or an option that it does not take. {error} "
-                "Upgrade hf-posenc, restore config.json, or convert the model again."
-            ) from error
-        except UnknownSchemeError as error:
-            raise CheckpointError(
-                f"The checkpoint uses the scheme {group.scheme!r}, which this installation does not know. {error} "
-                "Upgrade hf-posenc, or import the module that registers the scheme before loading."
+                f"This installation cannot build the scheme {group.scheme!r} that config.json names. {error} Upgrade "
+                "hf-posenc, import the module that registers the scheme before loading, or restore config.json."
             ) from error
         surgery.attach(architecture, model, group, built)
     surgery.set_strengths(architecture, model, strengths)

@@ -105,11 +105,11 @@ def unpatch(model: Model) -> Model:
         for body in architecture.stacks(model).values():
             surgery.drop_shared(body, set())
             surgery.settle_native(architecture, body)
-            surgery.settle_layers(architecture, model, body)
             vars(body).pop("posenc_frozen", None)
         for module in model.modules():
             if surgery.is_patched(module):
                 surgery.restore(module)
+        surgery.settle_layers(architecture, model)
         for config in surgery.configs(model):
             surgery.restore(config)
     return model

@@ -67,12 +67,16 @@ def prepare(
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
         raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
-    registry.check_options(info, options)
     check_backend(getattr(model.config, "_attn_implementation", None))
     bodies = _choose_stacks(architecture, model, stacks)
     chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
     _check_layers(architecture, bodies, chosen)
-    _check_directions(architecture, model, bodies, info)
+    is_causal = any(architecture.geometry(body, 0).causal for body in bodies.values())
+    if is_causal and getattr(model.config, "is_causal", True) is False:
+        raise DirectionError(
+            f"The config says is_causal=False, but {architecture.name} is patched as causal attention only. Use a "
+            "model whose tokens see earlier ones."
+        )
     kept = _kept(record.from_config(model.config), chosen)
     if any(group.native != native for group in kept) and not architecture.native_per_layer:
         raise LayerSelectionError(
@@ -98,27 +102,6 @@ def prepare(
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
     group = Group(draft.id, scheme, draft.native, resolved)
     return Preparation(architecture, group, built, kept, _warnings(architecture, bodies, group, kept, built))
-
-
-def _check_directions(
-    architecture: Architecture, model: Any, bodies: dict[str, nn.Module], info: registry.SchemeInfo
-) -> None:
-    """Raise if the scheme is not defined for the direction of a stack."""
-    for name, body in bodies.items():
-        direction: registry.Direction = "causal" if architecture.geometry(body, 0).causal else "bidirectional"
-        if direction == "causal" and getattr(model.config, "is_causal", True) is False:
-            raise DirectionError(
-                f"The config says is_causal=False, but the {name} of {architecture.name} is patched as causal "
-                "attention only. Use a model whose tokens see earlier ones."
-            )
-        if direction not in info.directions:
-            remedy = "Choose another scheme, see hf_posenc.schemes()."
-            if len(architecture.stacks(model)) > 1:
-                remedy = "Pass stacks='decoder' to leave the encoder as it is."
-            raise DirectionError(
-                f"{info.name} is defined for {' and '.join(info.directions)} attention, and the {name} is {direction}. "
-                f"{remedy}"
-            )
 
 
 def _warnings(

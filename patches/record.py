@@ -118,11 +118,7 @@ def digest(posenc: Mapping[str, Any]) -> str:
 
 
 def from_config(config: Any) -> list[Group]:
-    """Read the groups from a config; none if it was never patched.
-
-    Raises:
-        CheckpointError: The record is of a newer format, or damaged.
-    """
+    """Read the groups from a config, none if it was never patched; raise `CheckpointError` for a damaged record."""
     found = _read(config)
     return [] if found is None else found.groups
 

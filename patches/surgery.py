@@ -104,10 +104,8 @@ def swap(architecture: Architecture, target: Any) -> None:
     twin = architecture.twins.get(type(target))
     if twin is None:
         raise ArchitectureError(
-            f"Expected a {architecture.attention.__name__} or another stock module of {architecture.name}, found "
-            f"{type(target).__module__}.{type(target).__qualname__}: the model was altered after loading (a "
-            "quantisation with fused attention, or another patch). Load it plainly, patch it, then apply the other "
-            "change."
+            f"Expected a stock module of {architecture.name}, found {type(target).__module__}."
+            f"{type(target).__qualname__}: the model was altered after loading. Load it plainly and patch it first."
         )
     if "forward" in vars(target) and "_old_forward" not in vars(target):
         raise ArchitectureError(
@@ -125,9 +123,6 @@ def build_group(
     A new model, built from a config, has tables that nobody trained: its schemes see their shapes only.
 
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
-
-    Raises:
-        PosencError: The scheme cannot be built for these layers.
     """
     # Without this, `torch.device("meta")` around the call would leave the schemes without values.
     where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
@@ -207,7 +202,7 @@ def attach(
             container = body._modules[SHARED]
             assert container is not None
             container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
-        settle_layers(architecture, model, body)
+    settle_layers(architecture, model)
 
 
 def swap_classes(architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
@@ -226,34 +221,27 @@ def swap_classes(architecture: Architecture, model: nn.Module, layers: Mapping[s
         swap(architecture, config)
 
 
-def settle_layers(architecture: Architecture, model: nn.Module, body: nn.Module) -> None:
+def settle_layers(architecture: Architecture, model: nn.Module) -> None:
     """Give layers whose scheme carries state their patched class, and all others their stock class.
 
     The name of a layer's class tells accelerate what must not be split between devices.
     """
-    layers = architecture.layers(body)
-    for layer, attention in zip(layers, architecture.attentions(body), strict=True):
-        scheme = attention._modules.get(OWN)
-        if isinstance(scheme, Scheme) and scheme.overrides("carry"):
-            swap(architecture, layer)
-            layer.posenc_group = attention.posenc_group
-        elif is_patched(layer):
-            restore(layer)
-    present: dict[type, set[str]] = {}
-    for other in architecture.stacks(model).values():
-        for layer in architecture.layers(other):
-            present.setdefault(stock_class(type(layer)), set()).add(type(layer).__name__)
-        patched = any(is_patched(attention) for attention in architecture.attentions(other))
-        for module in architecture.swapped(other):
-            stock = stock_class(type(module))
-            present.setdefault(stock, set()).add((architecture.twins[stock] if patched else stock).__name__)
+    for body in architecture.stacks(model).values():
+        for layer, attention in zip(architecture.layers(body), architecture.attentions(body), strict=True):
+            scheme = attention._modules.get(OWN)
+            if isinstance(scheme, Scheme) and scheme.overrides("carry"):
+                swap(architecture, layer)
+                layer.posenc_group = attention.posenc_group
+            elif is_patched(layer):
+                restore(layer)
+    there = {type(module).__name__ for module in model.modules()}
     for module in model.modules():
         unsplit = set(getattr(module, "_no_split_modules", None) or ())
         wanted = set(unsplit)
-        for stock, kinds in present.items():
-            names = {stock.__name__, architecture.twins[stock].__name__}
-            if unsplit & names:
-                wanted = wanted - names | kinds
+        for stock, twin in architecture.twins.items():
+            names = {stock.__name__, twin.__name__}
+            if unsplit & names and there & names:
+                wanted = wanted - names | there & names
         if wanted != unsplit:
             vars(module)["_no_split_modules"] = wanted
 

@@ -236,7 +236,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (t5, to("fox_pro"), "causal attention ... stacks='decoder'"),
         (t5, to("stick_breaking"), "causal attention ... stacks='decoder'"),
         (lambda: transformers.T5EncoderModel(t5().config), to("fox_pro"),
-            "causal attention, and the encoder is bidirectional ... Choose another scheme"),
+            "causal attention, got Geometry(causal=False) ... Choose another scheme"),
     ],
     errors.ArchitectureError: [
         (lambda: transformers.BartModel(BartConfig(encoder_layers=1, decoder_layers=1, d_model=64)).eval(), to("alibi"),

@@ -451,7 +451,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
     (in_config(lambda data: data["rope_parameters"].update(rope_theta=5e5)),
         "rope_parameters={ ... 500000.0 ... pass rope_parameters=... to from_pretrained"),
-    (in_config(group(scheme="fire_two")), "'fire_two' ... does not know ... Did you mean 'fire ... Upgrade hf-posenc"),
+    (in_config(group(scheme="fire_two")), "build the scheme 'fire_two' ... Did you mean 'fire ... Upgrade hf-posenc"),
     (in_config(group(native="half")), "damaged ... 'half'"),
     (in_config(part(options={"thresold": 3.0})), "no option 'thresold' ... config.json"),
     (in_config(part(options={"width": 0})), "width=0 ... config.json"),

@@ -53,11 +53,7 @@ class Stack:
 
 
 def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) -> Stack:
-    """Return the positional encodings of the layers of a stack.
-
-    Raises:
-        ExportError: A scheme has no equivalent in stock models.
-    """
+    """Return the positional encodings of the layers of a stack, or raise if one has no equivalent in stock models."""
     body = architecture.stacks(model)[name]
     groups = {group.id: group for group in record.from_config(model.config)}
     layers: list[Layer] = []
