@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from hf_posenc.attention.call import Call, Index
+from hf_posenc.attention.call import Call, Index, Rows
 from hf_posenc.attention.dense import all_rows
 from hf_posenc.attention.executor import Executor
 from hf_posenc.scheme import Scheme
@@ -57,30 +57,8 @@ def rows_per_block(batch: int, heads: int, keys: int, device: torch.device) -> i
     return max(16, min(128, wanted))
 
 
-class Rows(NamedTuple):
-    """The queries `start:stop` and the keys `first:keys`."""
-
-    start: int
-    stop: int
-    keys: int
-    first: int = 0
-
-    @property
-    def length(self) -> int:
-        """Number of queries."""
-        return self.stop - self.start
-
-
 class BlockPlan:
-    """How one call runs by blocks. It holds no operands.
-
-    Args:
-        call: Call to be run.
-        step: Rows of a block.
-
-    Attributes:
-        found: Blocks of the forward pass.
-    """
+    """How one call runs by blocks of `step` rows. It holds no operands; `found` are the blocks of the forward pass."""
 
     def __init__(self, call: Call, step: int) -> None:
         self.call, self.step = call.outline(), step
@@ -88,18 +66,9 @@ class BlockPlan:
         self.leaves = (*self.parameters, *call.parameters)
         self.found: list[Rows] = []
 
-    def rows(self) -> Iterator[Rows]:
-        """Return the blocks, each with the keys that it can see."""
-        mask = self.call.mask
-        cut = mask.window is not None and self.call.slots_tell_distances
-        for start in range(0, self.call.queries, self.step):
-            stop = min(start + self.step, self.call.queries)
-            first = mask.first_needed(start) if cut else 0
-            yield Rows(start, stop, mask.keys_needed(stop, self.call.keys), first)
-
     def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
         """Return the output of each block, given the call with its operands."""
-        for rows in self.rows():
+        for rows in self.call.blocks(self.step):
             yield rows, all_rows(call.part(*rows))[0]
 
     def kept(self, output: Tensor) -> tuple[Tensor, ...]:
@@ -180,14 +149,9 @@ class _ByBlocks(torch.autograd.Function):
 
 
 class PartSums:
-    """Sums of the gradients of tensors, of which each block reads a part.
+    """Sums of the gradients of operands, of which each block reads a part, and of leaves, which it reads as a whole.
 
-    Args:
-        tensors: Operands, and behind them leaves that every block reads as a whole.
-        wanted: Whether each of them wants a gradient.
-
-    Attributes:
-        targets: Tensors that a block's gradients are taken for, in order: parts of operands, and leaves.
+    `targets` are what a block's gradients are taken for, in order: parts of operands, and leaves.
     """
 
     def __init__(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,20 @@ _SIDES = {
     "own": (1, "queries"),
     "tables": (0, "all"),
 }
+
+
+class Rows(NamedTuple):
+    """The queries `start:stop` and the keys `first:keys`."""
+
+    start: int
+    stop: int
+    keys: int
+    first: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of queries."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +130,14 @@ class Call:
     def slots_tell_distances(self) -> bool:
         """Whether every visible key is as far from its query in positions as in slots."""
         return slots_tell_distances(self.positions, self.mask, causal=self.causal)
+
+    def blocks(self, rows: int) -> Iterator[Rows]:
+        """Return blocks of so many queries, each with the keys that it can see."""
+        cut = self.mask.window is not None and self.slots_tell_distances
+        for start in range(0, self.queries, rows):
+            stop = min(start + rows, self.queries)
+            first = self.mask.first_needed(start) if cut else 0
+            yield Rows(start, stop, self.mask.keys_needed(stop, self.keys), first)
 
     def visible(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the keys that may be seen and what is added to the logits, see `Mask.rows`."""

@@ -40,14 +40,8 @@ class Sdpa(Executor):
         if mask.window is None or call.queries <= mask.window or torch.compiler.is_compiling():
             return self._rows(call), None
         # So many rows as a window has keys see the keys of two windows.
-        cut = call.slots_tell_distances
-        parts = []
-        step = max(mask.window, _FEWEST_ROWS)
-        for start in range(0, call.queries, step):
-            stop = min(start + step, call.queries)
-            first = mask.first_needed(start) if cut else 0
-            parts.append(self._rows(call.part(start, stop, mask.keys_needed(stop, call.keys), first)))
-        return torch.cat(parts, dim=2), None
+        blocks = call.blocks(max(mask.window, _FEWEST_ROWS))
+        return torch.cat([self._rows(call.part(*rows)) for rows in blocks], dim=2), None
 
     def _rows(self, call: Call) -> Tensor:
         q, k, v = call.q, call.k, call.v

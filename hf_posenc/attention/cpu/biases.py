@@ -16,8 +16,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import PartSums, Rows, with_parameters
-from hf_posenc.attention.call import Call, outlines
+from hf_posenc.attention.blocks import PartSums, with_parameters
+from hf_posenc.attention.call import Call, Rows, outlines
 from hf_posenc.structures import Bias, ContentBias
 
 # A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
@@ -62,17 +62,12 @@ class BlockBias:
     see `for_pass`. A backward pass that sums up weights itself calls `learn` first; then, for each block, `pieces`,
     `add` for all of its heads and rows of the batch, and `end`; and at last `gradients`.
 
-    Args:
-        call: Call that the bias belongs to.
-
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
         cuts: Whether it may leave out the first keys of a block.
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass.
-        inputs: Tensors that the bias is made of.
-        learning: Whether `learn` was called.
     """
 
     name: ClassVar[str]
@@ -245,12 +240,9 @@ def first_true(found: Tensor) -> Tensor:
 
 
 class KeysBias(BlockBias):
-    """A bias of each key, less that of the query, which softmax does not see: it is left out, except in its gradient.
+    """A bias of each key `[B|1, H, K]`, less that of the query `[B|1, H, Q]`.
 
-    Args:
-        keys: Bias of every key, `[B|1, H, K]`.
-        queries: Bias of every query, `[B|1, H, Q]`.
-        call: The call.
+    Softmax does not see that of the query, which is left out, except in its gradient.
     """
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import BlockPlan, Rows, by_blocks
-from hf_posenc.attention.call import Call, Index
+from hf_posenc.attention.blocks import BlockPlan, by_blocks
+from hf_posenc.attention.call import Call, Index, Rows
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
@@ -76,7 +76,7 @@ class _NearPlan(BlockPlan):
 
     def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
         tried = self.locality.first_try
-        for rows in self.rows():
+        for rows in self.call.blocks(self.step):
             near = self.nearest(call, rows, tried)
             tried = max(self.locality.first_try, rows.start + call.mask.ahead - near.rows.first)
             yield near.rows, self.output(call, near)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import Rows
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu.biases import BlockBias, Piece, over_batch
 from hf_posenc.structures import PiecewiseLinear
 

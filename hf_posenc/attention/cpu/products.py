@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import PartSums, Rows
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.blocks import PartSums
+from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu.biases import BlockBias, Piece
 from hf_posenc.structures import Vectors
 
@@ -30,10 +30,6 @@ class ProductsBias(BlockBias):
     The farthest vectors are taken off all others: softmax does not see what every key gets from a query, and what
     every query gives to a key goes with the queries, see `moved`. So nothing is left to add from the farthest
     distance on.
-
-    Args:
-        vectors: The vectors.
-        call: The call.
 
     Attributes:
         distances: Number of distances that have vectors.

@@ -8,22 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blocks import Rows
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu.biases import NATS, BlockBias, Piece, first_true, over_batch, spread_of
 
 
 class TableBias(BlockBias):
     """A table of distances, where the distance of two tokens is the difference of their slots.
 
-    Args:
-        table: Bias at all of `distances`, `[H, N]`.
-        call: The call.
-
-    Attributes:
-        falling: Once prepared, the table from the largest distance down, with the bias ahead of a query behind that,
-            `[H, M]`.
-        first: Place of the first key in it that gets a weight, int64 `[H]`; `None` if all do.
+    Once prepared, `falling` is the table from the largest distance down, with the bias ahead of a query behind that,
+    `[H, M]`; `first` is the place of the first key in it that gets a weight, int64 `[H]`, or `None` if all do.
     """
 
     name = "distance table"
