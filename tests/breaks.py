@@ -108,8 +108,8 @@ BREAKS = [
         "- (place - below) * steps.gather(-1, index)"),
     # Executors.
     Break("blocks forget the last keys of a block", "attend",
-        "mask.keys_needed(stop, self.call.keys)",
-        "max(1, mask.keys_needed(stop, self.call.keys) - 1)"),
+        "self.mask.keys_needed(stop, self.keys)",
+        "max(1, self.mask.keys_needed(stop, self.keys) - 1)", near="attention/call.py"),
     Break("blocks drop gradients that come from other blocks", "attend",
         "part is not None:\n                total[place] += part",
         "part is not None:\n                total[place] = part.to(total)", near="attention/blocks.py"),
