@@ -62,13 +62,10 @@ class Passage:
 
     It lives for one forward of that layer. Layers exchange state by arguments and results only, so that activation
     checkpointing recomputes a layer from the same state.
-
-    Attributes:
-        carried: The current state.
-        scheme: The scheme of the layer, once its attention has run.
     """
 
     carried: Tensor | None = None
+    # The scheme of the layer, once its attention has run.
     scheme: Scheme | None = None
 
 
