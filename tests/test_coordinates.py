@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc.coordinates import grid, join, stack, table
+from hf_posenc.coordinates import grid, join, stack
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.generation import continued
@@ -49,69 +49,6 @@ def test_join_goes_on_behind_the_largest_coordinate() -> None:
     ):
         with pytest.raises(PositionError, match=message):
             join(*parts)
-
-
-def spans(words: list[str]) -> tuple[str, list[tuple[int, int]]]:
-    text, offsets = "", []
-    for word in words:
-        offsets.append((len(text), len(text) + len(word)))
-        text += word
-    return text, offsets
-
-
-def test_table_gives_each_token_its_cell() -> None:
-    before, after = ["Hi", ":", "\n"], ["ok"]
-    cells = ["a", "|", " b", "b", "|", "\n", "c", " |", "d|", "e", "\n"]
-    text, offsets = spans(before + cells + after)
-    begin, end = offsets[3][0], offsets[3 + len(cells)][0]
-    got = table(text, offsets, span=(begin, end))[0].tolist()
-    assert got[:3] == [[0, 0], [1, 1], [2, 2]]
-    want = [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2), (1, 0), (1, 0), (1, 1), (1, 2), (1, 2)]
-    assert [tuple(place) for place in got[3:-1]] == [(3 + row, 3 + column) for row, column in want]
-    assert got[-1] == [6, 6]
-    ordered = table(text, offsets, span=(begin, end), order=True)[0]
-    assert ordered[3:-1, 1:].tolist() == got[3:-1]
-    assert ordered[:-1, 0].tolist() == list(range(14))
-    assert ordered[-1].tolist() == [14] * 3
-
-
-def test_table_knows_markdown_commas_and_special_tokens() -> None:
-    text, offsets = spans(["|", "a", "|", "b", "|", "\n", "|", "c", "|"])
-    got = table(text, [(0, 0), *offsets, (0, 0)])[0].tolist()
-    want = [(0, 0), (0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (1, 0), (1, 0), (1, 0)]
-    assert got == [[0, 0], *([1 + row, 1 + column] for row, column in want), [4, 4]]
-    text, offsets = spans(["x", ",y", "\n", "z"])  # a token that holds the end of a cell and the next one
-    assert table(text, torch.tensor(offsets), delimiter=",")[0].tolist() == [[0, 0], [0, 1], [0, 1], [1, 0]]
-
-
-def test_table_of_a_real_tokenizer() -> None:
-    from models import DIRECTORIES
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
-    text = "Once:\na|bird|c\nd|e|cat\nThen"
-    encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
-    coords = table(text, encoded["offset_mapping"][0], span=(6, 23))[0]
-    assert len(coords) == encoded["input_ids"].shape[1]
-    places = coords - coords[encoded["offset_mapping"][0, :, 0].tolist().index(6)]
-    for (first, stop), place in zip(encoded["offset_mapping"][0].tolist(), places.tolist(), strict=True):
-        if 6 < stop <= 23:
-            assert place[0] == text[6 : stop - 1].count("\n"), text[first:stop]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"span": (2, 9)}, r"got span=\(2, 9\); expected begin and end within the 3"),
-        ({"delimiter": ""}, "expected a string without line breaks"),
-        ({"delimiter": "\n"}, "expected a string without line breaks"),
-        ({"offsets": [(0, 4)]}, "return_offsets_mapping=True"),
-        ({"offsets": [(2, 1)]}, "return_offsets_mapping=True"),
-    ],
-)
-def test_table_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(PositionError, match=message):
-        table(**{"text": "a|b", "offsets": [(0, 1)], **changes})
 
 
 def test_stack_pads_like_a_tokenizer() -> None:
