@@ -216,6 +216,11 @@ def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
         found.cheapest(99)
 
 
+def test_the_cost_of_the_layers_of_two_stacks() -> None:
+    found = layer_costs(stock("t5"), "kerple", tokens("t5", 4, 17), steps=1, batch_size=2)
+    assert [each.stack for each in found.layers] == ["encoder", "encoder", "decoder", "decoder"]
+
+
 def test_layers_on_the_command_line() -> None:
     runner = CliRunner()
     few = ["layers", "tiny-llama", "kerple", "--steps", "1", "--length", "32"]

@@ -121,12 +121,8 @@ def layer_costs(
                 patch(twin, scheme, layers=[layer], stacks=stacks, **(options or {}))
                 attention = architecture.attentions(architecture.stacks(twin)[stack])[layer]
                 prefix = next(name for name, module in twin.named_modules() if module is attention)
-                here = {
-                    name: weight
-                    for name, weight in trained.items()
-                    if name.startswith(f"{prefix}.") or SHARED in name.split(".")
-                }
-                twin.load_state_dict(here, strict=False)
+                names = [n for n in twin.state_dict() if n.startswith(f"{prefix}.") or SHARED in n.split(".")]
+                twin.load_state_dict({name: trained[name] for name in names}, strict=False)
                 costs.append(LayerCost(stack, layer, found.after[index], mean_loss(twin, measured) - native))
                 unpatch(twin)
                 put_back()
