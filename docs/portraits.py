@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +22,30 @@ from hf_posenc.operands import Geometry, Positions, Tokens
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.subject import added
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Portrait
 
 _SEED = 0
 _HEAD_DIM = 64
 _WOKEN = "\n(parameters that start at zero are drawn at random for this picture)"
 _CHANGE = "logit, minus that at distance 0 (nats)"
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """Settings of a picture, which the page of a scheme has as JSON in a comment.
+
+    Attributes:
+        variants: Options to build the scheme with, one panel or line for each.
+        heads: Number of heads that are drawn as lines; `None` lets the picture choose.
+        span: Largest distance in a picture by distance.
+        log: Whether distances are on a log scale.
+        noise: Standard deviation of parameters that start at zero; `None` leaves them where that shows something.
+    """
+
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    heads: int | None = None
+    span: int = 256
+    log: bool = False
+    noise: float | None = None
 
 
 def portrait(name: str, **options: Any) -> Figure:
@@ -41,7 +62,7 @@ def portrait(name: str, **options: Any) -> Figure:
         A figure of 1000 x 420 pixels.
     """
     info = registry.get(name)
-    look = replace(info.cls.portrait, variants=(options,)) if options else info.cls.portrait
+    look = replace(_settings(name), variants=(options,)) if options else _settings(name)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_SEED)
         if info.family == "absolute":
@@ -49,6 +70,12 @@ def portrait(name: str, **options: Any) -> Figure:
         if info.family in ("additive", "content-relative"):
             return _bias(name, look, content=info.family == "content-relative")
         return _decay(name, look) if info.family == "rotary" else _attention(name, look)
+
+
+def _settings(name: str) -> Portrait:
+    page = Path(__file__).parent / "schemes" / f"{name}.md"
+    found = re.search(r"<!-- portrait: (.*) -->", page.read_text(encoding="utf-8")) if page.exists() else None
+    return Portrait(**json.loads(found[1])) if found else Portrait()
 
 
 # -- kinds of picture --------------------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ class Geometry:
         if not condition:
             raise OptionError(f"Geometry({name}={getattr(self, name)!r}): expected {expected}.")
 
+    @property
+    def context(self) -> int:
+        """The trained length, or 2,048 tokens if the model's config states none."""
+        return self.max_positions or 2048
+
     def native_table(self, kind: str) -> NativeTable | None:
         """Return the model's own table if it is of this kind."""
         return self.native if self.native is not None and self.native.kind == kind else None
@@ -321,14 +326,6 @@ class Block:
     def distance(self) -> Tensor:
         """Return query position minus key position, int64 `[B|1, q, K]`; negative for keys ahead of the query."""
         return self.positions.query[:, :, None] - self.positions.key[:, None, :]
-
-    def consecutive(self) -> bool:
-        """Whether positions of queries and of keys are consecutive, and the same in all rows of the batch."""
-        query, key = self.positions.query, self.positions.key
-        # Reading numbers makes a GPU wait, and torch.compile cannot trace it.
-        if query.device.type != "cpu" or torch.compiler.is_compiling() or len(query) > 1 or len(key) > 1:
-            return False
-        return bool((query.diff() == 1).all()) and bool((key.diff() == 1).all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.softmax import grouped_matmul, softmax_of_seen
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture, Portrait
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,9 @@ class Scheme(nn.Module):
 
     Parameters are float32 and stay so when the model is cast to half precision, where distances and tables lose their
     meaning: the first integer that bfloat16 cannot hold is 257.
+
+    Args:
+        geometry: Shape of the layer.
     """
 
     # The registered name.
@@ -52,9 +55,8 @@ class Scheme(nn.Module):
     neutral_options: ClassVar[Mapping[str, Any] | None] = None
     # The way to bring a trained model to the scheme, which recipes follow.
     adaptation: ClassVar[Adaptation] = Adaptation()
-    # Pictures of numbers that only this scheme computes, and the settings of the picture on its page.
+    # Pictures of numbers that only this scheme computes.
     pictures: ClassVar[tuple[Picture, ...]] = ()
-    portrait: ClassVar[Portrait] = Portrait()
     # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
     reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.

@@ -2,8 +2,8 @@
 
 Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
 Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`). Pictures show numbers
-that only the scheme can compute (`Scheme.pictures`, `Scheme.portrait`). An adaptation tells recipes how a trained model
-is brought to a scheme (`Scheme.adaptation`).
+that only the scheme can compute (`Scheme.pictures`). An adaptation tells recipes how a trained model is brought to a
+scheme (`Scheme.adaptation`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ class Bias:
 
 
 @dataclass(frozen=True, eq=False)
-class ContentBias(Bias):
-    """A bias that depends on queries and keys, too: `of` gets them as its last arguments, as `Scheme.score` does."""
-
-
-@dataclass(frozen=True, eq=False)
 class Vectors:
     """Vectors per head and distance, for the distances from N - 1 down to 0. Those beyond have the first.
 
@@ -60,8 +55,10 @@ class Vectors:
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeProducts(ContentBias):
+class RelativeProducts(Bias):
     """The scaled products of queries, of keys, or of both, with vectors of the distance; in causal layers.
+
+    `of` gets queries and keys as its last arguments, as `Scheme.score` does.
 
     Attributes:
         vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for
@@ -332,6 +329,11 @@ class Numbers:
     high: float | None = 1.0
     log: bool = False
 
+    @classmethod
+    def of_state(cls, name: str, label: str, high: float | None) -> Numbers:
+        """Return the numbers of tokens that a cache holds, `[B, K, H]`."""
+        return cls(lambda scheme, logits, q, k, block: block.state[name].transpose(1, 2), label, high=high)
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -351,25 +353,6 @@ class Picture:
     title: str
     over: Literal["tokens", "pairs"]
     numbers: tuple[Numbers, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Portrait:
-    """Settings of the picture on the page of a scheme.
-
-    Attributes:
-        variants: Options to build the scheme with, one panel or line for each.
-        heads: Number of heads that are drawn as lines; `None` lets the picture choose.
-        span: Largest distance in a picture by distance.
-        log: Whether distances are on a log scale.
-        noise: Standard deviation of parameters that start at zero; `None` leaves them where that shows something.
-    """
-
-    variants: tuple[Mapping[str, Any], ...] = ({},)
-    heads: int | None = None
-    span: int = 256
-    log: bool = False
-    noise: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -149,10 +149,9 @@ def test_disentangled_buckets_are_the_official_ones_also_beyond_the_last() -> No
     rel, want = (VALUES["disentangled"][f"bucket256_512.{name}"] for name in ("rel", "bucket"))
     assert rel.abs().max() > 512
     assert torch.equal(log_buckets(rel, 256, 512), want)
-    scheme = build("disentangled", geometry(), max_distance=512, buckets=256)
-    assert torch.equal(scheme.rows(rel), (want + 256).clamp(0, 511))
-    assert scheme.rows(rel).min() == 0
-    assert scheme.rows(torch.tensor([-(10**9), 10**9])).tolist() == [0, 511]
+    scheme = build("disentangled", geometry("bidir"), max_distance=512, buckets=256)
+    assert torch.equal(scheme.rows[512 - rel.clamp(-512, 512)], (want + 256).clamp(0, 511))
+    assert (scheme.rows.min(), scheme.rows.max()) == (0, 511)
 
 
 @pytest.mark.parametrize("share_bias", [False, True])

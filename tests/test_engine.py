@@ -21,7 +21,6 @@ from hf_posenc.attention.cpu import biases, fused, kernel, tables
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
-from hf_posenc.ops.skew import by_distance, keys_by_distance, sums_by_distance
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 FORMS = {
@@ -715,43 +714,6 @@ def test_whether_slots_tell_distances(places: list, keep: list | None, want: boo
     mask = None if keep is None else torch.tensor(keep, dtype=torch.bool)
     mask = mask if mask is None else mask[:, None, None] if mask.ndim == 2 else mask[:, None]
     assert slots_tell_distances(Positions(position, position), Mask("all", keep=mask)) is want
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "count", "first", "offset"),
-    [
-        (5, 9, 4, 0, 3),
-        (5, 9, 4, -2, 0),
-        (1, 9, 30, 0, 8),
-        (7, 3, 5, -4, -2),
-        (64, 200, 33, 0, 136),
-        (3, 130, 200, 0, 127),
-        (4, 6, 5, 40, 3),
-        (4, 6, 5, -70, 3),
-    ],
-)
-def test_shifted_places_are_those_of_the_index(queries: int, keys: int, count: int, first: int, offset: int) -> None:
-    torch.manual_seed(0)
-    distance = (offset + torch.arange(queries)[:, None] - torch.arange(keys))[None]
-    index = (distance[0] - first).clamp(0, count - 1)
-    falling = torch.randn(2, 4, queries, count, dtype=torch.float64, requires_grad=True)
-    want = falling.flip(-1).gather(-1, index.expand(2, 4, -1, -1))
-    weight = torch.randn_like(want)
-    for plain_layout in (True, False):
-        got = by_distance(falling, distance, first + count - 1, plain=plain_layout)
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-        grads = [torch.autograd.grad(x, falling, weight, retain_graph=True)[0] for x in (got, want)]
-        torch.testing.assert_close(*grads)
-        sums = sums_by_distance(weight, distance, first + count - 1, count, plain=plain_layout)
-        torch.testing.assert_close(sums, grads[1])
-
-    k = torch.randn(2, 2, keys, 3, dtype=torch.float64, requires_grad=True)
-    vectors = torch.randn(4, count, 3, dtype=torch.float64, requires_grad=True)
-    met = keys_by_distance(k, vectors, distance, first)
-    slow = torch.einsum("hqkd,bhkd->bhqk", vectors[:, index], k.repeat_interleave(2, dim=1))
-    torch.testing.assert_close(met, slow)
-    for got_grad, want_grad in zip(*(torch.autograd.grad(x, (k, vectors), weight) for x in (met, slow)), strict=True):
-        torch.testing.assert_close(got_grad, want_grad)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,6 @@ from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
 from hf_posenc.structures import Adaptation
 
-# Assumed context of a model whose config states none.
-_CONTEXT = 2048
-
 
 @register_scheme("alibi", paper="2108.12409", family="additive", usual=True)
 class ALiBi(GridBias):
@@ -26,11 +23,9 @@ class ALiBi(GridBias):
     In images the distance is Euclidean, in patches (CROMA, arXiv 2311.00566); the class token has no bias.
 
     Args:
-        geometry: Shape of the layer.
         learned_slopes: Train the logarithms of the slopes. They start from `1 / T`, with T from 2 tokens, the steepest
             of the fixed slopes, to the model's context (2,048 tokens if it states none): heads of a real model that
             rest on the first token still see it.
-        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one set of learned parameters for the whole stack.
     """
 
@@ -49,7 +44,7 @@ class ALiBi(GridBias):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.log_slopes is not None:
-            last = math.log(max(2.0, self.geometry.max_positions or _CONTEXT))
+            last = math.log(max(2.0, self.geometry.context))
             set_start(self.log_slopes, -torch.linspace(math.log(2.0), last, self.geometry.heads, device="cpu"))
 
     def grid_values(self, offset: Tensor) -> Tensor:

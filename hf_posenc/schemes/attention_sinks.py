@@ -26,7 +26,6 @@ class AttentionSinks(Scheme):
     Deviations from transformers' gpt-oss: sinks start at one number, not at random.
 
     Args:
-        geometry: Shape of the layer.
         sink_start: Logit of all sinks at the start.
     """
 

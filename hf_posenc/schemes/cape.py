@@ -38,7 +38,6 @@ class CAPE(Scheme):
     Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), one set per layer.
 
     Args:
-        geometry: Shape of the layer.
         base: Scheme that gives B, with its default options: `"kerple"` (a logarithm of the distance, about as large as
             the logits), `"alibi"`, `"t5"`, `"t5_clipped"`, `"sandwich"`, `"fire"` (with LeakyReLU, as in the official
             code), or `"nope"`: no B, `logit = A + f(A)`.

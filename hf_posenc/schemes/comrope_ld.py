@@ -11,25 +11,14 @@ from hf_posenc.schemes.families.block_rotary import ComRoPE
 class ComRoPELD(ComRoPE):
     """Rotate blocks of channels by `exp(sum over axes of coordinate * factor * generator)` (Yu et al. 2025, "LD").
 
-    Queries and keys of a head are cut into blocks of b channels. Block j has one learned antisymmetric b x b generator
-    `freqs[j] - freqs[j].T`, and a learned factor per axis ("linearly dependent"). Only differences of coordinates
-    count, exactly. Text tokens have their position on every axis, unless `position_coords` is given. Values are
-    unchanged.
+    Block j has one learned antisymmetric b x b generator `freqs[j] - freqs[j].T`, and a learned factor per axis
+    ("linearly dependent"). The rest is as in `comrope_ap`.
 
-    Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, and `multiplier` `[1, axes, m, 1, 1]`, the
-    factors, shared by all heads; in the layouts of the official code. Both are in units of `1 / unit` and are added to
-    the base. They should have no weight decay.
+    Parameters: `freqs`, and `multiplier` `[1, axes, m, 1, 1]`, the factors, shared by all heads; in the layout of the
+    official code, in units of `1 / unit` and added to the base. They should have no weight decay.
 
-    Starts. `"native"`: parameters are zero; the base is the model's own rotation, rebuilt from its config, with factor
-    1 on the first axis and 0 on the others: exact for texts. A model without rotation starts unrotated. `"zero"`: the
-    same without the rotation: an exact no-op if the native encoding is kept. `"official"`: no base; `freqs` and
+    Starts. The factors of the base are 1 on the first axis and 0 on the others. `"official"`: no base; `freqs` and
     `multiplier`, here the factor itself, from N(0, 1).
-
-    Angles are computed in float64 and applied in float32 or wider. No exponential is computed: in the planes of its
-    generator a rotation is that of RoPE.
-
-    Deviations from the official code: grouped queries share generators within a group; there is a base; coordinates
-    have no jitter in training.
 
     Args:
         block_size: Channels in a block, an even number that divides the channels of a head. `None` is the largest such

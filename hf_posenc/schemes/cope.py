@@ -35,7 +35,6 @@ class CoPE(Scheme):
     query from both sides: keys ahead of it have position `g_i,i+1 + ... + g_ij` in a second table, `pos_emb_right`.
 
     Args:
-        geometry: Shape of the layer.
         npos: Number of embeddings; keys at position npos - 1 or beyond share the last. The official code has one more
             than the trained length; few suffice, since a query counts only the tokens it selects.
         scale_position_logits: Multiply `q . e[p]` by the softmax scale, as in the official code; the paper's listing
@@ -61,13 +60,8 @@ class CoPE(Scheme):
     ) -> None:
         super().__init__(geometry)
         self.require(npos >= 2, "npos", npos, "at least 2 (with one embedding all positions are the same)")
-        self.require(not (separate_keys and value_gates), "value_gates", value_gates, "False with separate_keys=True")
-        self.require(
-            not (separate_keys and shared),
-            "shared",
-            shared,
-            "False with separate_keys=True (the projections of these keys belong to their layers)",
-        )
+        for option, other in (("value_gates", value_gates), ("shared", shared)):
+            self.require(not (separate_keys and other), option, other, "False with separate_keys=True")
         self.npos, self.scale_position_logits = npos, scale_position_logits
         self.separate_keys, self.value_gates, self.shared = separate_keys, value_gates, shared
         self.reads_keys = not (separate_keys or value_gates)

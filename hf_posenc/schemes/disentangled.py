@@ -8,24 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.operands import LARGEST_COUNT, Block, Geometry, Projection, Tokens
+from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.ops.skew import by_distance, keys_by_distance
+from hf_posenc.ops.distances import by_distance
 from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, Portrait, RelativeProducts, Vectors
+from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
 
-# Names of the tables that `project` makes.
+# Names of the tables that `project` makes, with a vector per distance, from the largest down.
 _KEYS, _QUERIES = "position_keys", "position_queries"
 
 # Values of DeBERTa.
 _STD = 0.02
 _LAYER_NORM_EPSILON = 1e-7
-
-# Minimum number of queries for products of keys by tiles of distances.
-_MANY_QUERIES = 16
 
 
 class RelativeEmbeddings(Scheme):
@@ -83,7 +80,6 @@ class Disentangled(Scheme):
     projection; a cache may hold more keys than there are queries.
 
     Args:
-        geometry: Shape of the layer.
         max_distance: Distance from which all keys share one embedding.
         buckets: Half the number of embeddings if far distances share them in logarithmic buckets, an even number
             (DeBERTa v2 and v3: 256 with `max_distance` 512); `None` gives every distance its own embedding.
@@ -103,8 +99,6 @@ class Disentangled(Scheme):
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(native="handover", elsewhere="handover")
 
-    portrait = Portrait(({"buckets": 32, "max_distance": 128},), log=True)
-
     def __init__(
         self,
         geometry: Geometry,
@@ -121,15 +115,10 @@ class Disentangled(Scheme):
     ) -> None:
         super().__init__(geometry)
         self.require(max_distance >= 1, "max_distance", max_distance, "at least 1")
-        self.require(
-            buckets is None or (buckets >= 2 and buckets % 2 == 0), "buckets", buckets, "None or an even number"
-        )
-        self.require(
-            buckets is None or max_distance > buckets // 2 + 1,
-            "max_distance",
-            max_distance,
-            f"more than buckets / 2 + 1 = {(buckets or 0) // 2 + 1} (half of the buckets hold one distance each)",
-        )
+        if buckets is not None:
+            self.require(buckets >= 2 and buckets % 2 == 0, "buckets", buckets, "None or an even number")
+            near = buckets // 2 + 1  # half of the buckets hold one distance each
+            self.require(max_distance > near, "max_distance", max_distance, f"more than buckets / 2 + 1 = {near}")
         self.require(c2p or p2c, "p2c", p2c, "True with c2p=False: at least one of both terms")
         self.require(share_att_key or not share_bias, "share_bias", share_bias, "False unless share_att_key=True")
         self.max_distance, self.buckets, self.c2p, self.p2c = max_distance, buckets, c2p, p2c
@@ -137,10 +126,12 @@ class Disentangled(Scheme):
         self.scale, self.init = scale, init
         self.reads_keys = p2c
         self.span = max_distance if buckets is None else buckets
-        # A table from the CPU: a GPU's logarithm may round a boundary to the other side.
-        self._rows = self._row_of_distance()
-        # The rows of all distances, which a graph that is traced cannot count.
-        self._all = self._rows_of(self._first_distance(LARGEST_COUNT), max_distance)
+        # The row d(i, j) of P for each distance, from the largest down; decoders see distances from 0 on. A table from
+        # the CPU: a GPU's logarithm may round a boundary to the other side.
+        distance = torch.arange(max_distance, -1 if geometry.causal else -max_distance - 1, -1, device="cpu")
+        if buckets is not None:
+            distance = log_buckets(distance, buckets, max_distance)
+        self.rows = (distance + self.span).clamp(0, 2 * self.span - 1)
         width = geometry.heads * geometry.head_dim
         self.pos_key_proj = AnyDtypeLinear(geometry.hidden_size, width) if c2p and not share_att_key else None
         self.pos_query_proj = AnyDtypeLinear(geometry.hidden_size, width) if p2c and not share_att_key else None
@@ -155,37 +146,26 @@ class Disentangled(Scheme):
     def make_common(self) -> Scheme:
         return RelativeEmbeddings(self.geometry, span=self.span, normalize=self.normalize, zero=self.init == "zero")
 
-    def _row_of_distance(self) -> Tensor:
-        """Return d of each distance from `-max_distance` to `max_distance`; it is constant beyond."""
-        distance = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
-        if self.buckets is not None:
-            distance = log_buckets(distance, self.buckets, self.max_distance)
-        return (distance + self.span).clamp(0, 2 * self.span - 1)
-
-    def rows(self, distance: Tensor) -> Tensor:
-        """Return the row d(i, j) of P for each distance (query minus key), int64 of the same shape."""
-        far = self.max_distance
-        return placed(self._rows, distance.device)[distance.clamp(-far, far) + far]
-
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)
         common = tokens.common
         assert isinstance(common, RelativeEmbeddings)
         with torch.autocast(q.device.type, enabled=False):
-            table = common.table(self._first_row()).to(q.device)
+            table = common.table(first := int(self.rows[-1])).to(q.device)
             tables = {} if self.share_att_key else self._projected(table)
         if self.share_att_key:
             tables = self._shared(tokens, table.to(q.dtype))
-        return Projection(q, k, v, tables={name: part.to(precise) for name, part in tables.items()})
+        rows = placed(self.rows - first, q.device)
+        return Projection(q, k, v, tables={name: part[:, rows].to(precise) for name, part in tables.items()})
 
     def _projected(self, table: Tensor) -> dict[str, Tensor]:
-        """Return the projections of P `[N, E]` that are used: position keys and queries, each `[H, N, D]`."""
+        """Return the projections of rows of P `[N, E]` that are used: keys and queries, each `[H, N, D]`."""
         shape = (len(table), self.geometry.heads, self.geometry.head_dim)
         parts = ((_KEYS, self.pos_key_proj), (_QUERIES, self.pos_query_proj))
         return {name: part(table).view(shape).transpose(0, 1) for name, part in parts if part is not None}
 
     def _shared(self, tokens: Tokens, table: Tensor) -> dict[str, Tensor]:
-        """Return P projected by the layer itself: queries `[H, N, D]`, keys `[G, N, D]`."""
+        """Return these rows projected by the layer itself: queries `[H, N, D]`, keys `[G, N, D]`."""
         if tokens.host is None:
             raise ShapeError(
                 "disentangled with share_att_key=True uses the layer's own projections. Pass attend(..., host=), a "
@@ -200,13 +180,6 @@ class Disentangled(Scheme):
                 tables[name] = rows if self.share_bias else rows - bias
         return tables
 
-    def _first_distance(self, reach: int) -> int:
-        return 0 if self.geometry.causal else max(-reach, -self.max_distance)
-
-    def _first_row(self) -> int:
-        # Decoders see distances from 0 on.
-        return self.span if self.geometry.causal else 0
-
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         logits = logits + self._bias(block, logits, q, k)
         return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
@@ -215,36 +188,24 @@ class Disentangled(Scheme):
         return RelativeProducts(self._bias, self._vectors) if self.scale == "host" else None
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:
-        rows = self._rows_of(0, self.max_distance)
-        of_queries, of_keys = (_rows(tables[x], rows).flip(1) if x in tables else None for x in (_KEYS, _QUERIES))
-        return Vectors(of_queries, of_keys)
-
-    def _rows_of(self, first: int, last: int) -> Tensor:
-        """Return the rows of distances from `first` on, in the tables from `project`, up to the first constant one."""
-        rows = self.rows(torch.arange(first, last + 1, device="cpu")) - self._first_row()
-        return rows[: int((rows < rows[-1]).sum()) + 1]
+        return Vectors(tables.get(_KEYS), tables.get(_QUERIES))
 
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the sum of both terms, as added to the scaled logits, `[B, H, q, K]`."""
-        distance, plain = block.distance().to(like.device), block.consecutive()
-        # Distances in reach, each with a row in the tables from `project`.
-        first = self._first_distance(block.reach)
-        traced = torch.compiler.is_compiling()
-        rows = self._all if traced else self._rows_of(first, min(block.reach, self.max_distance))
-        last, scale = first + len(rows) - 1, self.geometry.scale
+        distance, scale = block.distance().to(like.device), self.geometry.scale
+        # A graph that is traced does not know the largest distance in reach.
+        last = self.max_distance if torch.compiler.is_compiling() else min(block.reach, self.max_distance)
+        in_reach = slice(self.max_distance - last, self.max_distance + last + 1)
         terms = []
         with torch.autocast(like.device.type, enabled=False):
             if self.c2p:
-                keys = _rows(block.tables[_KEYS], rows).flip(1)
+                keys = block.tables[_KEYS][:, in_reach]
                 products = grouped_matmul(q.to(like) * scale, keys.mT[None])  # [B, H, q, N]
-                terms.append(by_distance(products, distance, last, plain=plain))
+                terms.append(by_distance(products, distance, last))
             if self.p2c:
-                queries = _rows(block.tables[_QUERIES], rows) * scale
-                terms.append(
-                    keys_by_distance(k.to(like), queries, distance, first)
-                    if plain and distance.shape[1] >= _MANY_QUERIES
-                    else _meet_keys(k.to(like), queries, (distance - first).clamp(0, len(rows) - 1)[:, None])
-                )
+                queries = block.tables[_QUERIES][:, in_reach] * scale
+                index = (last - distance).clamp(0, queries.shape[1] - 1)[:, None]
+                terms.append(_meet_keys(k.to(like), queries, index))
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def starts_exact(self, *, native_kept: bool) -> bool:
@@ -263,15 +224,6 @@ def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     grown = torch.log(size.clamp_min(half).double() / half) / math.log((max_distance - 1) / half) * (half - 1)
     far = (grown - 1e-9).ceil().long() + half
     return torch.where(size <= half, distance, distance.sign() * far)
-
-
-def _rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Return rows `[N]` (on the CPU) of `[H | G, rows, D]`, as a view if they are consecutive."""
-    if torch.compiler.is_compiling():
-        return table[:, rows.to(table.device)]
-    first, last = int(rows[0]), int(rows[-1])
-    follow = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
-    return table[:, first : last + 1] if follow else table[:, rows.to(table.device)]
 
 
 def _meet_keys(k: Tensor, queries: Tensor, index: Tensor) -> Tensor:

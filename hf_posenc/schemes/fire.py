@@ -27,7 +27,6 @@ class FIRE(AdditiveBias):
     `mlp.0`, `mlp.2`; `init_L` is stored, not trained.
 
     Args:
-        geometry: Shape of the layer.
         init_c: Start of c.
         threshold: Start of L; up to L the normaliser does not depend on the query.
         width: Hidden width of the network.
@@ -60,24 +59,15 @@ class FIRE(AdditiveBias):
         gate: bool = False,
         shared: bool | None = None,
     ) -> None:
-        ahead = None
-        if directed and not geometry.causal:
-            ahead = type(self)(
-                geometry,
-                init_c=init_c,
-                threshold=threshold,
-                width=width,
-                init=init,
-                normalizer=normalizer,
-                gate=gate,
-            )
         self.require(shared is not False or not self._shared, "shared", shared, "True or None, in this variant")
-        super().__init__(geometry, gate=gate, shared=self._shared if shared is None else shared, ahead=ahead)
+        super().__init__(geometry, gate=gate, shared=self._shared if shared is None else shared)
         self.require(init_c != 0, "init_c", init_c, "another number than 0, from which c never learns")
         self.require(threshold > 0, "threshold", threshold, "a positive number")
         self.require(width >= 1, "width", width, "at least 1")
         self.init_c, self.threshold, self.width = init_c, threshold, width
         self.init, self.normalizer, self.directed = init, normalizer, directed
+        if directed and not geometry.causal:
+            self.ahead = type(self)(geometry, **{**self.options(), "directed": False})
         self.c = nn.Parameter(torch.empty(1))
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))

@@ -13,9 +13,6 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
 from hf_posenc.structures import Equivalent
 
-# Assumed context of a model whose config states none.
-_CONTEXT = 2048
-
 
 @register_scheme("fope", paper="2412.17739", family="rotary")
 class FoPE(Annealed, RotaryScheme):
@@ -34,17 +31,15 @@ class FoPE(Annealed, RotaryScheme):
 
     Starts. `"native"`: each pair has its own frequency, which is RoPE; exact on models with rotary encoding if there is
     no clipping or noise. `"zero"`: a frequency of zero is the first of the D and dominant for all pairs: no rotation,
-    an exact no-op if the native encoding is kept. Clipping changes much at once (logits by 1 to 55 % rms on published
-    models), and so does noise. With `anneal`, low frequencies are multiplied by `1 - progress` and coefficients by
-    `progress`, which is saved with the model and starts at 0. Raise it to 1 while training, with `anneal_to`.
+    an exact no-op if the native encoding is kept. Clipping changes much at once, and so does noise. With `anneal`, low
+    frequencies are multiplied by `1 - progress` and coefficients by `progress`, which is saved with the model and
+    starts at 0. Raise it to 1 while training, with `anneal_to`.
 
     Deviations from the official code: parameters per kv head; coefficients are trained by default; no pairs are lost
     (see `official_layout`); pairs without frequency are unchanged, as in equation 13 of the paper (see
     `official_sin_pad`); the cache holds rotated keys; positions are independent of slots in the cache.
 
     Args:
-        geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         init: Start, see above.
         sigma: Gain of the start of the coefficients; the paper has 0.3 to 0.6.
         learnable: Train the coefficients; the official code only stores them.
@@ -80,32 +75,25 @@ class FoPE(Annealed, RotaryScheme):
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
         self.set_annealing(anneal)
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
-        self.max_length = max_length or geometry.max_positions or _CONTEXT
+        self.max_length = max_length or geometry.context
         self.fourier_dim, self.official_layout, self.official_sin_pad = fourier_dim, official_layout, official_sin_pad
         self.require(sigma >= 0, "sigma", sigma, "a number of at least 0")
         self.require(max_length is None or max_length >= 1, "max_length", max_length, "at least 1 token")
-        self.require(
-            official_layout or (fourier_dim is None and not official_sin_pad),
-            "official_layout",
-            official_layout,
-            "True, since fourier_dim and official_sin_pad belong to that layout",
-        )
-        self.require(
-            not official_layout or (clip and init == "native" and not anneal),
-            "official_layout",
-            official_layout,
-            "False, unless clip=True, init='native' and anneal=False",
-        )
-        self.require(
-            fourier_dim is None or (fourier_dim >= geometry.head_dim and fourier_dim % 2 == 0),
-            "fourier_dim",
-            fourier_dim,
-            f"an even number of at least head_dim = {geometry.head_dim}",
-        )
+        if official_layout:
+            allowed = clip and init == "native" and not anneal
+            expected = "False, unless clip=True, init='native' and anneal=False"
+        else:
+            allowed = fourier_dim is None and not official_sin_pad
+            expected = "True, since fourier_dim and official_sin_pad belong to that layout"
+        self.require(allowed, "official_layout", official_layout, expected)
+        fits = fourier_dim is None or (fourier_dim >= geometry.head_dim and fourier_dim % 2 == 0)
+        expected = f"an even number of at least head_dim = {geometry.head_dim}"
+        self.require(fits, "fourier_dim", fourier_dim, expected)
         table = self._table(torch.zeros((), device="cpu"))
         self._clipped = (table < 2 * math.pi / self.max_length) & clip
         self._loses = bool(table[self._clipped].any())
-        kept = int((~self._clipped).sum())
+        self._kept = (~self._clipped).nonzero()[:, 0]
+        kept = len(self._kept)
         self.require(kept >= 1, "max_length", self.max_length, "a length within which one frequency has a whole turn")
         inputs = kept + (init == "zero")
         pairs = min(kept, geometry.head_dim // 4) if official_layout else kept
@@ -146,30 +134,24 @@ class FoPE(Annealed, RotaryScheme):
 
     def _own_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = self._table(place)
-        kept = placed((~self._clipped).nonzero()[:, 0], place.device) if self.clip else None
-        if kept is not None:
-            frequencies = frequencies - self.annealed(frequencies) * placed(self._clipped, place.device, place.dtype)
+        kept = placed(self._kept, place.device)
+        frequencies = frequencies - self.annealed(frequencies) * placed(self._clipped, place.device, place.dtype)
         angles = place * frequencies  # [B|1, 1, S, M]
         cos, sin = angles.cos(), angles.sin()
-        cos_inputs, sin_inputs = (cos, sin) if kept is None else (cos[..., kept], sin[..., kept])
+        cos_inputs, sin_inputs = cos[..., kept], sin[..., kept]
         if self.init == "zero":
             cos_inputs, sin_inputs = F.pad(cos_inputs, (1, 0), value=1.0), F.pad(sin_inputs, (1, 0))
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        # The dominant term is added separately: a matrix product may be rounded more coarsely (TF32).
-        return (
-            self._with_others(cos, cos_inputs, self.cos_coef, kept),
-            self._with_others(sin, sin_inputs, self.sin_coef, kept),
-        )
+        return self._with_others(cos, cos_inputs, self.cos_coef), self._with_others(sin, sin_inputs, self.sin_coef)
 
-    def _with_others(self, dominant: Tensor, inputs: Tensor, coefficients: Tensor, kept: Tensor | None) -> Tensor:
+    def _with_others(self, dominant: Tensor, inputs: Tensor, coefficients: Tensor) -> Tensor:
         """Add the other terms, from inputs `[B|1, 1, S, D]`, to the pairs that keep their frequency."""
+        # The dominant term is added separately: a matrix product may be rounded more coarsely (TF32).
         others = inputs @ self.annealed(coefficients.to(inputs))  # [B|1, G, S, M]
-        if kept is None:
-            return dominant + others
-        return dominant.expand(*others.shape[:-1], -1).index_add(-1, kept, others)
+        return dominant.expand(*others.shape[:-1], -1).index_add(-1, placed(self._kept, others.device), others)
 
     def _official_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        angles = place * self._table(place)[~placed(self._clipped, place.device)]
+        angles = place * self._table(place)[placed(self._kept, place.device)]
         inputs, pairs = self.cos_coef.shape[1:]
         missing = self.rotary_dim // 2 - pairs
         step = -(-inputs // pairs)

@@ -12,13 +12,10 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture, Portrait
+from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture
 
 # The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"
-
-# Assumed context of a model whose config states none.
-_CONTEXT = 2048
 
 
 @register_scheme("fox", paper="2503.02130", family="contextual", usual=True)
@@ -37,17 +34,16 @@ class FoX(Scheme):
     Parameters: `fgate_proj.weight` `[H, E]` (rows of the second gate last, in encoders) and `fgate_proj.bias` `[H]`; or
     `fgate_bias` `[H]`, which is stored, not trained, if the gate is fixed.
 
-    Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and
-    `log f = -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"`
-    sets T beyond the context, which moves logits by at most context / T and suits a kept native encoding. If the native
-    encoding is removed, a real model needs long times: many of its heads look at the first token, the attention sink,
-    where they have nothing to do, and short times hide it. So the default differs from the official code.
+    Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and `log f =
+    -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"` sets T
+    beyond the context, which moves logits by at most context / T and suits a kept native encoding. If the native
+    encoding is removed, a real model needs long times: short ones hide the first token, where many heads rest. So the
+    default differs from the official code.
 
     Deviations from the official code: grouped queries and encoders; time scales also for gates of content, which then
     start as a fixed decay; padding tokens have f = 1 anywhere, and sums continue over padding and from chunk to chunk.
 
     Args:
-        geometry: Shape of the layer.
         forget_gate: Input of the gates: `"full"` is the hidden state; `"bias_only"` a learned number per head;
             `"fixed"` a number per head that is not trained.
         init: Start, see above. The official code has `"official"` for full gates, and for the others `"timescale"`
@@ -62,8 +58,6 @@ class FoX(Scheme):
     adaptation = Adaptation(native="keep", options={"init": "horizon"}, elsewhere="handover")
     fgate_bias: Tensor | None
 
-    portrait = Portrait(({"init": "horizon", "horizon": 12.0},), noise=0.25)
-
     def __init__(
         self,
         geometry: Geometry,
@@ -75,16 +69,14 @@ class FoX(Scheme):
         decay_time_max: float | None = None,
     ) -> None:
         super().__init__(geometry)
-        self._context = geometry.max_positions or _CONTEXT
-        self.require(
-            forget_gate != "fixed" or init != "official", "init", init, "'horizon' or 'timescale' for fixed gates"
-        )
+        timed = forget_gate != "fixed" or init != "official"
+        self.require(timed, "init", init, "'horizon' or 'timescale' for fixed gates")
         if init == "horizon":
-            horizon = 10.0 * self._context if horizon is None else horizon
+            horizon = 10.0 * geometry.context if horizon is None else horizon
         if init == "timescale":
             if decay_time_min is None:
-                decay_time_min = max(2.0, (decay_time_max or self._context) / 128)
-            decay_time_max = max(decay_time_min, float(self._context)) if decay_time_max is None else decay_time_max
+                decay_time_min = max(2.0, (decay_time_max or geometry.context) / 128)
+            decay_time_max = max(decay_time_min, float(geometry.context)) if decay_time_max is None else decay_time_max
         for option, got, needed in (
             ("horizon", horizon, "horizon"),
             ("decay_time_min", decay_time_min, "timescale"),
@@ -92,12 +84,9 @@ class FoX(Scheme):
         ):
             self.require(got is None or init == needed, option, got, f"None unless init={needed!r} is given")
             self.require(got is None or got > 0, option, got, "a positive number of tokens")
-        self.require(
-            decay_time_min is None or decay_time_max is None or decay_time_min <= decay_time_max,
-            "decay_time_max",
-            decay_time_max,
-            f"at least decay_time_min = {decay_time_min}",
-        )
+        if decay_time_min is not None and decay_time_max is not None:
+            fits = decay_time_min <= decay_time_max
+            self.require(fits, "decay_time_max", decay_time_max, f"at least decay_time_min = {decay_time_min}")
         self.forget_gate, self.init, self.horizon = forget_gate, init, horizon
         self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
         gates = geometry.heads if geometry.causal else 2 * geometry.heads
@@ -174,7 +163,7 @@ class FoX(Scheme):
     def start_tolerance(self, *, native_kept: bool) -> float | None:
         if not native_kept or self.horizon is None:
             return None
-        return self._context / self.horizon
+        return self.geometry.context / self.horizon
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return 4 * self.geometry.heads, 0
@@ -184,6 +173,10 @@ class FoX(Scheme):
         sums = block.state[_SUMS].transpose(1, 2)[:, : self.geometry.heads]
         return F.pad(sums, (1, 0)).diff(dim=-1).exp()
 
+    def left(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return the factor on what is left of each key at each query, `[B, H, Q, K]`, likewise."""
+        return self._bias(block, logits).exp()
+
     pictures = (
         Picture(
             "gates",
@@ -192,12 +185,7 @@ class FoX(Scheme):
             "tokens",
             (
                 Numbers(gates, "kept at this token (factor)", "gate of each token"),
-                Numbers(
-                    lambda scheme, logits, q, k, block: scheme._bias(block, logits).exp(),
-                    "left (factor)",
-                    "left",
-                    log=True,
-                ),
+                Numbers(left, "left (factor)", "left", log=True),
             ),
         ),
     )

@@ -57,7 +57,6 @@ class FoXPro(FoX):
     sequence, and follows the cache when it is cropped or reordered.
 
     Args:
-        geometry: Shape of the layer.
         output_gate: Gate the output.
         output_norm: Normalise the output.
         qk_norm: Normalise queries and keys.
@@ -89,12 +88,8 @@ class FoXPro(FoX):
         gate_activation: Literal["sigmoid", "silu"] = "sigmoid",
         shift_history: int = 64,
     ) -> None:
-        self.require(
-            gate_activation == "sigmoid" or not output_norm,
-            "gate_activation",
-            gate_activation,
-            "'sigmoid', unless output_norm=False",
-        )
+        allowed = gate_activation == "sigmoid" or not output_norm
+        self.require(allowed, "gate_activation", gate_activation, "'sigmoid', unless output_norm=False")
         self.require(shift_history >= 1, "shift_history", shift_history, "at least 1 token")
         super().__init__(
             geometry,

@@ -10,7 +10,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, Nothing, Portrait
+from hf_posenc.structures import Equivalent, Nothing
 
 
 @register_scheme("gated_output", paper="2505.06708", family="add-on")
@@ -27,13 +27,11 @@ class GatedOutput(Scheme):
     lies between 0 and 2. `"official"` does not, and draws W from N(0, 0.02).
 
     Args:
-        geometry: Shape of the layer.
         gate_per: One gate per `"head"`, or per `"channel"` of each head.
         gate_start: Start, see above.
     """
 
     neutral_options = {}
-    portrait = Portrait(noise=0.05)
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ class GRAPEA(Scheme):
     gate. Its forms with slopes from queries are left out.
 
     Args:
-        geometry: Shape of the layer.
         gate: Multiply the bias by a learned factor per head that starts at 0.
     """
 
@@ -91,12 +90,6 @@ class GRAPEA(Scheme):
             "slopes of the penalty that each token of a text gets",
             "slopes of keys",
             "tokens",
-            (
-                Numbers(
-                    lambda scheme, logits, q, k, block: block.state[_RATES].transpose(1, 2),
-                    "penalty per token of distance (nats)",
-                    high=None,
-                ),
-            ),
+            (Numbers.of_state(_RATES, "penalty per token of distance (nats)", high=None),),
         ),
     )

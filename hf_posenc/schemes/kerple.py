@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Portrait
+from hf_posenc.structures import Adaptation, Bias, Equivalent
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -26,14 +26,12 @@ class KERPLE(DistanceBias):
     once.
 
     Args:
-        geometry: Shape of the layer.
         kernel: Kernel: `"log"` or `"power"`.
         init: Start of the exponents of the power kernel: `"slow"` draws them up to 1/2, `"official"` up to 2, which
             hides the first token from heads of a real model that rest on it. No effect on the logarithm.
         weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
         directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
             encoder cannot tell left from right. (Our extension; no effect in decoders.)
-        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one set of parameters for the whole stack (the official form), not one per layer.
     """
 
@@ -46,8 +44,6 @@ class KERPLE(DistanceBias):
         rate=8,
     )
 
-    portrait = Portrait(({"kernel": "log"}, {"kernel": "power", "init": "official"}))
-
     def __init__(
         self,
         geometry: Geometry,
@@ -59,8 +55,9 @@ class KERPLE(DistanceBias):
         gate: bool = False,
         shared: bool = True,
     ) -> None:
-        ahead = KERPLE(geometry, kernel=kernel, init=init, gate=gate) if directed and not geometry.causal else None
-        super().__init__(geometry, gate=gate, shared=shared, ahead=ahead)
+        super().__init__(geometry, gate=gate, shared=shared)
+        if directed and not geometry.causal:
+            self.ahead = KERPLE(geometry, kernel=kernel, init=init, gate=gate)
         self.kernel, self.init, self.weighted, self.directed = kernel, init, weighted, directed
         self.bias_p = nn.Parameter(torch.empty(geometry.heads))
         self.bias_a = nn.Parameter(torch.empty(geometry.heads))

@@ -18,7 +18,6 @@ class Learned(Scheme):
     """A learned vector per position, added to the token embeddings (Gehring et al. 2017; GPT-2).
 
     Args:
-        geometry: Shape of the layer.
         num_positions: Rows of the table; `None` is the size of the model's own table, else its trained length.
         init: Start: `"native"` copies the model's own table, `"normal"` draws N(0, 0.02), `"zero"` is a no-op; `"auto"`
             is `"native"` if the model has a learned table of that size, else `"normal"`.
@@ -40,22 +39,15 @@ class Learned(Scheme):
         native = geometry.native_table("learned")
         if num_positions is None:
             num_positions = native.weight.shape[0] if native is not None else geometry.max_positions
-        self.require(
-            num_positions is not None and num_positions >= 1,
-            "num_positions",
-            num_positions,
-            "a number of rows, at least 1 (needed where the model states no length of its own)",
-        )
+        some = num_positions is not None and num_positions >= 1
+        expected = "a number of rows, at least 1 (needed where the model states no length of its own)"
+        self.require(some, "num_positions", num_positions, expected)
         assert num_positions is not None
         fits = native is not None and native.weight.shape[0] == num_positions
         if init == "auto":
             init = "native" if fits else "normal"
-        self.require(
-            init != "native" or fits,
-            "init",
-            init,
-            f"'normal' or 'zero': the model has no learned table of {num_positions} positions",
-        )
+        expected = f"'normal' or 'zero': the model has no learned table of {num_positions} positions"
+        self.require(init != "native" or fits, "init", init, expected)
         self.num_positions, self.init = num_positions, init
         self.wpe = nn.Embedding(num_positions, geometry.hidden_size)
         self.reset_parameters()

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
 from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
@@ -32,9 +33,7 @@ class LieRE(BlockRotary):
     config: exact for texts. A model without rotation starts unrotated. `"zero"`: no base and no rotation: an exact
     no-op if the native encoding is kept. `"official"`: no base, parameters from U(0, 2 pi).
 
-    Angles are computed in float64 and applied in float32 or wider. In texts and with one axis no exponential is
-    computed: in the planes of its generator a rotation is that of RoPE. With more axes there is one exponential per
-    distinct place of a token.
+    Angles are computed in float64 and applied in float32 or wider.
 
     Deviations from the official code: grouped queries share generators within a group; there is a base, and a start for
     pretrained models.
@@ -80,9 +79,6 @@ class LieRE(BlockRotary):
         if coords is None or self.axes == 1:
             return super().rotation(positions, coords, like)
         coords = coords.to(positions.device, torch.float64)
-        if self.block_size == 2:
-            rates = self.generators()[..., 1, 0]  # [axes, G, m]
-            return self.turning(torch.einsum("bsk,kgm->bgsm", coords, rates), coords[..., 0], like)
         places, index = torch.unique(coords.flatten(0, 1), dim=0, return_inverse=True)
         exponents = torch.einsum("uk,kgmij->ugmij", places, self.generators())
         precise = torch.promote_types(like.dtype, torch.float32)
@@ -93,5 +89,6 @@ class LieRE(BlockRotary):
             return lambda x: rotate_blocks(x, rotations, self._layout)
         # Channels outside of blocks keep the model's own rotation, and all channels its factor.
         still = coords.new_zeros(len(coords), 1, coords.shape[1], self._count * self.block_size // 2)
-        rest = self.turning(still, coords[..., 0], like)
-        return lambda x: rest(rotate_blocks(x, rotations, self._layout))
+        cos, sin = (part[:, :, None] for part in self.cos_sin(still, coords[..., 0], like))
+        turn = rotate_halves if self._layout == "half" else rotate_neighbours
+        return lambda x: turn(rotate_blocks(x, rotations, self._layout), cos, sin)

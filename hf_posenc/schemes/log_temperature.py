@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Equivalent, Nothing, Portrait
+from hf_posenc.structures import Equivalent, Nothing
 
 # Assumed context of a model whose config states none: that of Llama 4's original training.
 _CONTEXT = 8192
@@ -34,7 +34,6 @@ class LogTemperature(Scheme):
     Deviations: n counts positions, so padding does not count, and a window that hides keys does not lower n.
 
     Args:
-        geometry: Shape of the layer.
         temperature: Form of the factor, see above: `"affine"`, `"ssmax"` or `"llama4"`.
         slope: Start of s, or the slope of `"llama4"`; `None` is 0 for `"affine"`, the reciprocal of the mean of `log n`
             for `"ssmax"`, and 0.1 for `"llama4"`.
@@ -42,7 +41,6 @@ class LogTemperature(Scheme):
     """
 
     neutral_options = {}
-    portrait = Portrait(({"temperature": "ssmax", "slope": 0.5},))
 
     def __init__(
         self,

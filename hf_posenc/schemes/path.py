@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.layers import AnyDtypeLinear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear, convolved
 from hf_posenc.structures import Equivalent, Nothing, Numbers, Picture
 
 # Direction `[B, S, G, D]` and strength `[B, S, G]` of each token's reflection; projections of the tokens before.
@@ -40,11 +40,9 @@ class PaTH(Scheme):
 
     Deviations from the official code: the low rank for grouped queries, too; the convolution begins again with each
     packed sequence; the gate. Without its forget gate and normalised queries and keys. The official decoder rewrites
-    the cached keys with each token. Here the cache keeps w and beta of each token in float32 instead, so that it can be
-    cropped, reordered and shared, and a decoded token takes 64 times as much work per key as plain attention.
+    the cached keys with each token; here the cache keeps w and beta of each token in float32 instead.
 
     Args:
-        geometry: Shape of the layer.
         rank: Rank of the projection.
         kernel: Tokens under the convolution: the token itself and those before it.
         gate: Multiply every beta by a learned factor per kv head that starts at 0.
@@ -81,16 +79,7 @@ class PaTH(Scheme):
         hidden = tokens.hidden_states(self.name)
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-            narrow, wide = self.w_proj
-            shifted: Tensor = narrow(hidden)  # [B, S, rank]
-            taps = self.w_conv1d.to(shifted).unbind(-1)
-            # Convolution and projection commute, so that few channels are kept of the tokens before.
-            mixed = wide(shifted) * taps[-1]
-            recent: dict[str, Tensor] = {}
-            for back in range(1, self.kernel):
-                shifted, needed = tokens.previous(shifted, f"{_BEFORE}_{back}")
-                recent |= needed
-                mixed = mixed + wide(shifted) * taps[-1 - back]
+            mixed, recent = convolved(tokens, hidden, self.w_proj, self.w_conv1d, _BEFORE)
             in_heads = F.silu(mixed).view(*mixed.shape[:-1], self.geometry.kv_heads, -1)
             directions = F.normalize(in_heads, dim=-1)
             strengths = self.gated(2 * self.bt_proj(hidden).sigmoid())
@@ -117,13 +106,7 @@ class PaTH(Scheme):
             "strength of the reflection by each token of a text",
             "strengths of reflections",
             "tokens",
-            (
-                Numbers(
-                    lambda scheme, logits, q, k, block: block.state[_STRENGTHS].transpose(1, 2),
-                    "strength (0: none, 1: projection, 2: reflection)",
-                    high=2.0,
-                ),
-            ),
+            (Numbers.of_state(_STRENGTHS, "strength (0: none, 1: projection, 2: reflection)", high=2.0),),
         ),
     )
 

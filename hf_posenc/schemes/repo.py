@@ -31,9 +31,6 @@ class RePo(ContentRotation):
     position. The paper leaves the first layers as they are: pass `layers`.
 
     Args:
-        geometry: Shape of the layer.
-        init: Start, see above.
-        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         width: Hidden channels of the network; `None` is an eighth of the hidden state.
     """
 

@@ -9,7 +9,7 @@ from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Adaptation, Portrait, Rotation
+from hf_posenc.structures import Adaptation, Rotation
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary", usual=True)
@@ -26,12 +26,8 @@ class RoPE(RotaryScheme):
     `freeze="long"`, at those beyond. On models without rotary encoding they are `theta^(-2i / rotary_dim)`.
 
     Args:
-        geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         layout: Pairing of channels: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"` (2i, 2i + 1),
             as in GPT-J and Meta's Llama. `None` is that of the model, else `"half"`.
-        rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
-        gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
         freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
             for short inputs change, so the start counts as a break.
         proportion: Share of the pairs that turn, from the fastest on: p of p-RoPE (Barbero et al. 2024, arXiv
@@ -40,7 +36,6 @@ class RoPE(RotaryScheme):
     """
 
     adaptation = Adaptation(elsewhere="handover")
-    portrait = Portrait(({"theta": 10_000.0}, {"theta": 500_000.0}, {"proportion": 0.75}))
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ class RoPE2D(PairRotation):
     `freqs[1]` of its weights swap places.
 
     Args:
-        geometry: Shape of the layer.
         kind: Kind: `"mixed"` or `"axial"`.
         axes: Number of coordinates of a token; `None` is 2, or that of the model if it has more.
         init: Start, see above.
@@ -87,19 +86,11 @@ class RoPE2D(PairRotation):
         self.require(self.axes >= 1, "axes", axes, "at least 1")
         self._pairs_per_axis = -(-self._pairs // self.axes)
         self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
-        self.require(
-            not (self._native and theta is not None),
-            "theta",
-            theta,
-            "None where the frequencies are the model's own; init='official' has a table of its own",
-        )
-        self.section = section
-        self.require(
-            section is None or (kind == "axial" and 1 <= section <= self._pairs // self.axes),
-            "section",
-            section,
-            f"None, or for kind='axial' a number from 1 to {self._pairs // self.axes}",
-        )
+        expected = "None where the frequencies are the model's own; init='official' has a table of its own"
+        self.require(theta is None or not self._native, "theta", theta, expected)
+        self.section, most = section, self._pairs // self.axes
+        fits = section is None or (kind == "axial" and 1 <= section <= most)
+        self.require(fits, "section", section, f"None, or for kind='axial' a number from 1 to {most}")
         self.require(self._pairs >= self.axes, "axes", self.axes, f"at most the {self._pairs} channel pairs of a head")
         self.freqs = None
         if kind == "mixed":

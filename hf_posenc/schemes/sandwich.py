@@ -22,11 +22,9 @@ class Sandwich(DistanceBias):
     value 0 and does not change the softmax. The bias is symmetric, so encoders use the same formula.
 
     Args:
-        geometry: Shape of the layer.
         dim: Channels of the sinusoidal encodings, an even number; the paper uses 128.
         base: Ratio of the wavelengths.
         freq_start: First t: 0 is exactly the sinusoidal inner product (the paper's listing), 1 the formula of its text.
-        gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one set of gates for the whole stack.
     """
 

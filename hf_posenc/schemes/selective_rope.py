@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Tokens
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes.families.layers import AnyDtypeLinear
+from hf_posenc.schemes.families.layers import AnyDtypeLinear, convolved
 from hf_posenc.schemes.families.rotary import ContentRotation
 
 # Names of the sums of all steps up to a token, `[B, S, G, M]`, and of the projections of the tokens before.
@@ -36,8 +36,6 @@ class SelectiveRoPE(ContentRotation):
     projection, phase gates, and the bias of the steps.
 
     Args:
-        geometry: Shape of the layer.
-        init: Start, see above.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000 (500,000 in the official
             code).
         rank: Rank of the projection.
@@ -82,15 +80,7 @@ class SelectiveRoPE(ContentRotation):
         hidden = tokens.hidden_states(self.name)
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         parts = F.normalize(hidden.reshape(*hidden.shape[:-1], self._parts, -1), dim=-1)
-        narrow, wide = self.phi_proj
-        shifted: Tensor = narrow(parts.flatten(-2))  # [B, S, rank]
-        # Convolution and projection commute, so that few channels are kept of the tokens before.
-        steps = wide(shifted) * self.phi_conv1d[:, -1].to(shifted)
-        recent: dict[str, Tensor] = {}
-        for back in range(1, self.kernel):
-            shifted, needed = tokens.previous(shifted, f"{_BEFORE}_{back}")
-            recent |= needed
-            steps = steps + wide(shifted) * self.phi_conv1d[:, -1 - back].to(shifted)
+        steps, recent = convolved(tokens, parts.flatten(-2), self.phi_proj, self.phi_conv1d, _BEFORE)
         if tokens.real is not None:
             steps = steps.masked_fill(~tokens.real[..., None], 0)
         sums = steps.double().cumsum(1)
@@ -104,7 +94,7 @@ class SelectiveRoPE(ContentRotation):
         first = torch.where(begins, slots, -1).cummax(1).values
         earlier = (sums - steps).gather(1, first.clamp_min(0).expand_as(sums))
         sums, recent = sums - earlier.masked_fill(first < 0, 0), recent | needed
-        sums = sums.unflatten(-1, (self.geometry.kv_heads, -1))  # [B, S, G, M]
+        sums = torch.unflatten(sums, -1, (self.geometry.kv_heads, -1))  # [B, S, G, M]
         return sums.transpose(1, 2), {**recent, _SUMS: sums}
 
     def state_bytes(self, element: int) -> tuple[int, int]:

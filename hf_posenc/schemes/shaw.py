@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.ops.skew import by_distance, sums_by_distance
+from hf_posenc.ops.distances import by_distance, sums_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.structures import Adaptation, Equivalent, Locality, Nothing, Portrait
+from hf_posenc.structures import Adaptation, Equivalent, Locality, Nothing
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -28,7 +28,6 @@ class Shaw(Scheme):
     tensor has a row per query, key and channel. Queries meet `rel_k` without a kept native rotation.
 
     Args:
-        geometry: Shape of the layer.
         max_distance: K; the paper uses 16.
         values: Also add vectors to values; without it there is no `rel_v`.
         init: Start: `"zero"` is a no-op if the native encoding is kept, and both tables learn from the first step;
@@ -37,8 +36,6 @@ class Shaw(Scheme):
 
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1}, rate=8)
-
-    portrait = Portrait(span=40)
 
     def __init__(
         self,
@@ -65,8 +62,7 @@ class Shaw(Scheme):
         with torch.autocast(logits.device.type, enabled=False):
             products = q.to(logits) @ self.rel_k.to(logits).T  # [B, H, q, 2K + 1], from distance K down
             distance = block.distance().to(logits.device)
-            found = by_distance(products, distance, self.max_distance, plain=block.consecutive())
-            return torch.add(logits, found, alpha=self.geometry.scale)
+            return torch.add(logits, by_distance(products, distance, self.max_distance), alpha=self.geometry.scale)
 
     def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
         output = super().mix(weights, v, block)
@@ -75,7 +71,7 @@ class Shaw(Scheme):
         # In half precision a sum of many small weights would stop growing.
         precise = weights.to(torch.promote_types(weights.dtype, torch.float32))
         distance = block.distance().to(weights.device)
-        sums = sums_by_distance(precise, distance, self.max_distance, len(self.rel_v), plain=block.consecutive())
+        sums = sums_by_distance(precise, distance, self.max_distance, len(self.rel_v))
         with torch.autocast(weights.device.type, enabled=False):
             return output + (sums @ self.rel_v.to(sums)).to(output.dtype)
 

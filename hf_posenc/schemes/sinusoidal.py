@@ -24,7 +24,6 @@ class Sinusoidal(Scheme):
     arXiv 2111.06377); the class token has no encoding.
 
     Args:
-        geometry: Shape of the layer.
         layout: Order of channels: `"interleaved"` (the paper) or `"concat"`, all sines first (tensor2tensor, Marian).
         freq: Frequencies: `"paper"`, exponent `2t / E`, or `"t2t"`, exponent `t / (E / 2 - 1)` (tensor2tensor,
             fairseq).
@@ -52,12 +51,8 @@ class Sinusoidal(Scheme):
         self.require(base > 1, "base", base, "a number above 1")
         if scale is None:
             rms = geometry.embedding_rms
-            self.require(
-                rms is None or math.isfinite(rms),
-                "scale",
-                scale,
-                "a number, as the token embeddings of the model hold NaN or infinity; better, load its weights again",
-            )
+            expected = "a number, as the model's token embeddings hold NaN or infinity; better, load its weights again"
+            self.require(rms is None or math.isfinite(rms), "scale", scale, expected)
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
         if gate:

@@ -40,7 +40,6 @@ class StickBreaking(Scheme):
     The scheme is causal by construction. No start preserves the outputs of the model: train before use.
 
     Args:
-        geometry: Shape of the layer.
         attend_current: Break the first piece off at the query's own key, not at the one before.
         remainder: Use of the rest of the stick: `"drop"` leaves it (as in the published checkpoints; a first token then
             attends to nothing); `"self"` gives it to the query's own key, so rows sum to 1; `"head_bias"` gives it to a

@@ -7,32 +7,22 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
-from hf_posenc.schemes.families.additive import Buckets, DistanceBias, learned_table_start
-from hf_posenc.structures import Adaptation, Portrait
+from hf_posenc.schemes.families.additive import Buckets, LearnedTable, learned_table_start
 
 
 @register_scheme("t5", paper="1910.10683", family="additive")
-class T5Bias(DistanceBias):
+class T5Bias(LearnedTable):
     """A learned bias per head for logarithmic buckets of the distance (Raffel et al. 2020, section 2.1).
 
     Parameter `weight` `[num_buckets, H]`. Half of the buckets hold single distances; the others grow up to
     `max_distance`, and distances beyond share the last one. Encoders split the buckets between both sides.
 
     Args:
-        geometry: Shape of the layer.
         num_buckets: Rows of the table; `None` is the size of the model's own table, else 32.
         max_distance: Approximate begin of the last bucket; `None` is the model's own, else 128.
         init: Start: `"native"` copies the model's own table, `"normal"` draws N(0, 1 / sqrt(E)), `"zero"` is a no-op;
             `"auto"` is `"native"` if the model has such a table, else `"normal"`.
-        gate: Multiply the bias by a learned factor per head that starts at 0.
-        shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
     """
-
-    reproduces = "t5"
-    neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
-
-    portrait = Portrait(heads=3, span=512, log=True)
 
     def __init__(
         self,
@@ -45,19 +35,15 @@ class T5Bias(DistanceBias):
         shared: bool | None = None,
     ) -> None:
         native = geometry.native_table("t5")
-        super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
+        super().__init__(geometry, gate=gate, shared=shared)
         if num_buckets is None:
             num_buckets = 32 if native is None else native.weight.shape[0]
         if max_distance is None:
             max_distance = 128 if native is None else native.max_distance
         assert max_distance is not None
         least = 2 if geometry.causal else 4
-        self.require(
-            num_buckets >= least and num_buckets % 2 == 0,
-            "num_buckets",
-            num_buckets,
-            f"an even number, at least {least} in this direction",
-        )
+        even = num_buckets >= least and num_buckets % 2 == 0
+        self.require(even, "num_buckets", num_buckets, f"an even number, at least {least} in this direction")
         exact = num_buckets // (2 if geometry.causal else 4)
         self.require(max_distance > exact, "max_distance", max_distance, f"more than {exact}")
         fits = (
@@ -82,14 +68,3 @@ class T5Bias(DistanceBias):
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         index = self._buckets(distance).to(self.weight.device)
         return self.weight.to(dtype).index_select(0, index).T
-
-    def is_zero(self) -> bool:
-        return super().is_zero() or not bool(self.weight.any())
-
-    def reach(self) -> int:
-        return self.max_distance
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        if native_kept:
-            return self.init == "zero" or self.gate
-        return self.init == "native" and not self.gate

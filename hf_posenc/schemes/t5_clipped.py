@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start, set_start
-from hf_posenc.schemes.families.additive import Buckets, GridBias
-from hf_posenc.structures import Adaptation, Portrait
+from hf_posenc.schemes.families.additive import Buckets, GridBias, LearnedTable
 
 
 @register_scheme("t5_clipped", paper="2310.04418", family="additive")
-class T5Clipped(GridBias):
+class T5Clipped(LearnedTable, GridBias):
     """A learned bias per head and distance; distances from `max_distance` on share one (FIRE paper, section 2).
 
     Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K`
@@ -22,20 +21,11 @@ class T5Clipped(GridBias):
     arXiv 2103.14030, with the clipping of iRPE, arXiv 2107.14222); the class token has no bias.
 
     Args:
-        geometry: Shape of the layer.
         max_distance: Distance K from which all keys share a bias; `None` is the shortest that represents the model's
             own T5 table exactly, else 128; in images, the longest offset within the trained size.
         init: Start: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02),
             `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
-        gate: Multiply the bias by a learned factor per head that starts at 0.
-        shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
     """
-
-    reproduces = "t5"
-    neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
-
-    portrait = Portrait(({"max_distance": 24, "init": "normal"},), heads=3, span=48)
 
     def __init__(
         self,
@@ -47,7 +37,7 @@ class T5Clipped(GridBias):
         shared: bool | None = None,
     ) -> None:
         native = geometry.native_table("t5")
-        super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
+        super().__init__(geometry, gate=gate, shared=shared)
         needed = None if native is None else _reach(native, causal=geometry.causal)
         if max_distance is None and self.axes and geometry.max_positions is not None:
             max_distance = max(1, math.isqrt(geometry.max_positions) - 1)
@@ -57,12 +47,8 @@ class T5Clipped(GridBias):
         fits = needed is not None and max_distance >= needed
         if init == "auto":
             init = "native" if fits else "zero"
-        self.require(
-            init != "native" or fits,
-            "init",
-            init,
-            "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance",
-        )
+        expected = "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance"
+        self.require(init != "native" or fits, "init", init, expected)
         self.max_distance, self.init = max_distance, init
         per_axis = max_distance + 1 if geometry.causal and not self.axes else 2 * max_distance + 1
         self.r = nn.Parameter(torch.empty(geometry.heads, per_axis ** (self.axes or 1)))
@@ -86,17 +72,6 @@ class T5Clipped(GridBias):
         far = self.max_distance
         row, column = (offset.round().long().clamp(-far, far) + far).unbind(-1)
         return self.r.to(offset.dtype).index_select(1, ((2 * far + 1) * row + column).to(self.r.device))
-
-    def reach(self) -> int:
-        return self.max_distance
-
-    def is_zero(self) -> bool:
-        return super().is_zero() or not bool(self.r.any())
-
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        if native_kept:
-            return self.init == "zero" or self.gate
-        return self.init == "native" and not self.gate
 
 
 def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:

@@ -13,7 +13,7 @@ from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded, Portrait
+from hf_posenc.structures import Equivalent, Folded
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.
@@ -44,16 +44,12 @@ class TaPE(RotaryScheme):
     effect); grouped queries, with each key rotated once per query head; a cache; padding.
 
     Args:
-        geometry: Shape of the layer.
         position_size: Hidden width P of the update; `None` is 4 H, as in the official training script.
         head_mix: Mix heads by `post_attention_linear` as a matrix. The official code sums its columns, which leaves one
             factor per head.
-        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         gate: Multiply the first angles by one learned factor that starts at 0: no rotation, an exact no-op if the
             native encoding is kept.
     """
-
-    portrait = Portrait(noise=0.15)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
-from hf_posenc.ops.skew import queries_by_distance
+from hf_posenc.ops.distances import by_distance
 from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
@@ -56,12 +56,7 @@ class TransformerXL(Scheme):
     `[H, D]`, for all layers of the stack. In encoders n has a sign, as in XLNet. The computation is in float32 or wider
     (angles in float64), from queries and keys without the model's rotation. For odd E, R ends with a zero.
 
-    W_r is applied to all distances in reach once per call. If that is more work (one query against a cache, positions
-    with large gaps), its transpose is applied to the queries, followed by products with the sinusoids themselves: sine
-    and cosine of i - j are sums of products of those of i and j.
-
     Args:
-        geometry: Shape of the layer.
         untie: Give each layer its own biases u and v (`r_w_bias`, `r_r_bias`), as XLNet does.
         clamp_len: Distance from which R is constant; `None` is no limit.
         init: Start: `"normal"` draws all parameters from N(0, 0.02), as the official code does; `"zero"` is a no-op if
@@ -164,10 +159,10 @@ class TransformerXL(Scheme):
         """Return `q . (W_r R_{i - j})`, `[B, H, q, K]`, for queries `[B, H, q, D]`, by one product per distance."""
         falling = block.tables[_FALLING].to(q)
         last = falling.shape[1] - 1 if self.geometry.causal else falling.shape[1] // 2
-        return queries_by_distance(q, falling, block.distance().to(q.device), last, plain=block.consecutive())
+        return by_distance(q @ falling.mT, block.distance().to(q.device), last)
 
     def _backwards(self, q: Tensor, block: Block) -> Tensor:
-        """Return `q . (W_r R_{i - j})` by products of sinusoids of both positions."""
+        """Return the same by products of sinusoids of both positions, of which sine and cosine of i - j are sums."""
         half = self.geometry.hidden_size // 2
         a, b = self.r_net(q, backwards=True)[..., : 2 * half].split(half, dim=-1)  # factors of sine and cosine
         sin, cos = (part[:, None] for part in self._sin_cos(block.positions.query.to(q.device), q.dtype))

@@ -28,12 +28,9 @@ class XPos(Annealed, RotaryScheme):
     `zeta_i = (2i + 0.4 d) / (1.4 d)`, which is at most 1: fast pairs fade soonest. Only the distance counts.
 
     The official code multiplies queries and keys by powers of zeta relative to the middle of the input, which moves as
-    a sequence grows, so it caches keys without rotation; relative to a fixed position the factor of a key overflows
-    float32 near position 36,000. Here keys are cached rotated and not scaled, and the factors are relative to the last
-    query of each block of rows: those of keys are at most 1, those of queries bounded by the length of the block.
-    Nothing overflows at any position, and the cache is that of RoPE. With the official `scale_base`, up to 16,347
-    tokens are one block, with the products of plain attention. The scheme is defined for causal attention only: ahead
-    of a query the factor would grow without bound.
+    a sequence grows. Here keys are cached rotated and not scaled, and the factors are relative to the last query of
+    each block of rows, so that nothing overflows at any position. The scheme is defined for causal attention only:
+    ahead of a query the factor would grow without bound.
 
     Starts: a break, since distant keys fade at once. With `anneal` the exponent is multiplied by `progress`, which is
     saved with the model and starts at 0: RoPE, exact on models with rotary encoding. Raise it to 1 while training, with
@@ -41,8 +38,6 @@ class XPos(Annealed, RotaryScheme):
     exponents) that starts at 0: an exact no-op if the native encoding is kept.
 
     Args:
-        geometry: Shape of the layer.
-        theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of
             the model's own rotation, if it has one, else `"interleaved"`, the official one.
         scale_base: Distance, in tokens, at which pair i has faded to zeta_i.
@@ -71,9 +66,8 @@ class XPos(Annealed, RotaryScheme):
         self.set_annealing(anneal)
         self.require(scale_base > 0, "scale_base", scale_base, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if geometry.inv_freq is None else geometry.layout)
-        self.require(
-            block_length is None or block_length > 0, "block_length", block_length, "a number above 0, or None"
-        )
+        some = block_length is None or block_length > 0
+        self.require(some, "block_length", block_length, "a number above 0, or None")
         self.scale_base = scale_base
         self.block_length = block_length
 

@@ -12,28 +12,25 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
-from hf_posenc.structures import Bias, DistanceTable, Equivalent, Nothing, StockBias
+from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent, Nothing, StockBias
 
 
 class AdditiveBias(Scheme):
     """A bias `[B|1, H, q, K]` on the scaled logits; the softmax scale does not apply to it.
 
     Args:
-        geometry: Shape of the layer.
         gate: Multiply the bias by a learned factor per head that starts at 0, an exact no-op.
         shared: Use one module for the whole stack.
-        ahead: Bias of keys ahead of the query, in encoders; `None` uses the bias of keys behind it.
     """
 
     neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
 
-    def __init__(
-        self, geometry: Geometry, *, gate: bool = False, shared: bool = False, ahead: AdditiveBias | None = None
-    ) -> None:
+    def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:
         super().__init__(geometry)
         self.gate = gate
         self.shared = shared
-        self.ahead = ahead
+        # The bias of keys ahead of the query, in encoders; `None` is that of keys behind it.
+        self.ahead: AdditiveBias | None = None
         if gate:
             self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
 
@@ -143,6 +140,35 @@ class GridBias(DistanceBias):
         values = self.grid_values(offset.flatten(0, 2)).view(-1, *offset.shape[:-1]).transpose(0, 1)
         patches = (places.query != 0)[:, :, None] & (places.key != 0)[:, None]  # [B|1, q, K]
         return values.where(patches[:, None].to(values.device), values.new_zeros(()))
+
+
+class LearnedTable(DistanceBias):
+    """A learned number per head and place in a table, which may start as the model's own T5 table.
+
+    Args:
+        shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
+    """
+
+    reproduces = "t5"
+    neutral_options = {"init": "zero"}
+    adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
+    init: str
+    max_distance: int
+
+    def __init__(self, geometry: Geometry, *, gate: bool, shared: bool | None) -> None:
+        native = geometry.native_table("t5")
+        super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
+
+    def reach(self) -> int:
+        return self.max_distance
+
+    def is_zero(self) -> bool:
+        return super().is_zero() or not any(bool(x.any()) for x in self.parameters() if x is not self.gate_weight)
+
+    def starts_exact(self, *, native_kept: bool) -> bool:
+        if native_kept:
+            return self.init == "zero" or self.gate
+        return self.init == "native" and not self.gate
 
 
 class Buckets:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.ops.rotations import Layout, rotate_halves, rotate_neighbours
+from hf_posenc.ops.rotations import Layout
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
 from hf_posenc.schemes.families.rotary import frozen_cautions
-from hf_posenc.structures import Equivalent, Portrait, Rotation
+from hf_posenc.structures import Rotation
 
 # The block size that LieRE's authors found best.
 _BLOCK = 8
@@ -30,7 +30,6 @@ class BlockRotary(Scheme):
     A subclass makes the parameters; its `flow` returns the generators, and the time t of each token and block.
 
     Args:
-        geometry: Shape of the layer.
         axes: Number of coordinates of a token; `None` is that of the model, 1 for texts.
         block_size: Channels in a block, an even number; `None` is the largest allowed one up to 8.
         init: Start, see above.
@@ -40,7 +39,6 @@ class BlockRotary(Scheme):
 
     reproduces = "rotary"
     neutral_options = {"init": "zero"}
-    portrait = Portrait(({"init": "official", "unit": 16.0},))
 
     def __init__(
         self,
@@ -112,25 +110,12 @@ class BlockRotary(Scheme):
         if coords is None:
             coords = positions[..., None].expand(*positions.shape, self.axes)
         coords = coords.to(positions.device, torch.float64)
-        return self.flowing(*self.flow(coords), coords[..., 0], like)
-
-    def flowing(self, generators: Tensor, times: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation by `exp(t A)`, given generators `[G, m, b, b]` and times `[B|1, S, m|1]`, float64.
-
-        The coordinates on the first axis `[B|1, S]` turn the channels outside of blocks.
-        """
-        if self.block_size == 2:
-            return self.turning(times[:, None] * generators[:, None, :, 1, 0], first, like)
+        generators, times = self.flow(coords)
         planes = self.planes(generators)
         angles = times.detach()[:, None, :, :, None] * planes.frequencies[:, None]  # [B|1, G, S, m, b / 2]
-        cos, sin = self.cos_sin(angles.flatten(3), first, like)
+        # The coordinates on the first axis turn the channels outside of blocks.
+        cos, sin = self.cos_sin(angles.flatten(3), coords[..., 0], like)
         return lambda x: rotate(x, generators, times, planes, cos, sin)
-
-    def turning(self, angles: Tensor, first: Tensor, like: Tensor) -> Turn:
-        """Return the rotation of channel pairs, given angles of pairs in blocks, float64 `[B|1, G, S, m * b / 2]`."""
-        turn = rotate_halves if self._layout == "half" else rotate_neighbours
-        cos, sin = (part[:, :, None] for part in self.cos_sin(angles, first, like))
-        return lambda x: turn(x, cos, sin)
 
     def cos_sin(self, angles: Tensor, first: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of angles, then of channels outside of blocks, times the model's own factor."""
@@ -154,21 +139,9 @@ class BlockRotary(Scheme):
             known = self._known = (generators, find_planes(generators, self._width, self._layout))
         return known[1]
 
-    def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Return the rotation of queries and keys in a text as a plain rotation in another basis.
-
-        Tokens of a text have their position on every axis. There all these schemes are `V turn(p) V.T`, with an
-        orthogonal V per kv head that does not depend on the position p. Since `V.T V` is the identity, `V.T` can be
-        multiplied into the projections of queries and keys. The factor `geometry.rotary_scaling` is left out.
-
-        Returns:
-            Angles per position of the D / 2 planes of each kv head, float64 `[G, D / 2]`, possibly zero or negative;
-            and V, float64 `[G, D, D]`: rows are channels of the head, columns are the first axes of all planes, then
-            the second axes, as transformers' Llama pairs channels.
-
-        Raises:
-            ExportError: The heads have an odd number of channels.
-        """
+    def stock_equivalent(self) -> Rotation:
+        # Tokens of a text have their position on every axis. There all these schemes are `V turn(p) V.T`, with an
+        # orthogonal V per kv head that does not depend on the position p.
         width = self.geometry.head_dim
         if width % 2:
             raise ExportError(f"leaves one of {width} channels without a partner, and stock models rotate pairs")
@@ -186,13 +159,9 @@ class BlockRotary(Scheme):
         basis[:, : self._width, :, :pairs] = planes.basis.view(groups, self._width, 2, pairs)
         rest = width - self._width
         basis[:, self._width :, :, pairs:] = torch.eye(rest).to(basis).view(rest, rest // 2, 2).transpose(-1, -2)
-        return frequencies, basis.flatten(2)
-
-    def stock_equivalent(self) -> Equivalent:
-        frequencies, basis = (part.cpu() for part in self.spectrum())
         if self._native is not None:
             basis[:, : self._width] *= self.geometry.rotary_scaling
-        return Rotation(frequencies, basis.mT.contiguous())
+        return Rotation(frequencies.cpu(), basis.flatten(2).mT.contiguous().cpu())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self._native is None and self.init != "official" if native_kept else self._native is not None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.operands import Tokens
+
 # Hidden numbers at once on a CPU: those of a whole block of logits would fit into no cache.
 _IN_CACHE = 2**18
 
@@ -50,6 +52,25 @@ class AnyDtypeLinear(_Weights):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+
+
+def convolved(
+    tokens: Tokens, x: Tensor, projections: nn.ModuleList, taps: Tensor, name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return `[B, S, C]` after two linear layers and a causal convolution over tokens, and `Projection.recent`.
+
+    Convolution and projection commute, so that few channels are kept of the tokens before.
+    """
+    narrow, wide = projections
+    shifted: Tensor = narrow(x)  # [B, S, rank]
+    steps = taps.to(shifted).unbind(-1)
+    mixed = wide(shifted) * steps[-1]
+    recent: dict[str, Tensor] = {}
+    for back in range(1, len(steps)):
+        shifted, needed = tokens.previous(shifted, f"{name}_{back}")
+        recent |= needed
+        mixed = mixed + wide(shifted) * steps[-1 - back]
+    return mixed, recent
 
 
 class PairNetwork(nn.ModuleList):

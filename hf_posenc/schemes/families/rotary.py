@@ -42,7 +42,6 @@ class ContentRotation(Scheme):
     """A rotation by angles that depend on the hidden states of tokens: frequencies times places between positions.
 
     Args:
-        geometry: Shape of the layer.
         init: Start: `"native"` adds a part of zero to the position, `"zero"` and `"official"` have no position.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
     """
@@ -96,10 +95,9 @@ class RotaryScheme(PairRotation):
     """A rotation by angles proportional to positions, with the model's own frequencies if it has any.
 
     Args:
-        geometry: Shape of the layer.
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
         rotary_dim: Number of rotated channels, the first of each head; `None` is all that the frequencies cover.
-        gate: Multiply all angles by one learned factor that starts at 0.
+        gate: Multiply all angles by one learned factor that starts at 0: an exact no-op if the native encoding is kept.
         freeze: Choice of the model's own frequencies, if it has two sets of them.
     """
 
@@ -119,27 +117,16 @@ class RotaryScheme(PairRotation):
         if rotary_dim is None:
             rotary_dim = geometry.head_dim if own is None else 2 * own.numel()
         self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
-        self.require(
-            2 <= rotary_dim <= geometry.head_dim and rotary_dim % 2 == 0,
-            "rotary_dim",
-            rotary_dim,
-            f"an even number from 2 to head_dim = {geometry.head_dim} (rotations act on pairs of channels)",
-        )
-        self.require(
-            own is None or rotary_dim == 2 * own.numel(),
-            "rotary_dim",
-            rotary_dim,
-            f"{2 * own.numel() if own is not None else 0}, what the model's own frequencies cover, unless theta is "
-            "given too",
-        )
+        in_pairs = 2 <= rotary_dim <= geometry.head_dim and rotary_dim % 2 == 0
+        expected = f"an even number from 2 to head_dim = {geometry.head_dim} (rotations act on pairs of channels)"
+        self.require(in_pairs, "rotary_dim", rotary_dim, expected)
+        if own is not None:
+            expected = f"{2 * own.numel()}, what the model's own frequencies cover, unless theta is given too"
+            self.require(rotary_dim == 2 * own.numel(), "rotary_dim", rotary_dim, expected)
         if freeze == "long":
-            self.require(
-                own is not None and geometry.inv_freq_long is not None,
-                "freeze",
-                freeze,
-                "'short', unless the model has a second set of frequencies for long inputs (longrope) and theta is not "
-                "given",
-            )
+            two = own is not None and geometry.inv_freq_long is not None
+            expected = "'short', unless the model has a second set of frequencies (longrope) and theta is not given"
+            self.require(two, "freeze", freeze, expected)
             own = geometry.inv_freq_long
         self.theta, self.rotary_dim, self.gate, self.freeze = theta, rotary_dim, gate, freeze
         self._own = own
