@@ -170,8 +170,13 @@ class PosencTuner:
             # PEFT accepts an adapter without targets under this name; the saved config keeps the given targets.
             peft_config = copy.copy(peft_config)
             peft_config.target_modules = DUMMY_TARGET_MODULES
-        # PEFT chooses the projections to adapt by the model type.
-        stock = auto.config_pair(of_model(self.model))[0].model_type
+        # PEFT chooses the projections to adapt by the model type; where it knows none, all of attention are.
+        architecture = of_model(self.model)
+        stock = auto.config_pair(architecture)[0].model_type
+        chosen = (getattr(peft_config, name, None) for name in ("target_modules", "target_parameters"))
+        if stock not in getattr(self, "target_module_mapping", {stock}) and not any(chosen):
+            body = next(iter(architecture.stacks(self.model).values()))
+            peft_config.target_modules = set(architecture.projections(architecture.attentions(body)[0]))
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
