@@ -169,18 +169,6 @@ class Locality:
     beyond: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
     first_try: int = 64
 
-    def scaled(self, factor: float) -> Locality | None:
-        """Return the same at part of its strength; `None` if keys without weight would get some."""
-        beyond = self.beyond
-        if beyond is None:
-            return None
-
-        def part(q: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
-            bias, value = beyond(q, like)
-            return factor * bias, None if value is None else factor * value
-
-        return replace(self, beyond=part)
-
 
 @dataclass(frozen=True, eq=False)
 class GateCount:

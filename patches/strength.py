@@ -16,7 +16,7 @@ from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.record import Group, Strengths
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Bias, Locality
+from hf_posenc.structures import Bias
 
 
 def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
@@ -133,10 +133,6 @@ class Blended(Scheme):
 
     def added(self) -> Bias | None:
         there = self.scheme.added()
-        return None if there is None else there.scaled(self.strength)
-
-    def locality(self) -> Locality | None:
-        there = self.scheme.locality()
         return None if there is None else there.scaled(self.strength)
 
     def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:

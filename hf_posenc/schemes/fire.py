@@ -141,13 +141,11 @@ class FIRE(AdditiveBias):
             ends = torch.where(factor == 0, 2.0, -shift / factor).clamp(-1.0, 2.0).sort().values
             edges = torch.cat((ends[:1] - 1, ends, ends[-1:] + 1))
             middle = (edges[1:] + edges[:-1]) / 2
-            on = self._slope_of_activation(middle[:, None] * factor + shift)  # [M + 1, width]
+            hidden = middle[:, None] * factor + shift  # [M + 1, width]
+            on = torch.where(hidden > 0, 1.0, self._negative_slope).to(hidden)
         weight = second_weight.to(dtype)
         slope, offset = (on * factor) @ weight.T, (on * shift) @ weight.T + second_bias.to(dtype)
         return ends, self.gated(slope), self.gated(offset)
-
-    def _slope_of_activation(self, x: Tensor) -> Tensor:
-        return torch.where(x > 0, 1.0, self._negative_slope).to(x)
 
     def is_zero(self) -> bool:
         return super().is_zero() or self.mlp.is_silent()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +94,7 @@ class TransformerXL(Scheme):
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         precise = torch.promote_types(q.dtype, torch.float32)
-        biases = self if self.untie else tokens.common
-        assert isinstance(biases, (TransformerXL, GlobalBiases))
-        assert biases.r_w_bias is not None
-        assert biases.r_r_bias is not None
+        biases: Any = self if self.untie else tokens.common
         tables = {
             _CONTENT_BIAS: biases.r_w_bias.to(q.device, precise),
             _POSITION_BIAS: biases.r_r_bias.to(q.device, precise),

@@ -13,7 +13,7 @@ from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import placed
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate, skew
+from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate
 from hf_posenc.schemes.families.rotary import frozen_cautions
 from hf_posenc.structures import Rotation
 
@@ -211,5 +211,5 @@ class ComRoPE(BlockRotary):
 
     def generators(self) -> Tensor:
         """Return the generators, float64 `[G, m, b, b]`."""
-        learned = skew(self.freqs.double()).squeeze(1)
-        return self.native_generators(learned.device) + learned / self.unit
+        learned = self.freqs.double().squeeze(1)
+        return self.native_generators(learned.device) + (learned - learned.mT) / self.unit

@@ -24,11 +24,6 @@ def upper_skew(raw: Tensor) -> Tensor:
     return upper - upper.mT
 
 
-def skew(raw: Tensor) -> Tensor:
-    """Return `raw - raw.T`."""
-    return raw - raw.mT
-
-
 def plane_generators(frequencies: Tensor, size: int) -> Tensor:
     """Return generators `[m, b, b]` that turn plane i by `frequencies[i]`, given frequencies `[m * b / 2]`."""
     one = frequencies.new_tensor([[0.0, -1.0], [1.0, 0.0]])
