@@ -15,10 +15,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_posenc.errors import OptionError, PosencError, RecipeError
-from hf_posenc.patches.directories import published
+from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.plan import plan
-from hf_posenc.recipes import intervals, plots
+from hf_posenc.recipes import intervals
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
@@ -34,7 +33,7 @@ from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RUN
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.training.adapter import trained_dtype
 
-FINDINGS, PICTURE = "results.json", "overview.png"
+FINDINGS = "results.json"
 # Pairs of timed training steps.
 _ROUNDS = 9
 # The first steps load kernels and allocate memory.
@@ -149,7 +148,7 @@ class Examiner:
             )
         self._native, self._console = control.recipe.model, console
         self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
-        self.contexts, self._tokenizer, self._device = contexts, tokenizer, processes().device
+        self.contexts, self._device = contexts, processes().device
         every = tuple(dict.fromkeys(("perplexity", *measures)))
         request = Request((NATIVE,), every, contexts=contexts, trained_length=self.trained, samples=samples)
         self._measures = request.made_for(tokenizer, data.held_out, data.corrupt)
@@ -167,7 +166,7 @@ class Examiner:
         return _load(path)
 
     def examine(self, contestant: Contestant) -> Findings:
-        """Return the findings of a finished run, and draw its overview picture."""
+        """Return the findings of a finished run."""
         path = contestant.folder / FINDINGS
         if not path.is_file():
             subject = Subject(contestant.name, str(contestant.folder / MODEL))
@@ -180,7 +179,6 @@ class Examiner:
                 start=facts["start"],
                 start_ratio=_start_ratio(contestant.folder),
             )
-            _draw(model, self._tokenizer, contestant)
             results.save(found, path)
         return _load(path)
 
@@ -220,16 +218,6 @@ def _start_ratio(folder: Path) -> float | None:
         return None
     ratio = before.relative_to(native).at(before.points[0]).mean
     return None if math.isnan(ratio) else ratio
-
-
-def _draw(model: Any, tokenizer: Any, contestant: Contestant) -> None:
-    """Draw an overview of what a model has learned, if one is available."""
-    try:
-        (figure,) = plots.figures(model, tokenizer, what="overview", name=contestant.name).values()
-    except PosencError:
-        return
-    with published(contestant.folder / PICTURE) as draft:
-        figure.savefig(draft, format="png", dpi=100)
 
 
 # -- cost of a training step -------------------------------------------------------------------------------------------

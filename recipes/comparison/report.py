@@ -30,12 +30,11 @@ def write(
     *,
     trained: int,
     settings: Mapping[str, Any],
-    overviews: Mapping[str, Path],
 ) -> None:
     """Write report.html, report.md and pictures/, each file whole or not at all.
 
     Findings are by name: the equally trained native model under `NATIVE`, the original one under `ORIGINAL`, and the
-    schemes; error messages and pictures are by scheme. There is no verdict if no scheme is left.
+    schemes; error messages are by scheme. There is no verdict if no scheme is left.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
     # The reference comes first, in black; the original model comes last.
@@ -45,9 +44,6 @@ def write(
     for section in sections:
         with published(folder / PICTURES / section.picture) as draft:
             section.figure().savefig(draft, format="png")
-    for name, source in overviews.items():
-        with published(folder / PICTURES / f"{name}.png") as draft:
-            draft.write_bytes(source.read_bytes())
     marked = () if verdict is None else verdict.recommended
     values: dict[str, Any] = {
         "title": f"Positional encodings for {settings['model']}",
@@ -60,7 +56,6 @@ def write(
         "limits": (_GOOD, _FAIR),
         "sections": sections,
         "pictures": PICTURES,
-        "overviews": {name: f"{PICTURES}/{name}.png" for name in overviews},
         "folder": folder,
     }
     write_text(folder / MARKDOWN, render("comparison", **values))

@@ -22,7 +22,7 @@ from hf_posenc.patches.directories import OutputError, reading, write_text
 from hf_posenc.recipes.comparison import contestants as contesting
 from hf_posenc.recipes.comparison import report
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant, contestants
-from hf_posenc.recipes.comparison.examiner import PICTURE, Examiner, Findings
+from hf_posenc.recipes.comparison.examiner import Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.loading import auto_class, load
@@ -132,7 +132,6 @@ def compare(
     judged = {name: each for name, each in found.items() if name != ORIGINAL}
     is_short = budget * control.training.batch_size * length < SHORT * parameters
     verdict = judge(judged, examiner.trained, max(examiner.contexts), is_short=is_short)
-    drawn = {each.name: each.folder / PICTURE for each in entered if each.name in found}
     report.write(
         folder,
         found,
@@ -140,7 +139,6 @@ def compare(
         failed,
         trained=examiner.trained,
         settings=settings,
-        overviews={name: picture for name, picture in drawn.items() if picture.is_file()},
     )
     return Comparison(folder, found, failed, verdict)
 

@@ -1,6 +1,6 @@
 """Results of measures for several models: JSON, Markdown and pictures.
 
-Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`findings.json`) share the JSON format.
+Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`results.json`) share the JSON format.
 """
 
 from __future__ import annotations
