@@ -55,17 +55,15 @@ class Vectors:
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeProducts(Bias):
-    """The scaled products of queries, of keys, or of both, with vectors of the distance; in causal layers.
-
-    `of` gets queries and keys as its last arguments, as `Scheme.score` does.
+class ContentBias(Bias):
+    """A bias that depends on queries and keys, too: `of` gets them as its last arguments, as `Scheme.score` does.
 
     Attributes:
-        vectors: Returns the vectors, of queries or of keys at least, given the tables; `None` if there are none for
-            this call.
+        vectors: Returns vectors of the distance, of queries or of keys at least, given the tables; in causal layers the
+            bias is the scaled products with them. `None` if there are none for this call.
     """
 
-    vectors: Callable[[Mapping[str, Tensor]], Vectors | None]
+    vectors: Callable[[Mapping[str, Tensor]], Vectors | None] = lambda tables: None
 
     def scaled(self, factor: float) -> Self:
         def scaled(tables: Mapping[str, Tensor]) -> Vectors | None:

@@ -15,7 +15,7 @@ from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
+from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 
 # Names of the tables that `project` makes, with a vector per distance, from the largest down.
 _KEYS, _QUERIES = "position_keys", "position_queries"
@@ -185,7 +185,7 @@ class Disentangled(Scheme):
         return logits / math.sqrt(1 + self.c2p + self.p2c) if self.scale == "deberta" else logits
 
     def added(self) -> Bias | None:
-        return RelativeProducts(self._bias, self._vectors) if self.scale == "host" else None
+        return ContentBias(self._bias, self._vectors) if self.scale == "host" else None
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:
         return Vectors(tables.get(_KEYS), tables.get(_QUERIES))

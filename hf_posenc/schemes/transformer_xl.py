@@ -12,7 +12,7 @@ from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, RelativeProducts, Vectors
+from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 
 # Names of the tables that `project` makes: both biases, and W_r R_n from the largest distance down.
 _CONTENT_BIAS, _POSITION_BIAS, _FALLING = "r_w_bias", "r_r_bias", "positions_by_distance"
@@ -136,7 +136,7 @@ class TransformerXL(Scheme):
         return logits + self._bias(block, logits, q, k)
 
     def added(self) -> Bias:
-        return RelativeProducts(self._bias, self._vectors)
+        return ContentBias(self._bias, self._vectors)
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors | None:
         if _FALLING not in tables:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_posenc.attention.blocks import PartSums, with_parameters
 from hf_posenc.attention.call import Call, Rows, outlines
-from hf_posenc.structures import Bias, RelativeProducts
+from hf_posenc.structures import Bias, ContentBias
 
 # A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
 LEAST = -64.0
@@ -297,7 +297,7 @@ class AnyBias(BlockBias):
         super().__init__(call)
         self.added, self.call = added, call.outline()
         self.parameters = tuple(call.scheme.parameters())
-        content = call.content() if isinstance(added, RelativeProducts) else ()
+        content = call.content() if isinstance(added, ContentBias) else ()
         read = {id(x) for x in (*content, *call.state.values(), *call.own.values(), *call.tables.values())}
         operands = (x if id(x) in read else x.detach() for x in call.operands())
         self.inputs = (*operands, *self.parameters)
@@ -306,7 +306,7 @@ class AnyBias(BlockBias):
     def pieces(self, block: Rows) -> list[Piece]:
         call = self.call.with_operands(self.inputs[: len(self.inputs) - len(self.parameters)])
         part = call.part(*block, operands=self.sums.take(call.places(*block)) if self.learning else None)
-        content = part.content() if isinstance(self.added, RelativeProducts) else ()
+        content = part.content() if isinstance(self.added, ContentBias) else ()
         with torch.set_grad_enabled(self.learning):
             found = with_parameters(
                 call.scheme, self.parameters, lambda: self.added.of(part.block(None), self.like, *content)

@@ -25,7 +25,7 @@ from hf_posenc.attention.cpu.tables import TableBias
 from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import DistanceTable, KeyBias, PiecewiseLinear, RelativeProducts
+from hf_posenc.structures import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
 
 # Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18
@@ -70,7 +70,7 @@ def _bias_of(call: Call) -> BlockBias:
     assert added is not None
     if isinstance(added, KeyBias):
         return KeysBias(added.at(call.state), added.at(call.own), call)
-    if isinstance(added, RelativeProducts) and call.causal and call.slots_tell_distances:
+    if isinstance(added, ContentBias) and call.causal and call.slots_tell_distances:
         vectors = added.vectors(call.tables)
         if vectors is not None:
             return ProductsBias(vectors, call)

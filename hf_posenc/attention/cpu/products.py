@@ -25,7 +25,7 @@ _ROWS = 128
 
 
 class ProductsBias(BlockBias):
-    """The bias of `RelativeProducts` in causal calls, where distances are differences of slots.
+    """The bias of `ContentBias.vectors` in causal calls, where distances are differences of slots.
 
     The farthest vectors are taken off all others: softmax does not see what every key gets from a query, and what
     every query gives to a key goes with the queries, see `moved`. So nothing is left to add from the farthest
