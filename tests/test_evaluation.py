@@ -750,7 +750,14 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
     adapted.save_pretrained(adapter)
     for number, (source, name, size, message, *commands) in enumerate(
         (
-            (adapter, "adapter_model.safetensors", -100, "header: incomplete metadata, file not fully covered", "eval", "plot"),
+            (
+                adapter,
+                "adapter_model.safetensors",
+                -100,
+                "header: incomplete metadata, file not fully covered",
+                "eval",
+                "plot",
+            ),
             (adapter, "adapter_config.json", 40, "cannot be read (JSONDecodeError: ", "plot"),
             (adapter, "adapter_config.json", 0, "cannot be read (JSONDecodeError: ", "eval"),
             (base, "model.safetensors", 500, "header", "eval"),

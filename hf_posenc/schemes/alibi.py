@@ -37,8 +37,7 @@ class ALiBi(GridBias):
         super().__init__(geometry, gate=gate, shared=shared)
         self.learned_slopes = learned_slopes
         self.log_slopes = torch.nn.Parameter(torch.empty(geometry.heads)) if learned_slopes else None
-        # Constants stay on the CPU, so a model built on the meta device has their values.
-        self._slopes = torch.tensor(slopes(geometry.heads), dtype=torch.float64, device="cpu")
+        self._slopes = slopes(geometry.heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -50,8 +50,7 @@ class GRAPEA(Scheme):
         self.u = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
         if gate:
             self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
-        # Constants stay on the CPU, so a model built on the meta device has their values.
-        self._slopes = torch.tensor(slopes(geometry.heads), dtype=torch.float64, device="cpu")
+        self._slopes = slopes(geometry.heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

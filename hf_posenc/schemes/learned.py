@@ -53,8 +53,7 @@ class Learned(Scheme):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        native = self.geometry.native
-        learned_table_start(self.init, self.wpe.weight, None if native is None else native.weight, std=0.02)
+        learned_table_start(self.init, self.wpe.weight, self.geometry.native, std=0.02)
 
     def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
         # A traced graph has no numbers; the lookup refuses rows that are not there.

@@ -19,13 +19,6 @@ _NORM_EPSILON = 1e-5
 _REACH = 1024
 
 
-class _GroupNorm(nn.GroupNorm):
-    """A group norm that computes in the dtype of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.group_norm(input, self.num_groups, self.weight.to(input), self.bias.to(input), self.eps)
-
-
 @register_scheme("stick_breaking", paper="2410.17980", family="contextual", directions=("causal",))
 class StickBreaking(Scheme):
     """Keys, the nearest first, each take a share of the rest left by nearer keys; no softmax (Tan et al. 2024).
@@ -64,7 +57,7 @@ class StickBreaking(Scheme):
         self.logit_bias = nn.Parameter(torch.empty(heads)) if start_bias else None
         with_bias = remainder == "head_bias"
         self.head_bias = nn.Parameter(torch.empty(heads, width)) if with_bias else None
-        self.norm = _GroupNorm(heads, heads * width, eps=_NORM_EPSILON) if with_bias else None
+        self.norm = nn.GroupNorm(heads, heads * width, eps=_NORM_EPSILON) if with_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -125,9 +118,9 @@ class StickBreaking(Scheme):
         if self.norm is None:
             return output
         batch, heads, length, width = output.shape
-        precise = torch.promote_types(output.dtype, torch.float32)
-        rows: Tensor = self.norm(output.transpose(1, 2).reshape(-1, heads * width).to(precise))  # [B * Q, H * D]
-        return rows.view(batch, length, heads, width).transpose(1, 2).to(output)
+        rows = output.transpose(1, 2).reshape(-1, heads * width).to(self.norm.weight.dtype)
+        normed: Tensor = self.norm(rows)  # [B * Q, H * D]
+        return normed.view(batch, length, heads, width).transpose(1, 2).to(output)
 
     def cautions(self, *, native_kept: bool) -> list[str]:
         found = [

@@ -61,9 +61,7 @@ class T5Bias(LearnedTable):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        native = self.geometry.native
-        std = self.geometry.hidden_size**-0.5
-        learned_table_start(self.init, self.weight, None if native is None else native.weight, std)
+        learned_table_start(self.init, self.weight, self.geometry.native, std=self.geometry.hidden_size**-0.5)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         index = self._buckets(distance).to(self.weight.device)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.operands import Block, Geometry, Positions, coordinates_of
+from hf_posenc.operands import Block, Geometry, NativeTable, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
 from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent, Nothing, StockBias
@@ -199,19 +199,19 @@ class Buckets:
         return lookup[distance.abs().clamp_max(self.max_distance)] + (distance < 0) * self.per_side
 
 
-def learned_table_start(init: str, table: Tensor, native: Tensor | None, std: float) -> None:
+def learned_table_start(init: str, table: Tensor, native: NativeTable | None, std: float) -> None:
     """Set a learned table to its start: the values of the model's own table, zeros, or normal noise.
 
     A table on the meta device has no values: the start is noise, as the model's own table would be.
     """
-    if init == "native" and native is not None and not native.is_meta:
-        set_start(table, native.detach())
+    if init == "native" and native is not None and not native.weight.is_meta:
+        set_start(table, native.weight.detach())
     else:
         draw_start(table, init, std)
 
 
-def slopes(heads: int) -> list[float]:
-    """Return the slope of each head: a geometric series, then odd terms of that for twice as many heads (ALiBi).
+def slopes(heads: int) -> Tensor:
+    """Return the slopes of heads, float64 `[H]`: a geometric series, then odd terms of that for twice as many (ALiBi).
 
     Imported weights of ALiBi models depend on this order: slopes are sorted only if the number of heads is a power of
     two.
@@ -219,4 +219,5 @@ def slopes(heads: int) -> list[float]:
     power = 2 ** int(math.log2(heads))
     first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
     rest = [2.0 ** (-4.0 * (head + 1) / power) for head in range(0, 2 * power, 2)]
-    return (first + rest)[:heads]
+    # Constants stay on the CPU, so a model built on the meta device has their values.
+    return torch.tensor((first + rest)[:heads], dtype=torch.float64, device="cpu")
