@@ -103,16 +103,12 @@ _NAMES = {
 _HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names}
 
 # Modules that are attributes of the package, loaded on first use.
-_MODULES = {
-    "coordinates": "hf_posenc.coordinates",
-    "plots": "hf_posenc.recipes.plots",
-    "schemes": "hf_posenc.schemes",
-}
+_MODULES = {"coordinates": "coordinates", "plots": "recipes.plots", "schemes": "schemes"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return importlib.import_module(f"hf_posenc.{_MODULES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,22 +1,5 @@
 """Every error that hf_posenc raises on purpose.
 
-PosencError
-├── UnknownSchemeError      a name that is not in the registry
-├── OptionError             an option that does not exist, or has a wrong type or range
-├── ArchitectureError       a model that cannot be patched: unsupported, altered or unsuitable
-├── WrappedModelError       a model inside PEFT, DDP, FSDP or torch.compile
-├── DirectionError          a causal scheme on a bidirectional stack
-├── LayerSelectionError     `layers` or `stacks` that match nothing, or overlap an earlier patch
-├── NotPatchedError         a patched model was expected
-├── PositionError           positions that are missing, misshapen or beyond a table
-├── ShapeError              tensors or masks whose shapes do not fit
-├── CacheError              a key/value cache that cannot hold the state of a scheme
-├── AttentionBackendError   an `attn_implementation` that would ignore the scheme
-├── CheckpointError         a converted checkpoint that is damaged, newer, or incomplete
-├── StorageError            a disk, a quota or a limit on files that is full; also an `OSError`
-├── ExportError             a converted model that no stock model computes
-└── RecipeError             a recipe that is not as its schema says, or cannot be run
-
 All of them are `ValueError`s. Each message says what was got, what was expected and what to do. A `CheckpointError` is
 also a `RuntimeError`, which callers of transformers catch when weights do not fit.
 """

@@ -300,13 +300,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a scheme.
-
-    Attributes:
-        info: Its record in the registry.
-        text: The documentation of its class, without the arguments.
-        options: Its options.
-    """
+    """The description of a scheme: its record, the documentation of its class without the arguments, its options."""
 
     info: SchemeInfo
     text: str

@@ -194,10 +194,7 @@ def convert(
 
 
 @app.command()
-def verify(
-    directory: Converted,
-    as_json: AsJson = False,
-) -> None:
+def verify(directory: Converted, as_json: AsJson = False) -> None:
     """Load a converted checkpoint and check that its scheme is active."""
     from hf_posenc.patches import plan as planning
 

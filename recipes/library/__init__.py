@@ -11,7 +11,6 @@ from hf_posenc.errors import RecipeError, suggest
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parent / "configs"
-SUFFIXES = (".yaml", ".yml")
 
 
 def names() -> list[str]:
@@ -32,26 +31,15 @@ def content(source: str | Path) -> str:
 
 def is_file(source: str | Path) -> bool:
     """Whether a recipe is given as a file."""
-    return Path(source).suffix in SUFFIXES
+    return Path(source).suffix in (".yaml", ".yml")
 
 
-def find_config(source: str | Path) -> Path:
-    """Return the file of a config for `accelerate launch`: a YAML file, or a built-in one by its name.
-
-    Raises:
-        RecipeError: There is no such file or config.
-    """
-    path = Path(source)
-    if path.suffix not in SUFFIXES:
-        known = _names(CONFIGS)
-        if str(source) not in known:
-            raise RecipeError(
-                f"There is no config {str(source)!r}. {suggest(str(source), known)} A file ends in .yaml."
-            )
-        return CONFIGS / f"{source}.yaml"
-    if not path.is_file():
-        raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a config.")
-    return path
+def find_config(name: str) -> Path:
+    """Return the file of a built-in config for `accelerate launch`; raise `RecipeError` if there is none."""
+    known = _names(CONFIGS)
+    if name not in known:
+        raise RecipeError(f"There is no config {name!r}. {suggest(name, known)}")
+    return CONFIGS / f"{name}.yaml"
 
 
 def _names(folder: Path) -> list[str]:

@@ -52,13 +52,9 @@ _RETIRED = {
 
 # Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
     "string_type": "text",
     "string_too_short": "text that is not empty",
     "bool_type": "true or false",
-    "list_type": "a list",
     "dict_type": "keys with values",
     "none_required": "null",
     "too_short": "at least one entry",
@@ -188,9 +184,8 @@ def _hint(kind: Any, path: Path) -> Any:
 
 
 def _expected(error: ErrorDetails) -> str:
-    words = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    limits = {name: f"{value:.10g}" for name, value in error.get("ctx", {}).items() if isinstance(value, (int, float))}
-    return words.format(**limits) if error["type"] in _WORDS else words
+    words = _WORDS.get(error["type"])
+    return words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Input should be ")
 
 
 # -- YAML ----------------------------------------------------------------------------------------------------------

@@ -295,16 +295,8 @@ class Recipe(Section):
     def lengthening(self) -> Training:
         """The settings of the long windows."""
         training, own = self.training, self.lengthen
-        return replace(
-            training,
-            steps=own.steps,
-            length=own.length or training.length,
-            skip_to=own.skip_to,
-            batch_size=own.batch_size or training.batch_size,
-            micro_batch_size=own.micro_batch_size,
-            learning_rate=own.learning_rate,
-            scheme_learning_rate=own.scheme_learning_rate,
-        )
+        usual = {"length": own.length or training.length, "batch_size": own.batch_size or training.batch_size}
+        return replace(training, **(vars(own) | usual))
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
