@@ -19,10 +19,7 @@ from types import ModuleType
 class _Hook(importlib.abc.MetaPathFinder):
     """A finder that leaves the finding to others, and notices when the imports of some packages end.
 
-    Args:
-        packages: Packages to watch.
-        triggers: Modules of which any loaded one starts the registration.
-        module: Module that registers, by its function `register_all`.
+    Any loaded one of `triggers` starts the registration: the function `register_all` of `module`.
     """
 
     def __init__(self, packages: tuple[str, ...], triggers: tuple[str, ...], module: str) -> None:

@@ -86,10 +86,7 @@ def suggest(got: str, known: Iterable[str]) -> str:
 def restated(message: str, keyword: str, option: str) -> str:
     """Return a message with the keywords of `patch` in the syntax of a command.
 
-    Args:
-        message: A message that names them as in Python.
-        keyword: Form of `native=`, `layers=` and `stacks=`, such as `"--{} {}"`.
-        option: Form of an option of a scheme, such as `"-o {}={}"`.
+    `keyword` is the form of `native=`, `layers=` and `stacks=`, such as `"--{} {}"`; `option` that of a scheme's.
     """
 
     def word(found: re.Match[str]) -> str:

@@ -196,16 +196,8 @@ def check_coords(
 ) -> Tensor:
     """Return coordinates that were given for tokens, float32 or float64 `[B|1, S, n]`.
 
-    Args:
-        coords: The coordinates as the caller gave them.
-        axes: Numbers of coordinates that schemes read; 0 stands for a scheme that reads none.
-        batch: Batch size B.
-        length: Number of tokens S.
-        device: Device of the inputs.
-        name: Name of the argument.
-
-    Raises:
-        PositionError: No scheme reads coordinates, or they do not fit the schemes or the inputs.
+    Raise `PositionError`, which names the argument, if they do not fit the inputs, or the numbers of axes that schemes
+    read (0 stands for a scheme that reads none).
     """
     wanted = axes - {0}
     if not wanted:

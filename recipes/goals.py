@@ -46,13 +46,9 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recipe for a model, and what was measured of it; "-" is not measured.
+    """A recipe for a model, in the words that `hf-posenc train` takes, and what was measured on which model.
 
-    Attributes:
-        words: Recipe and its keys, as given to `hf-posenc train`.
-        quality: Perplexity over that of the native model with the same training; "-" is not measured.
-        far: Perplexity at four times the trained length, over that at the trained length.
-        model: Model that was measured.
+    `quality` and `far` are those of goals.yaml, in words; "-" is not measured.
     """
 
     words: str
@@ -90,15 +86,7 @@ def resolve(
 ) -> tuple[Content, tuple[str, ...]]:
     """Return the content of a built-in recipe for a model, and the overrides that are keys of it.
 
-    Args:
-        kind: Class of recipes.
-        source: Name of a goal.
-        overrides: Overrides of the user; `factor` and `by` are those of `extend`.
-        config: Config of the model; `None` reads it.
-
-    Raises:
-        RecipeError: There is no such recipe, or it does not suit the model.
-        CheckpointError: The config of the model cannot be read.
+    `kind` is the class of recipes. `extend` has two keys more, `factor` and `by`. A config of `None` is read.
     """
     if source not in library.names():
         raise RecipeError(f"There is no recipe {source!r}. {_instead(source)} A file ends in .yaml.")

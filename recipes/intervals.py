@@ -14,13 +14,7 @@ _Z = 1.959964
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95 % confidence interval.
-
-    Attributes:
-        mean: The estimate; NaN if nothing could be measured.
-        low: Lower end; NaN for a single sample.
-        high: Upper end; likewise.
-    """
+    """An estimate, NaN if nothing was measured, and the ends of its 95 % interval, NaN for a single sample."""
 
     mean: float
     low: float

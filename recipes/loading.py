@@ -40,12 +40,9 @@ def located(name: str) -> str:
 
 
 def check_place(name: str) -> None:
-    """Raise unless a checkpoint is local, cached or on a reachable hub.
+    """Raise `CheckpointError` unless a checkpoint is local, cached or on a reachable hub.
 
     A mistyped directory looks like a name on the hub; without a network, transformers would retry for half a minute.
-
-    Raises:
-        CheckpointError: There is no such directory, and the name is invalid or the hub is unreachable.
     """
     if Path(name).is_dir():
         return
@@ -116,15 +113,9 @@ def _instead_of(folder: Path) -> str:
 
 
 def load(name: str, **options: Any) -> tuple[Any, Any]:
-    """Return a language model and its tokenizer.
+    """Return the language model in a local directory, on the hub or "tiny-llama", which is built in; and its tokenizer.
 
-    Args:
-        name: Local directory, name on the hub, or "tiny-llama", the built-in model.
-        **options: Keywords of the model's `from_pretrained`.
-
-    Raises:
-        RecipeError: The model is no language model.
-        CheckpointError: The model or its tokenizer cannot be read, or there is no model of this name.
+    `options` are keywords of `from_pretrained`. Raise `CheckpointError` if either cannot be read.
     """
     config, folder = load_config(name), place(name)
     with reading(f"The model {name!r}"):

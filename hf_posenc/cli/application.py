@@ -81,19 +81,10 @@ def print_table(
     headers: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
-    whole: Container[str],
-    short: Container[str],
+    wide: Container[str] = (),
     as_json: bool = False,
 ) -> None:
-    """Print a table.
-
-    Args:
-        headers: Headers of the columns.
-        rows: Cells, one per column.
-        whole: Headers of columns that are not wrapped.
-        short: Headers of columns for narrow terminals.
-        as_json: Whether to print a list of objects instead, with all columns.
-    """
+    """Print a table, without its `wide` columns in a narrow terminal, or a list of objects in JSON."""
     if as_json:
         typer.echo(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1))
         return
@@ -105,10 +96,8 @@ def print_table(
     console = Console()
     # Output for a file or another program is not wrapped to the terminal.
     width = console.width if console.is_terminal else 200
-    shown = [index for index, header in enumerate(headers) if width >= _WIDE or header in short]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index in shown:
-        table.add_column(headers[index], no_wrap=headers[index] in whole)
+    shown = [index for index, header in enumerate(headers) if width >= _WIDE or header not in wide]
+    table = Table(*(headers[index] for index in shown), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(row[index]) for index in shown))
     Console(width=width).print(table)
@@ -167,12 +156,8 @@ def handled(handler: Callable[[int, FrameType | None], None], *signals: signal.S
 def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
     """Stop a run on a signal, Ctrl-C or the end of a job, and print how to continue it.
 
-    A run that is being trained finishes its step and saves a checkpoint first; a second signal stops it at once.
-
-    Args:
-        console: The console of the run.
-        begun: The file that is there as soon as a run can be continued.
-        again: Command that continues it.
+    A run that is being trained finishes its step and saves a checkpoint first; a second signal stops it at once. The
+    command `again` continues a run as soon as the file `begun` is there.
     """
     from hf_posenc.recipes.runs.files import STOP
 

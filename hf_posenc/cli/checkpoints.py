@@ -51,11 +51,7 @@ def find_tokenizer(model: str) -> Any:
 
 
 def copy_companions(model: str, folder: Path) -> tuple[bool, str]:
-    """Copy tokenizer and image processor of a checkpoint into a folder.
-
-    Returns:
-        Whether there is a tokenizer, and a line for the user, which is empty if there is either.
-    """
+    """Copy tokenizer and image processor into a folder; return whether there is a tokenizer, and a line if neither."""
     from transformers.utils import cached_file
 
     tokenizer, name = find_tokenizer(model), "preprocessor_config.json"

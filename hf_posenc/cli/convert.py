@@ -59,9 +59,7 @@ def schemes(as_json: AsJson = False) -> None:
         directions = "both" if len(info.directions) == 2 else info.directions[0]
         rows.append((info.name, info.family, directions, info.start, info.paper, sentence))
     headers = ("name", "family", "directions", "start", "paper", "what it is")
-    print_table(
-        headers, rows, whole=("name", "family", "paper"), short=("name", "family", "what it is"), as_json=as_json
-    )
+    print_table(headers, rows, wide=("directions", "start", "paper"), as_json=as_json)
 
 
 @app.command()
@@ -146,7 +144,7 @@ def layers(
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
     headers = ("stack", "layer", "distance", "cost (nats per token)")
-    print_table(headers, rows, whole=headers, short=headers)
+    print_table(headers, rows)
     spared = len(found.layers) // 4 if spare is None else spare
     if not spared:
         return

@@ -45,9 +45,7 @@ def recipes(
 
     if model is None:
         known = {name: fields.parse(library.content(name), name)["summary"] for name in library.names()}
-        print_table(
-            ("name", "summary"), list(known.items()), whole=("name",), short=("name", "summary"), as_json=as_json
-        )
+        print_table(("name", "summary"), list(known.items()), as_json=as_json)
         if not as_json:
             typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
         return
@@ -59,7 +57,7 @@ def recipes(
     found = goals.recommended(config)
     headers = ("recipe", "quality", "at 4x", "measured on")
     rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
-    print_table(headers, rows, whole=headers, short=headers, as_json=as_json)
+    print_table(headers, rows, as_json=as_json)
     if as_json:
         return
     typer.echo(

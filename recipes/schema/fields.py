@@ -44,12 +44,6 @@ _ELSEWHERE = {
     "warmup_ratio": "warmup",
 }
 
-# Keys that earlier versions wrote into every recipe; where they were off, they are left out.
-_RETIRED = {
-    "training": ("new_parameters_first", "mixed_lengths"),
-    "distillation": ("length",),
-}
-
 # Plain words for pydantic's error types; other types keep pydantic's message.
 _WORDS = {
     "string_type": "text",
@@ -67,24 +61,11 @@ _WORDS = {
 
 
 def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] = ()) -> T:
-    """Validate nested mappings and return them as a dataclass.
+    """Validate nested mappings and return them as a dataclass, whose fields that are dataclasses are sections.
 
-    Args:
-        kind: Dataclass; its fields that are dataclasses are sections.
-        content: Nested mappings; overrides are applied in place.
-        where: File name, for errors.
-        overrides: Strings `section.key=value`, with values in YAML.
-
-    Raises:
-        RecipeError: An override is malformed or given twice, a key is unknown or missing, or a value has the wrong type
-            or is out of range.
+    Overrides `section.key=value` are applied in place. A `RecipeError` names the override at fault, or else `where`.
     """
     given = override(kind, content, overrides)
-    for section, names in _RETIRED.items():
-        keys = content.get(section) if isinstance(content, dict) else None
-        if isinstance(keys, dict):
-            for name in (name for name in names if not keys.get(name, True)):
-                del keys[name]
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:

@@ -17,11 +17,7 @@ from hf_posenc.scheme import Scheme
 
 
 def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
-    """Return the window length of the recipe, and the model's trained length.
-
-    Raises:
-        RecipeError: Neither recipe nor model gives a length, or the model does not support a setting of the windows.
-    """
+    """Return the window length and the model's trained length; raise `RecipeError` if none is known or suits it."""
     own = trained_length(config)
     length = recipe.training.length or own
     if length is None:
