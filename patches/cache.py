@@ -224,19 +224,10 @@ def update(
     recent: Mapping[str, Tensor] | None = None,
     history: int = 0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Add fresh tokens to one layer of a cache.
+    """Add fresh tokens to one layer of a cache: keys and values `[B, G, new, D]`, and state, each `[B, new, ...]`.
 
-    Args:
-        cache: A dynamic or static cache, sliding or not; of an encoder-decoder cache, the self-attention part is used.
-        layer: Index of the layer.
-        k: Fresh keys `[B, G, new, D]`.
-        v: Fresh values `[B, G, new, D]`.
-        state: Fresh per-token state, each `[B, new, ...]`.
-        recent: Fresh per-token state of which only the last tokens are kept, each `[B, new, ...]`.
-        history: Number of tokens for which that state is kept.
-
-    Returns:
-        Keys, values and state of all tokens in the layer (of all slots, in a static cache).
+    Returns keys, values and state of all tokens in the layer (of all slots, in a static cache). State that is `recent`
+    is kept for the last tokens only, `history` of them.
 
     Raises:
         CacheError: The kind of cache layer cannot hold state, or the layer was filled by another model.

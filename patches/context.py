@@ -167,12 +167,9 @@ def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor 
 def sequences(positions: Tensor, real: Tensor | None = None) -> Tensor | None:
     """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
 
-    A sequence begins where positions do not grow. (A jump ahead, as in position skipping, begins none, although
-    transformers takes it for a boundary.) While a graph is traced, one sequence is numbered, too.
-
-    Args:
-        positions: Positions of tokens without a cache, int64 `[B|1, S]`.
-        real: Mask of the tokens that are not padding, bool `[B|1, S]`; `None` means all.
+    A sequence begins where positions `[B|1, S]` do not grow. (A jump ahead, as in position skipping, begins none,
+    although transformers takes it for a boundary.) While a graph is traced, one sequence is numbered, too. The mask of
+    `real` tokens is bool `[B|1, S]`; `None` means all.
 
     Raises:
         PositionError: Packed rows are padded, too. A traced graph does not tell.
@@ -192,13 +189,10 @@ def sequences(positions: Tensor, real: Tensor | None = None) -> Tensor | None:
 
 
 def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:
-    """Return a mask `[B|1, 1, Q, K]` that lets tokens see those of their own sequence only.
+    """Return a mask `[B|1, 1, Q, K]` that lets tokens see those of their own sequence, by its number `[B|1, Q|K]`.
 
-    Args:
-        queries: Sequence numbers of the queries, `[B|1, Q]`.
-        keys: Sequence numbers of the keys, `[B|1, K]`.
-        causal: Hide keys in later slots too; the queries are the last of the keys.
-        float_dtype: Make a mask to be added, of this dtype; `None` makes a bool one.
+    If `causal`, it hides keys in later slots too; the queries are the last of the keys. With a `float_dtype` it is to
+    be added, without one it is bool.
     """
     keep = queries[:, :, None] == keys[:, None, :]
     keep = (keep.tril(keys.shape[1] - queries.shape[1]) if causal else keep)[:, None]

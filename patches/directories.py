@@ -133,10 +133,8 @@ def whole_directory(
 ) -> Iterator[Path]:
     """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails.
 
-    Args:
-        out: The directory that is to be there whole, or not at all.
-        replaceable: Whether an `out` that is there, and not empty, may be replaced.
-        guard: Makes what is entered before the directory is made, given its path, and left when it is gone.
+    `replaceable` says whether an `out` that is there, and not empty, may be replaced. What `guard` makes of the path of
+    the directory is entered before that is made, and left when it is gone.
 
     Raises:
         OutputError: `out` exists and must be kept, or cannot be made.

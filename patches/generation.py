@@ -16,15 +16,10 @@ from hf_posenc.patches.seams import REAL, tokens_in
 
 
 def continued(prompt: Tensor, mask: Tensor | None, first: int, length: int) -> Tensor:
-    """Return the coordinates of the tokens of the next forward, `[B, length, n]`.
+    """Return the coordinates of the tokens of the next forward, `[B, length, n]`, given those of the prompt.
 
-    After the prompt they follow the rule for texts: one more than the largest, on every axis.
-
-    Args:
-        prompt: Coordinates of the prompt, `[B, P, n]`.
-        mask: The padding mask, 2-D, if there is one. Its last entries are those of all tokens so far.
-        first: Place of the first token, counted from the first one of the prompt.
-        length: Number of tokens.
+    After the prompt they follow the rule for texts: one more than the largest, on every axis. The last entries of the
+    padding mask, 2-D, are those of all tokens so far. `first` counts from the first token of the prompt.
     """
     count = first + length - prompt.shape[1]
     if count <= 0:

@@ -221,9 +221,7 @@ class LayerCall:
     Attributes:
         hidden: Hidden states to project, `[B, S, E]`.
         mask: Mask as transformers prepared it: `None`, or 4-D bool or float.
-        dropout: Probability in training, 0 otherwise.
         need_weights: Return the weights although the context does not ask for the dense reference.
-        index: Index of the layer in the cache.
         rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
             projection.
         operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.

@@ -1,4 +1,4 @@
-"""Fitting a scheme to the model's own bias of the distance, or to another scheme's."""
+"""Fitting a scheme to the model's own encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from models import SAME, checkpoint, logits, loss, stock, tokens
-from transformers import ViTConfig, ViTModel
 
 import hf_posenc
 from hf_posenc import Geometry, NotPatchedError, OptionError, ShapeError
@@ -29,33 +28,14 @@ def text_windows(count: int) -> torch.Tensor:
     return torch.tensor(tokenizer(builtin_text("train")[:100_000])["input_ids"][: count * 128]).view(count, 128)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize(
-    ("scheme", "like", "share"),
-    [
-        # What is left of the wanted bias. A power law and a line are no logarithms, and buckets have steps. How near a
-        # line gets depends on the start that was drawn: 0.27 to 0.64 on T5 over six seeds.
-        ("t5_clipped", "kerple", 0.15),
-        ("t5", "kerple", 0.15),
-        ("fire", "kerple", 0.005),
-        ("fire", "alibi", 0.005),
-        ("kerple", "alibi", 0.7),
-        ("kerple", "kerple", 0.05),
-    ],
-)
-def test_to_another_scheme(architecture: str, scheme: str, like: str, share: float) -> None:
-    found = fit(patched(architecture, scheme), like)
-    assert found.after < share * found.spread
-    assert found.after < found.before
-
-
 @pytest.mark.grid
 def test_the_table_of_t5() -> None:
-    model, ids = patched("t5", "t5", init="normal"), tokens("t5", 2, 40)
-    found = fit(model)
-    assert found.before > 1
-    assert found.after < 1e-4
-    torch.testing.assert_close(logits(model, "t5", ids), logits(stock("t5"), "t5", ids), **SAME)
+    for name in ("t5", "umt5"):  # the latter has a table in each layer
+        ids, model = tokens(name, 2, 40), hf_posenc.patch(stock(name), "t5", init="normal", shared=name == "t5")
+        found = fit(model)
+        assert found.before > 0.1
+        assert found.after < 1e-4
+        torch.testing.assert_close(logits(model, name, ids), logits(stock(name), name, ids), **SAME)
     # What is the same in both directions, and flat from some distance on, cannot say all of it.
     for scheme, options, share in (
         ("fire", {}, 0.45),
@@ -162,7 +142,7 @@ def test_it_learns_where_the_caller_wants_no_gradients(mode: Any) -> None:
 
 
 def test_a_fit_that_raises_the_loss_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
-    """The regression succeeds, but on held-out text its target is worse than the start it found."""
+    """The regression succeeds, but on a text of random tokens, and the start that it found is better."""
     ids, model = text_windows(12), patched("llama", "t5_clipped", shared=False)
     good = fit(model, ids=ids)
     assert good.accepted
@@ -170,33 +150,21 @@ def test_a_fit_that_raises_the_loss_is_taken_back(caplog: pytest.LogCaptureFixtu
     assert good.losses[1] < good.losses[0] - 1
     assert not caplog.records
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    bad = fit(model, "alibi", ids=ids)
+    bad = fit(model, ids=torch.cat((tokens("llama", 9, 128), ids[9:])))
     assert not bad.accepted
     assert bad.losses is not None
     assert bad.losses[1] > bad.losses[0]
     assert bad.after == bad.before
     assert [record.message for record in caplog.records] == [bad.sentence]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    # Without text there is no loss to judge by.
-    assert fit(model, "alibi").accepted
 
 
 def test_a_text_is_judged_by_and_not_fitted_to_unless_it_is_needed() -> None:
-    """Here it is longer than the table of positions that was removed."""
-    ids = tokens("gpt2", 2, stock("gpt2").config.n_positions + 9)
-    judged, alone = (fit(patched("gpt2", "kerple"), "alibi", ids=text, steps=2) for text in (ids, None))
+    ids = tokens("t5", 2, 40)
+    judged, alone = (fit(patched("t5", "t5", init="normal"), ids=text, steps=2) for text in (ids, None))
+    assert judged.losses
     assert judged.accepted
     assert (judged.before, judged.after) == (alone.before, alone.after)
-    assert fit(patched("gpt2", "fire", native="keep"), "kerple", ids=ids, steps=1).losses  # the table is in force
-    with pytest.raises(OptionError, match="added to the inputs"):
-        fit(patched("gpt2", "fire"), ids=ids)
-
-
-def test_models_of_images_are_not_fitted() -> None:
-    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, image_size=16)
-    model = hf_posenc.patch(ViTModel(config), "kerple")
-    with pytest.raises(OptionError, match="reads images"):
-        fit(model, "alibi")
 
 
 def test_what_cannot_be_fitted() -> None:
@@ -205,13 +173,13 @@ def test_what_cannot_be_fitted() -> None:
     with pytest.raises(OptionError, match=r"no bias of the distance alone\. Fit one of alibi"):
         fit(patched("llama", "cope"))
     with pytest.raises(OptionError, match=r"alibi has no parameters to fit.*learned_slopes=False"):
-        fit(patched("llama", "alibi"), "kerple")
+        fit(patched("llama", "alibi"))
     with pytest.raises(OptionError, match="Pass ids="):
         fit(patched("llama", "fire"))
     with pytest.raises(OptionError, match="added to the inputs"):
         fit(patched("gpt2", "fire"))
-    with pytest.raises(OptionError, match="expected 'native' or one of"):
-        fit(patched("gpt2", "fire"), "cope")
+    with pytest.raises(OptionError, match="added to the inputs"):
+        fit(hf_posenc.patch(stock("vit"), "fire"))
     assert {"alibi", "fire", "fire_s", "kerple", "sandwich", "t5", "t5_clipped"} == set(additive())
 
 
@@ -220,7 +188,7 @@ def test_frozen_schemes_are_named() -> None:
     for parameter in model.model.layers[1].self_attn.hf_posenc.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(OptionError, match="all parameters of fire on layer 1 of the decoder are frozen"):
-        fit(model, "kerple")
+        fit(model, ids=tokens("llama", 2, 32))
 
 
 def test_numbers_and_options_that_mean_nothing() -> None:
@@ -243,14 +211,14 @@ def test_numbers_and_options_that_mean_nothing() -> None:
 
 def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is the second call of `patch` whose scheme cannot be fitted, or it is interrupted."""
-    model = hf_posenc.patch(patched("llama", "kerple", layers=[0, 1]), "alibi", layers=[2])
+    model, ids = hf_posenc.patch(patched("llama", "kerple", layers=[0, 1]), "alibi", layers=[2]), tokens("llama", 2, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def unchanged() -> bool:
         return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     with pytest.raises(OptionError, match="alibi has no parameters"):
-        fit(model, "kerple")
+        fit(model, ids=ids)
     assert unchanged()
 
     model = patched("llama", "kerple", shared=False)
@@ -265,6 +233,6 @@ def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.optim.LBFGS, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fit(model, "kerple", steps=2)
+        fit(model, ids=ids, steps=2)
     assert unchanged()
     assert all(parameter.grad is None for parameter in model.parameters())

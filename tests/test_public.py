@@ -201,7 +201,6 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.recipes.loading": {"llama"},
     # Hints.
     "hf_posenc.patches.export.restating": {"llama"},
-    "hf_posenc.recipes.training.fit_bias": {"kerple"},
 }  # fmt: skip
 
 

@@ -73,20 +73,12 @@ class Prepared:
 def load_data(
     data: Data, tokenizer: Any, *, length: int, seed: int = 0, config: Any = None, checks: bool = False
 ) -> Prepared:
-    """Read, tokenise and cut the text of a recipe.
+    """Read and tokenise the text of a recipe, and cut it into windows of `length` tokens.
 
     Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
     token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
-    on either.
-
-    Args:
-        data: Section `data` of the recipe.
-        tokenizer: The model's tokenizer.
-        length: Tokens per window.
-        seed: Random seed of a stream's order and of the corruption.
-        config: The model's config: an encoder-decoder or an encoder restores corrupted windows. `None` means a causal
-            model.
-        checks: Whether to read only about a window of the text, and of what is held out, to find errors.
+    on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only `checks`, it
+    reads about a window of the text, and of what is held out, to find errors.
 
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.

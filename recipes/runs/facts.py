@@ -195,7 +195,7 @@ def _start(conversion: Conversion, plan: Plan | None, *, is_fitted: bool) -> str
         start += f" (logits of attention within {plan.start_tolerance:g})"
     if conversion.fit is not None and is_fitted:
         known = {"native": "the native encoding", "attention": "the original attention outputs"}
-        start += f", after a fit to {known.get(conversion.fit, conversion.fit)}"
+        start += f", after a fit to {known[conversion.fit]}"
     return start
 
 

@@ -448,14 +448,14 @@ class _Run:
     def _fit(self, model: Any, data: Prepared) -> dict[str, Any] | None:
         """Fit the start if the recipe says so, and return the verdict for run.json."""
         conversion = self.recipe.conversion
-        if conversion.fit is None or conversion.fit == "attention":
+        if conversion.fit != "native":
             return None
         # A handover ends without the native encoding, so the fit is judged without it.
         handover = conversion.native == "handover"
         if handover:
             set_strength(model, native=0)
         ids = torch.stack([window["input_ids"] for window in itertools.islice(iter(data.train), _FITTED)])
-        result = fit(model, conversion.fit, ids=ids.to(model.device), corrupt=data.corrupt)
+        result = fit(model, ids=ids.to(model.device), corrupt=data.corrupt)
         if handover:
             set_strength(model)
         _say(self.console, result.sentence)

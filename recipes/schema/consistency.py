@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from hf_posenc.errors import PosencError, RecipeError, suggest
+from hf_posenc.errors import PosencError, RecipeError
 
 if TYPE_CHECKING:
     from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe, Training
@@ -164,10 +164,9 @@ def _of_scheme(recipe: Recipe, name: str) -> Iterator[str]:
             )
 
 
-def _of_fit(name: str, like: str, scheme: Scheme | None) -> Iterator[str]:
+def _of_fit(name: str, like: Literal["native", "attention"], scheme: Scheme | None) -> Iterator[str]:
     from hf_posenc.recipes.training.fit_bias import additive
 
-    known = ["native", "attention", *additive()]
     if like == "attention":
         if scheme is not None and scheme.overrides("embed"):
             yield (
@@ -179,8 +178,6 @@ def _of_fit(name: str, like: str, scheme: Scheme | None) -> Iterator[str]:
             f"conversion.fit is {like!r}, but {name} adds no bias of the distance. Set it to attention, leave it out, "
             f"or choose one of {', '.join(additive())}."
         )
-    elif like not in known:
-        yield f"conversion.fit is {like!r}; expected native, attention or an additive scheme. {suggest(like, known)}"
 
 
 def _example(name: str, conversion: Conversion) -> Scheme | None:

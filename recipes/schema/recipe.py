@@ -56,8 +56,8 @@ class Conversion(Section):
         window: Tokens that the other layers, which keep the model's own encoding, see at most; null is all. With
             `scheme: nope` and `layers: every:4` this is SWAN (arXiv 2504.08719).
         stacks: List of "encoder" and "decoder", for encoder-decoders; null is both.
-        fit: Target of a fit before training. "native" or the name of an additive scheme: fit the bias of an additive
-            scheme to it. "attention": fit any scheme in attention to the original attention outputs, layer by layer.
+        fit: Target of a fit before training. "native": fit the bias of an additive scheme to the native encoding.
+            "attention": fit any scheme in attention to the original attention outputs, layer by layer.
     """
 
     scheme: Name | None
@@ -69,7 +69,7 @@ class Conversion(Section):
     layers: Indices | Pattern | None = None
     window: Count | None = None
     stacks: Stacks | None = None
-    fit: Name | None = None
+    fit: Literal["native", "attention"] | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -50,14 +50,7 @@ def quantization(
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add the adapter of a recipe to a model.
-
-    Args:
-        model: Converted model, or a stock model as control, which gets plain LoRA.
-        adapter: Section `adapter` of the recipe.
-
-    Returns:
-        The `PeftModel`, or the model itself with `kind: none`.
+    """Return a model with the adapter of a recipe, or the model itself with `kind: none`; a stock one gets plain LoRA.
 
     Raises:
         NotPatchedError: `kind` is "scheme", and the model has no scheme.

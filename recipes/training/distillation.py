@@ -80,11 +80,8 @@ class Teacher:
         """Return the outputs on a batch, without gradients; for cut windows only `logits` and `hidden_states`.
 
         The teacher sees consecutive positions even if the batch skips some, since it knows none beyond its trained
-        length. Its positions restart where those of the batch do, so packed documents stay apart.
-
-        Args:
-            inputs: The student's inputs.
-            **options: More keywords of the forward.
+        length. Its positions restart where those of the batch do, so packed documents stay apart. The options are more
+        keywords of the forward.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -267,12 +264,9 @@ def _masks(inputs: dict[str, Any], outputs: Any, *, masked: bool) -> dict[str, T
 
 
 def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Return the mean KL divergence from the teacher's predictions.
+    """Return the mean KL divergence of logits `[B, S, vocabulary]` from those of the teacher.
 
-    Args:
-        logits: Logits, `[B, S, vocabulary]`.
-        wanted: The teacher's logits, of the same shape.
-        keep: Mask of counted tokens, `[B, S]`; `None`, or a mask of another shape, counts all.
+    The mask of counted tokens is `[B, S]`; `None`, or a mask of another shape, counts all.
     """
     return mean_of_counted(cast(Tensor, _Divergence.apply(logits, wanted)), keep)  # type: ignore[no-untyped-call]
 
@@ -311,10 +305,7 @@ class _Divergence(torch.autograd.Function):
 def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep: Tensor | None = None) -> Tensor:
     """Return the mean squared distance of hidden states, relative to the teacher's mean square, over all layers.
 
-    Args:
-        hidden: Hidden states by layer, each `[B, S, E]`.
-        wanted: The teacher's hidden states.
-        keep: Mask of counted tokens, as in `divergence`.
+    Those of a layer are `[B, S, E]`; the mask of counted tokens is that of `divergence`.
     """
     parts = []
     for got, target in zip(hidden, wanted, strict=True):

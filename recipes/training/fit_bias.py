@@ -1,4 +1,4 @@
-"""Fit of an additive scheme: to the weights of the original attention on a text, or to another bias."""
+"""Fit of an additive scheme to the native encoding: to its bias, or to its attention weights on a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.recipes.evaluation.predictions import hooked, table_end
+from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
@@ -63,14 +63,13 @@ class Fit:
 @torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
 def fit(
     model: PreTrainedModel,
-    like: str = "native",
     *,
     ids: Tensor | None = None,
     corrupt: Callable[[Tensor], Tensor] | None = None,
     length: int | None = None,
     steps: int = 20,
 ) -> Fit:
-    """Fit the biases of a converted model, in place, to the native encoding or to another scheme.
+    """Fit the biases of a converted model, in place, to the native encoding.
 
     Networks start from fresh weights and gates start open, unless some parameters are frozen. The last quarter of the
     text (at most 16 windows) is held out to judge the fit: if the loss on it does not fall, all schemes keep their
@@ -81,13 +80,12 @@ def fit(
     them, and the divergence from that of the weights with the bias instead of the rotation is made small. This keeps
     the attention sink, the first token that many heads look at where they have nothing to do, as far as the scheme can.
 
-    A bias, such as the table of T5, is fitted by least squares, on the keys of one query, since a constant per query
-    does not change the softmax. Keys have the weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to
-    all of them.
+    A bias, the table of T5, is fitted by least squares, on the keys of one query, since a constant per query does not
+    change the softmax. Keys have the weight `1 / (1 + distance)`. A scheme shared by all layers is fitted to all of
+    them.
 
     Args:
         model: Model patched with an additive scheme.
-        like: `"native"`, or the name of an additive scheme.
         ids: Text, int64 `[N, S]`, for a rotary model's queries and keys, and for the verdict; one window serves both.
         corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
@@ -98,8 +96,8 @@ def fit(
 
     Raises:
         NotPatchedError: The model is not patched.
-        OptionError: A scheme is not additive or has no parameters, the target does not exist, or a number is out of
-            range.
+        OptionError: A scheme is not additive or has no parameters, the native encoding acts on the model's inputs, or
+            a number is out of range.
         ShapeError: `ids` are not windows of known tokens.
     """
     surgery.check_patched("fit", model)
@@ -109,21 +107,20 @@ def fit(
     if ids is not None:
         check_windows("fit", model, ids, least=1)
         apart = held_out(len(ids), most=_JUDGED)
-        # A table of positions that is in force cannot read further.
-        judged, ids = ids[-apart:, : table_end(model)].to(model.device), ids[: len(ids) - apart]
+        judged, ids = ids[-apart:].to(model.device), ids[: len(ids) - apart]
         if model.get_output_embeddings() is None or judged.shape[1] < 2:
             judged = None
     architecture = of_model(model)
     geometries = [architecture.geometry(body, 0) for body in architecture.stacks(model).values()]
-    # Only of a rotary model is the text read; a model with a table of positions may be unable to.
-    reads = ids is not None and like == "native" and any(geometry.inv_freq is not None for geometry in geometries)
+    # Only of a rotary model is the text read.
+    reads = ids is not None and any(geometry.inv_freq is not None for geometry in geometries)
     far = length or min(1024, *(geometry.max_positions or 1024 for geometry in geometries))
     far = min(far, ids.shape[1]) if ids is not None and reads else far
     # Some queries, evenly over the length, against all keys.
     rows = torch.arange(1, _ROWS + 1)[None] * (far - 1) // _ROWS
     block = Block(Positions(rows, torch.arange(far)[None]), reach=far - 1)
     # Check all schemes before changing one.
-    found = _wanted(model, like, ids if reads else None, block)
+    found = _wanted(model, ids if reads else None, block)
     sums = torch.zeros(3, dtype=torch.float64)
     with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
         start = None if judged is None else _loss(model, judged, corrupt)
@@ -146,20 +143,14 @@ def fit(
     return Fit(before, after, spread, losses, accepted, sentence)
 
 
-def _wanted(model: PreTrainedModel, like: str, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
+def _wanted(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
     """Return the schemes to fit, each with the errors of its layers; raise if one cannot be fitted."""
     architecture = of_model(model)
     heads = {} if ids is None else _heads(model, ids, block)
     wanted: dict[AdditiveBias, list[Error]] = {}
-    biases: dict[str, Error] = {}
     groups = {group.id: group.scheme for group in record.from_config(model.config)}
     for stack, body, layer, attention in surgery.patched_layers(architecture, model):
         geometry, name = architecture.geometry(body, layer), groups[attention.posenc_group]
-        if geometry.axes > 1:
-            raise OptionError(
-                f"fit: the {type(model).__name__} reads images, in which biases depend on {geometry.axes} coordinates; "
-                "only models of text are fitted."
-            )
         scheme = surgery.scheme_of(body, attention)
         if not isinstance(scheme, AdditiveBias):
             raise OptionError(f"fit: {name} adds no bias of the distance alone. Fit one of {', '.join(additive())}.")
@@ -169,11 +160,8 @@ def _wanted(model: PreTrainedModel, like: str, ids: Tensor | None, block: Block)
                     f"fit: all parameters of {name} on layer {layer} of the {stack} are frozen. Unfreeze them."
                 )
             raise OptionError(f"fit: {name} has no parameters to fit with these options ({scheme.extra_repr()}).")
-        if attention in heads:
-            error = _divergence(geometry, block, *heads.pop(attention))
-        else:
-            # The same for all layers, also if the other scheme draws its start.
-            error = biases[stack] = biases.get(stack) or _error(like, geometry, block)
+        own = heads.pop(attention, None)
+        error = _distance(geometry, block) if own is None else _divergence(geometry, block, *own)
         wanted.setdefault(scheme, []).append(error)
     return wanted
 
@@ -209,30 +197,20 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
     return found
 
 
-def _error(like: str, geometry: Geometry, block: Block) -> Error:
-    """Return the error of a bias that is like the native one or another scheme's."""
-    if like != "native":
-        scheme = registry.build(like, geometry).double()
-        if not isinstance(scheme, AdditiveBias):
-            raise OptionError(f"fit: like={like!r}: expected 'native' or one of {', '.join(additive())}.")
-        return _distance(geometry, block, scheme.bias(block, torch.float64)[0].detach())
+def _distance(geometry: Geometry, block: Block) -> Error:
+    """Return the mean square of the difference from the native bias."""
+    if geometry.inv_freq is not None:
+        raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
     table = geometry.native_table("t5")
-    if table is not None:
-        assert table.max_distance is not None
-        weight = table.weight.detach().double().cpu()
-        buckets = Buckets(num_buckets=len(weight), max_distance=table.max_distance, causal=geometry.causal)
-        return _distance(geometry, block, weight[buckets(block.distance()[0])].permute(2, 0, 1))
-    if geometry.inv_freq is None:
+    if table is None:
         raise OptionError(
-            "fit: the model's own encoding is no bias of the distance (it is added to the inputs). Fit to a scheme: "
-            "fit(model, 'kerple')."
+            "fit: the model's own encoding is no bias of the distance: it is added to the inputs. Train instead, with "
+            "conversion.native=handover for instance."
         )
-    raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
-
-
-def _distance(geometry: Geometry, block: Block, target: Tensor) -> Error:
-    """Return the mean square of the difference from a bias `[H, q, K]`."""
-    distance = block.distance()[0]
+    assert table.max_distance is not None
+    distance, values = block.distance()[0], table.weight.detach().double().cpu()
+    buckets = Buckets(num_buckets=len(values), max_distance=table.max_distance, causal=geometry.causal)
+    target = values[buckets(distance)].permute(2, 0, 1)  # [H, q, K]
     weight = 1.0 / (1 + distance.abs().double())
     if geometry.causal:
         weight = weight * (distance >= 0)

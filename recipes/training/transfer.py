@@ -21,7 +21,7 @@ from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import trained_length
-from hf_posenc.recipes.training.callbacks import patched_inside
+from hf_posenc.recipes.training.callbacks import parameter_groups, patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
 from hf_posenc.recipes.training.stages import rates
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, verdict
@@ -150,12 +150,8 @@ class AttentionTransfer(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the loss; and by layer the squares of the error and of the original output, both means, `[layers]`.
 
-        Args:
-            input_ids: Token ids, `[B, S]`; windows longer than the trained length are cut.
-            attention_mask: Mask of the real tokens, `[B, S]`.
-            position_ids: Positions of packed documents, `[B, S]`, which restart at each document.
-            labels: Tokens that a decoder writes, `[B, T]`, for encoder-decoders.
-            **others: Inputs that attention does not see.
+        Windows `[B, S]` longer than the trained length are cut. Positions of packed documents, `[B, S]`, restart at
+        each. The labels of encoder-decoders are what the decoder writes, `[B, T]`. Other inputs do not reach attention.
         """
         errors, sizes = self._errors(input_ids, attention_mask, position_ids, labels)
         # A scale of each batch would let the loss depend on how the batch is divided.
@@ -382,13 +378,6 @@ def match(
     ids = _cut(ids, trained_length(model.config.get_text_config())).to(model.device)
     order = torch.Generator().manual_seed(seed)
     found = rates(model, "transfer" if projections else "fit")
-    own = {id(weight) for scheme in transfer.modules() if isinstance(scheme, Scheme) for weight in scheme.parameters()}
-    groups = (
-        ([w for w in transfer.trained if id(w) in own], scheme_learning_rate or learning_rate or found.scheme),
-        ([w for w in transfer.trained if id(w) not in own], learning_rate or found.model),
-    )
-    optimizer = torch.optim.Adam([{"params": weights, "lr": rate} for weights, rate in groups if weights])
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def inputs(windows: Tensor) -> Inputs:
         return {"input_ids": windows if corrupt is None else corrupt(windows), "labels": windows}
@@ -397,6 +386,9 @@ def match(
         apart = held_out(len(ids), most=_JUDGED)
         learned = len(ids) - apart
         best = BestLayers(transfer, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
+        groups = parameter_groups(transfer, scheme_learning_rate=scheme_learning_rate or learning_rate or found.scheme)
+        optimizer = torch.optim.Adam(groups, lr=learning_rate or found.model)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for step in range(steps):
             optimizer.zero_grad()
             chosen = torch.randint(learned, (batch_size,), generator=order).to(ids.device)
