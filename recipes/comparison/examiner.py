@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.errors import OptionError
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import intervals
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
@@ -94,23 +94,13 @@ class Findings:
         """Perplexity by context length."""
         return self.report["perplexity"].models[self.name][0]
 
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Context lengths in tokens, ascending."""
-        return self.perplexity.points
-
-    def difference(self, context: int, other: Findings) -> Interval:
-        """Return the loss minus that of another model, in nats per token, paired by window."""
-        return self.perplexity.minus(other.perplexity).at(context)
-
-    def ratio(self, context: int, other: Findings, other_context: int | None = None) -> Interval:
-        """Return the perplexity as a share of that of a model, by default at the same length, paired by window."""
-        reference = other.perplexity.values(context if other_context is None else other_context)
-        return RATIO.interval(self.perplexity.values(context) - reference)
+    def ratio(self, context: int, other: Findings) -> Interval:
+        """Return the perplexity as a share of that of another model, paired by window."""
+        return self.perplexity.relative_to(other.perplexity).at(context)
 
     def growth(self, context: int, trained: int) -> Interval:
         """Return the perplexity at a length as a share of the same model's at the trained length."""
-        return self.ratio(context, self, trained)
+        return RATIO.interval(self.perplexity.values(context) - self.perplexity.values(trained))
 
 
 class Examiner:
@@ -119,7 +109,8 @@ class Examiner:
     The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
 
     Raises:
-        OptionError: A measure is unknown, or the text is too short.
+        OptionError: A measure is unknown, or the text is too short for the trained length.
+        RecipeError: It is too short for any length.
     """
 
     def __init__(
@@ -137,10 +128,7 @@ class Examiner:
         length = control.recipe.training.length
         assert length is not None
         self.trained = trained_length(config) or length
-        try:
-            contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
-        except RecipeError:  # It names keys that all contestants share.
-            contexts = ()
+        contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
         if self.trained not in contexts:
             raise OptionError(
                 f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "

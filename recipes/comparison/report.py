@@ -72,7 +72,7 @@ def _graded(multiple: float, span: str = "") -> Cell:
 def _costs(
     found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differences: Mapping[str, str]
 ) -> Table:
-    times = [each for each in _TIMES if each * trained in found[NATIVE].contexts]
+    times = [each for each in _TIMES if each * trained in found[NATIVE].perplexity.points]
     header = ["", "step time", "step memory", *(f"at {each} times the length" for each in times)]
     header += ["new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
     rows: list[list[str | Cell]] = []

@@ -94,7 +94,7 @@ def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
 
 def differ(one: Findings, other: Findings, context: int) -> bool:
     """Whether the losses of two models differ significantly at a length; false for a single window."""
-    found = one.difference(context, other)
+    found = one.perplexity.minus(other.perplexity).at(context)
     return found.low > 0 or found.high < 0
 
 
@@ -105,14 +105,9 @@ def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
 
 def cheapest(costs: Mapping[str, Cost]) -> str:
     """Return, among the models with the fastest step within noise, the one with the smallest memory."""
-    alike = as_fast(costs)
-    return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
-
-
-def as_fast(costs: Mapping[str, Cost]) -> tuple[str, ...]:
-    """Return the model with the fastest step and those not significantly slower."""
     first = min(costs.values(), key=lambda each: each.time.mean)
-    return tuple(name for name, each in costs.items() if not each.is_slower_than(first))
+    alike = (name for name, each in costs.items() if not each.is_slower_than(first))
+    return min(alike, key=lambda name: (costs[name].memory_ratio, costs[name].parameters, name))
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
@@ -146,7 +141,8 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
         text += f": {RATIO.say(found[best].ratio(context, native))} of the equally trained native model's"
     rest = [name for name, each in found.items() if name not in names and each.perplexity.reads(context)]
     worse = " All others are significantly worse." * bool(rest)
-    text += f". {_list(others)} {_is(others)} equal within noise." if others else f".{worse}"
+    verb = "are" if len(others) > 1 else "is"
+    text += f". {_list(others)} {verb} equal within noise." if others else f".{worse}"
     if taken == best:
         return text
     if taken == NATIVE:
@@ -202,7 +198,3 @@ def _list(names: Sequence[str]) -> str:
     called = [_called(name) for name in names]
     text = " and ".join([", ".join(called[:-1]), called[-1]]) if len(called) > 1 else called[0]
     return text[0].upper() + text[1:] if text.startswith("the native") else text
-
-
-def _is(names: Sequence[str]) -> str:
-    return "are" if len(names) > 1 else "is"

@@ -29,14 +29,9 @@ def _with_estimates(grid: Grid, plain: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The results of one measure for all models.
+    """The results of one measure: grids by the name of the model, the same quantities for each.
 
-    Attributes:
-        name: Name of the measure, also in file names.
-        title: Title of table and picture.
-        note: Definition of the measured quantity.
-        models: Grids by the name of the model, the same quantities for each.
-        mark: Labelled point on the last axis.
+    The note defines what is measured; the mark is a labelled point on the last axis.
     """
 
     name: str
@@ -112,13 +107,7 @@ def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Results of measures.
-
-    Attributes:
-        sections: One section per measure.
-        settings: Further facts: text, versions, command.
-        format_version: Version of the JSON format.
-    """
+    """Results of measures, a section for each, with further facts: text, versions, command."""
 
     sections: tuple[Section, ...]
     settings: dict[str, Any] = field(default_factory=dict)

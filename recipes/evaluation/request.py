@@ -123,13 +123,7 @@ class Request:
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 
     def made_for(self, tokenizer: Any, ids: Tensor, corrupt: Corruption | None) -> list[Measure]:
-        """Return the measures of a request in which nothing is left out.
-
-        Args:
-            tokenizer: The tokenizer of all models.
-            ids: Token ids of the text, int64 `[tokens]`.
-            corrupt: Function that corrupts the input of an encoder; `None` for causal models.
-        """
+        """Return the measures of a request in which nothing is left out, on token ids, int64 `[tokens]`."""
         contexts, symbols = self.contexts or (), ordinary_tokens(ids, tokenizer.all_special_ids)
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         length = self.trained_length

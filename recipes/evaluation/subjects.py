@@ -61,10 +61,7 @@ class Subject:
     def load(self, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
         """Return the model on a device, converted if requested, with the same weights in every process.
 
-        Args:
-            device: Device.
-            seed: Random seed of the weights of an untrained scheme.
-            dtype: Dtype of the weights; `None` is that of the checkpoint.
+        The seed is that of an untrained scheme; without a dtype, it is that of the checkpoint.
         """
         # New parameters are drawn on the CPU. The caller's random state must not change.
         with torch.random.fork_rng(devices=[]):

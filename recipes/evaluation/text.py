@@ -15,11 +15,7 @@ from hf_posenc.recipes.schema.recipe import Data
 
 
 def read_text(source: str, column: str = "text") -> sources.Documents:
-    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or the built-in held-out ones.
-
-    Args:
-        source: A path, or "builtin".
-        column: Column of the text, in files with columns.
+    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or of "builtin", which is held out.
 
     Raises:
         RecipeError: The file does not exist, holds no text, or has no such column.
@@ -34,12 +30,7 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
 
 
 def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
-    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`.
-
-    Args:
-        documents: Documents from `read_text`.
-        tokenizer: Tokenizer of the models.
-        most: Maximum number of tokens.
+    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, `most` at most.
 
     Raises:
         RecipeError: The tokenizer has no end-of-sequence token.
@@ -49,13 +40,9 @@ def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT
 
 
 def ordinary_tokens(ids: Tensor, special: Collection[int] = ()) -> Tensor:
-    """Return the different tokens of a text, the most frequent first, int64 `[n]`.
+    """Return the different tokens of a text `[tokens]` but special ones, the most frequent first, int64 `[n]`.
 
     A model knows these tokens; its vocabulary may also hold tokens that were never trained.
-
-    Args:
-        ids: Token ids, int64 `[tokens]`.
-        special: Token ids to leave out, such as `tokenizer.all_special_ids`.
     """
     found, counts = torch.unique(ids, return_counts=True)
     ranked: Tensor = found[counts.argsort(descending=True, stable=True)]

@@ -68,15 +68,11 @@ class ByDistance(Kind):
     """What positions add to the logit of a mean query and a mean key: lines, or maps over the patches of an image.
 
     Products are linear in both, so what these two get at a distance is the mean over all pairs of a query and a key.
-
-    Attributes:
-        families: Families of schemes that have such a picture.
-        what: Title of the picture.
-        panels: Returns the layers that are drawn, each with its name.
     """
 
     families: tuple[str, ...]
     what: str
+    # Returns the layers that are drawn, each with its name.
     panels: Callable[[Part], list[tuple[str, Layer]]]
 
     def fits(self, part: Part) -> bool:

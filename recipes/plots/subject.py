@@ -28,16 +28,10 @@ _LENGTH = 512
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with a scheme, and what it computes on a text or image; batch 1, float64.
+    """One layer with a scheme, which others may share, and what it computes on a text or image; batch 1, float64.
 
-    Attributes:
-        index: Index of the layer in its stack.
-        scheme: Its scheme, which other layers may share.
-        tokens: Tokens as the scheme gets them.
-        q: Queries as projected, without any position, `[1, H, S, D]`.
-        k: Keys likewise, `[1, G, S, D]`.
-        v: Values, `[1, G, S, D]`.
-        weights: Attention weights as the model used them, `[H, S, S]`.
+    Queries `[1, H, S, D]`, keys and values `[1, G, S, D]` are as projected, without any position; weights `[H, S, S]`
+    are those of attention as the model used them.
     """
 
     index: int
@@ -54,12 +48,9 @@ class Part:
     """The layers of one stack that have one scheme: what a picture is of.
 
     Attributes:
-        stack: `"decoder"` or `"encoder"`.
-        group: Group of the config.
         state: Words of the title behind the name of the scheme.
         text: The tokens that the stack reads, as they are written along axes.
-        layers: Layers that are drawn.
-        heads: The query heads that are drawn.
+        layers: Layers that are drawn, as are the query heads.
         queries: Positions of queries, where a picture is of one; empty lets the picture choose.
     """
 
@@ -111,14 +102,10 @@ class Part:
 def parts_of(
     model: PreTrainedModel, tokenizer: Any, inputs: Mapping[str, Mapping[str, Tensor]], *, native: bool
 ) -> list[Part]:
-    """Return all there is to draw of a patched model, in the order of layers.
+    """Return all there is to draw of a patched model, in the order of layers; without a tokenizer, tokens are numbers.
 
-    Args:
-        model: The model.
-        tokenizer: Tokenizer of the model; without one, tokens are written as numbers.
-        inputs: Arguments of a forward of each stack, batch 1. A decoder behind an encoder gets the encoder's output
-            too.
-        native: Whether it was a stock model, drawn as what it computes itself.
+    Inputs are the arguments of a forward of each stack, batch 1. A `native` model was a stock one, and is drawn as what
+    it computes itself.
     """
     found, strength = [], record.strengths_from_config(model.config).scheme
     faded = f" (drawn in full; at {strength:.0%} of its strength now)" if strength != 1 else ""
@@ -237,12 +224,7 @@ def _see(model: PreTrainedModel, inputs: Mapping[str, Mapping[str, Tensor]]) -> 
 def added(scheme: Scheme, tokens: Tokens, positions: Positions, q: Tensor, k: Tensor) -> Tensor:
     """Return what positions add to the logits of queries and keys that are the same everywhere, float64 `[H, Q, K]`.
 
-    Args:
-        scheme: The scheme.
-        tokens: Further state that the scheme needs.
-        positions: Positions of Q queries and K keys.
-        q: The query of each head `[H, D]`.
-        k: The key of each kv head `[G, D]`.
+    These are one query for each head `[H, D]` and one key for each kv head `[G, D]`, at Q and K positions.
     """
     queries = q.double()[None, :, None].expand(1, -1, positions.query.shape[1], -1)
     keys = k.double()[None, :, None].expand(1, -1, positions.key.shape[1], -1)

@@ -54,9 +54,9 @@ class Facts:
     start: str
     cautions: tuple[str, ...]
     data_tokens: int | None
-    processes: int
+    processes: int = 1
     device: str
-    command: str
+    command: str = ""
     versions: Mapping[str, str]
     came_with: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
@@ -131,14 +131,11 @@ class Facts:
         plan: Plan | None,
         *,
         trained_length: int,
-        data_tokens: int | None,
-        processes: int = 1,
-        command: str = "",
         stages: Sequence[Stage] = (),
-        memory: str = "",
         refused: str = "",
+        **known: Any,
     ) -> Facts:
-        """Collect the facts of a run; the other arguments are attributes.
+        """Collect the facts of a run; what else is known are further attributes.
 
         Args:
             model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
@@ -173,15 +170,12 @@ class Facts:
                 *(restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings),
                 *([refused] if refused else []),
             ),
-            data_tokens=data_tokens,
-            processes=processes,
             device=_device(PartialState().device),
-            command=command,
             versions=versions(),
             came_with=tuple(group.scheme for group in groups),
             stages=tuple(stage.words(has_new=has_new) for stage in stages),
             other_tokens=sum(stage.recipe.training.steps * stage.tokens(trained_length) for stage in others),
-            memory=memory,
+            **known,
         )
 
 

@@ -15,14 +15,7 @@ _COMPANIONS = ("table.md", "perplexity.png")
 def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
     """Upload the model of a finished run, with its card, table and picture, in one commit.
 
-    Args:
-        folder: Folder of the run.
-        repository: Name of the repository, which is created if necessary.
-        private: Whether the repository must be private.
-        revision: Branch, which is created if necessary; `None` is the main branch.
-
-    Returns:
-        The URL of the commit.
+    Repository and branch (`None` is the main one) are created if necessary. Returns the URL of the commit.
 
     Raises:
         RecipeError: The run is not finished, or the hub refuses.

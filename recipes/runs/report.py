@@ -131,10 +131,8 @@ def _figure(results: Results) -> Figure:
 def model_card(results: Results, existing: str = "") -> str:
     """Return the model's README.md: loading, measurements and origin.
 
-    Args:
-        results: Results of the run.
-        existing: Card that `save_pretrained` wrote. Its metadata and its section on the positional encoding are kept;
-            PEFT's empty form is not.
+    Of the existing card, which `save_pretrained` wrote, metadata and the section on the positional encoding are kept;
+    PEFT's empty form is not.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
     licence = _licence(results.facts.recipe.model)

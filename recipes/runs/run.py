@@ -22,7 +22,7 @@ from accelerate.utils import patch_environment
 from filelock import BaseFileLock, FileLock
 from rich.console import Console
 from torch.utils.data import Subset
-from transformers import TrainerState, default_data_collator, set_seed
+from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import RecipeError, StorageError
@@ -174,24 +174,21 @@ def _say(console: Console | None, text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+@dataclass(eq=False)
 class _Run:
     """Steps of one run."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        console: Console | None,
-        command: str,
-        measurements: Measurements,
-        lock: BaseFileLock,
-    ) -> None:
-        self.lock = lock
-        self.recipe, self.folder, self.console, self.text = recipe, folder, console, ""
-        record = record_of(folder)
-        self.command = command or record.get("command", "")
+    recipe: Recipe
+    folder: Path
+    console: Console | None
+    command: str
+    measurements: Measurements
+    lock: BaseFileLock
+
+    def __post_init__(self) -> None:
+        folder, record, self.text = self.folder, record_of(self.folder), ""
+        self.command = self.command or record.get("command", "")
         self.fitted: dict[str, Any] | None = record.get(FIT)
-        self.measurements = measurements
         self.processes = processes()
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
@@ -334,11 +331,11 @@ class _Run:
         return texts
 
     def _train(
-        self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring, *, ends: bool
+        self, stage: Stage, model: Any, data: Prepared, facts: Facts, callback: TrainerCallback, *, ends: bool
     ) -> tuple[AdaptationTrainer, Pace | None]:
-        """Run a stage that trains the whole model; return its trainer and its pace."""
-        checkpoints, is_main = self._checkpoints(stage), stage.name == "training"
-        text = "text_loss" if is_main and self.teacher is not None else "loss"
+        """Run a stage that trains a model or its attentions; return its trainer and its pace."""
+        checkpoints, is_main, is_transfer = self._checkpoints(stage), stage.name == "training", stage.name == "transfer"
+        text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
         with Progress(self.console, stage.tokens(facts.length), text=text) as progress:
             trainer = adaptation_trainer(
                 model,
@@ -347,8 +344,8 @@ class _Run:
                 folder=checkpoints.unfinished,
                 collate=data.collate,
                 teacher=self.teacher if is_main else None,
-                callbacks=[measuring, progress, checkpoints, files.STOP],
-                saves_end=not ends,
+                callbacks=[callback, progress, checkpoints, files.STOP],
+                saves_end=not (ends or is_transfer),
             )
             if ends:
                 # Leave the only reference to the trainer, which frees the teacher when it has faded.
@@ -404,16 +401,7 @@ class _Run:
                 last = files.last(checkpoints.folder)
                 if last is not None:
                     best.load(last / BEST)
-                with Progress(self.console, stage.tokens(facts.length), text="") as progress:
-                    trainer = adaptation_trainer(
-                        transfer,
-                        stage.recipe,
-                        windows,
-                        folder=checkpoints.unfinished,
-                        collate=data.collate,
-                        callbacks=[best, progress, checkpoints, files.STOP],
-                    )
-                    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+                self._train(stage, transfer, replace(data, train=windows), facts, best, ends=False)
             found = best.restore()
         self.transferred = asdict(found)
         if self.processes.is_main_process:
