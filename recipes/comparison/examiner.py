@@ -44,11 +44,8 @@ _UNTIMED = 2
 class Cost:
     """Cost of a scheme, compared with the native encoding.
 
-    Attributes:
-        step_ratios: Ratios of training-step times to the native model's, one per pair of steps.
-        memory_ratio: Ratio of the memory saved for the backward pass to the native model's.
-        parameters: Number of new parameters.
-        cache_bytes: Bytes cached per token in addition to keys and values, over all layers.
+    Ratios of times are of training steps, one per pair; that of memory is of what the backward pass needs. Parameters
+    are new ones, and bytes are cached per token in addition to keys and values, over all layers.
     """
 
     step_ratios: tuple[float, ...]

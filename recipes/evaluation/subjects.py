@@ -21,13 +21,7 @@ from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate.
-
-    Attributes:
-        name: Name in the report.
-        source: A directory, also of an adapter, or a name on the hub.
-        scheme: Scheme to convert it to first, without training; `None` leaves it unchanged.
-    """
+    """A model to evaluate: a directory, also of an adapter, or a name on the hub, and a scheme to convert it to."""
 
     name: str
     source: str

@@ -30,12 +30,9 @@ _DPI = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A panel of lines, one for each model.
+    """A panel of lines, one for each model, by name, with the labels of both axes.
 
     Attributes:
-        lines: Estimates by the name of the model.
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
         is_log: Whether the vertical axis is logarithmic, as for perplexities.
         top: Upper end of a linear vertical axis; `None` fits it to the estimates.
         level: Labelled value, drawn as a horizontal line.

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from hf_posenc.errors import OptionError, RecipeError
+from hf_posenc.errors import RecipeError
 from hf_posenc.patches.directories import UNFINISHED, publish
 
 # Last file written into a checkpoint; it holds the sizes of the others.
@@ -59,15 +59,11 @@ def last(folder: Path) -> Path | None:
 
 
 class WholeCheckpoints(TrainerCallback):
-    """Callback that makes the checkpoints of any `Trainer` atomic.
+    """Callback that makes the checkpoints of a `Trainer` atomic, and keeps the last few.
 
     The trainer writes into a folder of its own (`TrainingArguments(output_dir=str(callback.unfinished))`). When all
     processes have written their part, the checkpoint is marked as complete, synced to the disk and renamed. All
-    processes must see the same folder.
-
-    Args:
-        folder: Folder of the checkpoints.
-        keep: Number of checkpoints to keep.
+    processes must see the same folder. `load_best_model_at_end` would not find them.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -77,14 +73,6 @@ class WholeCheckpoints(TrainerCallback):
     def unfinished(self) -> Path:
         """The trainer's output folder."""
         return self.folder / UNFINISHED
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise for `load_best_model_at_end`: the trainer would not find the best checkpoint, which has moved."""
-        if args.load_best_model_at_end:
-            raise OptionError(
-                "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which "
-                "move, and keep the last weights. Leave it out, and load one of checkpoints(folder)."
-            )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the new checkpoint, and remove old ones."""

@@ -19,13 +19,10 @@ from transformers import TrainerCallback
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed and memory of a run, on its machine.
+    """Speed and memory of a run: seconds per optimizer step, without loading data, measuring and saving.
 
-    Attributes:
-        seconds: Seconds per optimizer step, without loading data, measuring and saving.
-        tokens: Tokens per second, over all processes.
-        memory: Peak memory of this process in bytes, on the GPU or else resident; `None` if unknown.
-        steps: Number of timed steps.
+    Tokens are those per second, over all processes. Memory is the peak of this process in bytes, on the GPU or else
+    resident.
     """
 
     seconds: float
@@ -42,11 +39,8 @@ class Progress(TrainerCallback):
     (`disable_tqdm=True`, `remove_callback(PrinterCallback)`), and let it log often, since the shown loss is the logged
     one.
 
-    Args:
-        console: Console; `None` is silent.
-        tokens: Tokens per step, over all processes.
-        text: Key of the loss on the text in the log, which gives the perplexity; empty if there is none.
-        interval: Seconds between plain lines.
+    Tokens are those of a step, over all processes. `text` is the key of the loss on the text in the log, which gives
+    the perplexity; empty if there is none.
     """
 
     def __init__(self, console: Console | None, tokens: int, *, text: str = "loss", interval: float = 30.0) -> None:

@@ -89,13 +89,9 @@ _JUDGED = 2048
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of a run: the folder of the model is ready for `from_pretrained`.
 
-    Attributes:
-        model: Folder of the final model or adapter, ready for `from_pretrained`.
-        loss: Last logged loss in nats per token; `None` if nothing was done.
-        already: Whether the run was finished before, so nothing was done.
-        verdict: Verdict on the run; `None` if nothing was measured or done.
+    Without loss (the last one logged, in nats per token) nothing was done, because the run was finished `already`.
     """
 
     folder: Path
