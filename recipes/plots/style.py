@@ -158,9 +158,14 @@ def grid(
 
 
 def lines(axes: Axes, distances: Tensor, values: Tensor, labels: Sequence[object], *, log: bool, width: float) -> None:
-    """Draw values `[H, N]` by distance `[N]`, a line for each head, and a line at zero."""
+    """Draw values `[H, N]` by distance `[N]`, a line for each head."""
     for label, value, (colour, dash) in zip(labels, values, line_styles(len(labels)), strict=True):
         axes.plot(distances.numpy(), value.numpy(), color=colour, linestyle=dash, linewidth=width, label=f"{label}")
+    frame(axes, distances, log=log)
+
+
+def frame(axes: Axes, distances: Tensor, *, log: bool) -> None:
+    """Finish a panel by distance: a line at zero, and the range of distances."""
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     if log:
         # Distances may have either sign, and be 0.
