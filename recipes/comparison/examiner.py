@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from hf_posenc.recipes.evaluation.subjects import Subject
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
-from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RUN
+from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.training.adapter import trained_dtype
 
@@ -154,14 +153,12 @@ class Examiner:
         """Return the findings of a finished run."""
         path = contestant.folder / FINDINGS
         if not path.is_file():
-            subject = Subject(contestant.name, str(contestant.folder / MODEL))
-            model = subject.load(self._device)
-            facts = json.loads((contestant.folder / RUN).read_text(encoding="utf-8"))
+            model = Subject(contestant.name, str(contestant.folder / MODEL)).load(self._device)
             found = self._findings(
                 contestant.name,
                 model,
                 self._cost(contestant, model),
-                start=facts["start"],
+                start=record_of(contestant.folder)["start"],
                 start_ratio=_start_ratio(contestant.folder),
             )
             results.save(found, path)

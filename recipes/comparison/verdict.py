@@ -34,8 +34,7 @@ class Verdict:
         near: Model for texts up to the trained length.
         far: Model for longer texts; `None` if no longer text was measured.
         overall: Model for both, if one suits both.
-        headline: The recommendation, in one or two sentences.
-        cautions: Limits of the figures, in sentences.
+        cautions: Limits of the figures.
     """
 
     near: str
@@ -77,7 +76,9 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
         if far_leaders:
             far = recommended(found, far_leaders)
             reasons += [_leading(found, far_leaders, far, farthest), *_far_reasons(found, far, trained, farthest)]
-        overall = _overall(found, near, far, trained)
+            # A scheme that is better at the trained length deserves its own recommendation.
+            fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
+            overall = far if near == far or fits else None
     headline = _headline(found, near, far, overall, trained, farthest)
     if is_short:
         headline = f"Provisional, after a short training: {headline[0].lower()}{headline[1:]}"
@@ -169,14 +170,6 @@ def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest
         noise = "" if differ(found[far], native, trained) else ", within noise"
         share = RATIO.say(found[far].ratio(trained, native))
         yield f"At {trained:,} tokens the {noun} of {far} is {share} of the native model's{noise}."
-
-
-def _overall(found: Mapping[str, Findings], near: str, far: str | None, trained: int) -> str | None:
-    if far is None or near == far:
-        return far
-    # A scheme that is better at the trained length deserves its own recommendation.
-    fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
-    return far if fits else None
 
 
 def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:

@@ -221,12 +221,9 @@ class Grid:
 
 
 def table(grids: Mapping[str, Grid], caption: str | None = None, corner: str | None = None) -> Table:
-    """Return a table with a row per model; with two axes, a row per model and point of the first axis.
+    """Return a table of one quantity with a row per model; with two axes, a row per model and point of the first axis.
 
-    Args:
-        grids: Grids of one quantity by the name of the model.
-        caption: Line above the table; by default the quantity and its axis.
-        corner: Heading of the names; by default the last axis.
+    The corner is the heading of the names, by default the last axis.
     """
     first = next(iter(grids.values()))
     quantity, *outer, (axis, points) = first.quantity, *first.axes.items()

@@ -29,11 +29,7 @@ Measure = Callable[[Any], Grid]
 
 
 class Measurements:
-    """Perplexity by context length of the native model, and of the converted one by step.
-
-    Args:
-        path: File to write at every record; `None` keeps the measurements in memory.
-    """
+    """Perplexity by context length of the native model, and of the converted one by step; a file has every record."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
