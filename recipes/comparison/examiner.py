@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import intervals
 from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
@@ -105,8 +105,7 @@ class Examiner:
     The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
 
     Raises:
-        OptionError: A measure is unknown, or the text is too short for the trained length.
-        RecipeError: It is too short for any length.
+        OptionError: A measure is unknown, or the text is too short.
     """
 
     def __init__(
@@ -124,7 +123,10 @@ class Examiner:
         length = control.recipe.training.length
         assert length is not None
         self.trained = trained_length(config) or length
-        contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
+        try:
+            contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
+        except RecipeError:  # It names keys that all contestants share.
+            contexts = ()
         if self.trained not in contexts:
             raise OptionError(
                 f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "
