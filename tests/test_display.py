@@ -170,7 +170,7 @@ def test_facts_of_a_conversion() -> None:
             "exact: the native encoding at full strength, the scheme at none",
         ),
         ({"fit": "native"}, "removed", "break, after a fit to the native encoding"),
-        ({"fit": "kerple"}, "removed", "break, after a fit to kerple"),
+        ({"fit": "attention"}, "removed", "break, after a fit to the original attention outputs"),
         ({"scheme": None}, "kept", "exact: the model is not converted"),
     ],
 )
