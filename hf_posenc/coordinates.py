@@ -93,11 +93,7 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
         )
     if padding_side not in ("left", "right"):
         raise PositionError(f"stack: got padding_side={padding_side!r}; expected 'left' or 'right'.")
-    longest = max(len(row) for row in rows)
-    batch = rows[0].new_zeros(len(rows), longest, rows[0].shape[1])
-    for place, row in zip(batch, rows, strict=True):
-        place[longest - len(row) if padding_side == "left" else 0 :][: len(row)] = row
-    return batch
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=padding_side)
 
 
 def _rows(part: Tensor) -> Tensor:

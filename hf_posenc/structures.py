@@ -303,7 +303,6 @@ class Numbers:
 
     Attributes:
         of: Returns the numbers, given the scheme and the arguments of `score` on a text.
-        label: Meaning of a number.
         title: Title of these numbers, where a picture has several.
         high: Number of the last colour; the first is 0. `None` is the largest number.
         log: Whether colours are on a logarithmic scale, from a thousandth of the last.
@@ -327,8 +326,6 @@ class Picture:
 
     Attributes:
         name: Name of the kind, in commands and file names.
-        summary: Content of the picture, in a few words.
-        title: Title of the picture.
         over: Axes. `"tokens"` shows numbers per head and token, `[B, H, K]`, or those per head, query and key at one
             query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`.
         numbers: Values from left to right.

@@ -263,9 +263,6 @@ class LayerExecution:
     """The execution of one layer's attention.
 
     Attributes:
-        stack: Name of the stack.
-        layer: Index of the layer in it.
-        scheme: Name of its scheme.
         sequence: The executor for a whole sequence, with the form in which positions enter in parentheses.
         step: The executor for one more token with a cache; `None` in encoders.
     """

@@ -20,12 +20,9 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:
-    """Overwrite the numbers of hidden keys with `value`, whatever they are, NaN included; return `x`.
+    """Overwrite the numbers `[B, H, q, K]` of hidden keys in place, whatever they are, NaN included, and return them.
 
-    Args:
-        x: Numbers `[B, H, q, K]`, changed in place; autograd does not need to know.
-        keep: Keys that may be seen, bool `[B|1, H|1, q|1, K]`; `None` means all.
-        value: Number to write.
+    Keys that may be seen are bool `[B|1, H|1, q|1, K]`, or all. Autograd does not need to know.
     """
     return x if keep is None else x.masked_fill_(~keep, value)
 

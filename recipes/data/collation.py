@@ -37,10 +37,7 @@ class PositionSkipping:
     most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
     are unchanged.
 
-    Args:
-        length: Length of the longer text.
-        seed: Random seed of cuts and gaps.
-        collate: Collator of the batch; stacks by default.
+    The seed is that of cuts and gaps; `collate` makes the batch, and stacks by default.
     """
 
     def __init__(self, length: int, *, seed: int = 0, collate: Collator = default_data_collator) -> None:

@@ -85,10 +85,8 @@ class Workers:
 
     All processes must call `map` with the same rows in the same order; all of them get all results.
 
-    Args:
-        batch_size: Rows per forward; fewer, if they are long.
-        progress: Function that shows a bar while a loop takes things.
-        alone: Whether each process does all the work, as forwards of a sharded model need.
+    Long rows go in smaller batches. Each process does all the work `alone`, as forwards of a sharded model need.
+    `progress` shows a bar while a loop takes things.
     """
 
     def __init__(
@@ -100,16 +98,10 @@ class Workers:
         self._count: int = 1 if alone else together.num_processes
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
-        """Apply a function to all rows, each in one of the processes.
+        """Return a function's results for all rows, float64 `[rows, width]` on the CPU, each made in one process.
 
-        Args:
-            function: Function from the stacked tensors of rows of equal shapes, on the CPU, to results `[batch,
-                width]`.
-            rows: Rows to process.
-            width: Number of results per row.
-
-        Returns:
-            Results, float64 `[rows, width]` on the CPU; NaN where the function raised `PositionError`.
+        It gets the stacked tensors of rows of equal shapes, on the CPU, and returns `[batch, width]`; results are NaN
+        where it raised `PositionError`.
         """
         found: list[tuple[int, list[float]]] = []
         for number, batch in enumerate(self._progress(_batches(rows, self.batch_size))):

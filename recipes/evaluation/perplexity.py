@@ -99,12 +99,8 @@ def contexts_for(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the context lengths to measure, and the reasons for leaving out others.
 
-    Args:
-        trained_length: Tokens per window in the model's own training.
-        tokens: Number of held-out tokens.
-        windows: Number of windows.
-        contexts: Requested context lengths; `None` means a quarter to eight times the trained length, in powers of two.
-            Those shorter than the scored tokens are left out unless all are.
+    There are so many held-out tokens for so many windows. No requested contexts mean a quarter to eight times the
+    trained length, in powers of two; those shorter than the scored tokens are left out unless all are.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.

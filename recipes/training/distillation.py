@@ -280,7 +280,6 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
-        """Compute divergence and gradient."""
         slopes, found = torch.empty_like(logits, memory_format=torch.contiguous_format), []
         at_once = _NUMBERS_AT_ONCE if logits.device.type == "cpu" else _NUMBERS_ON_DEVICE
         size = max(1, at_once // logits.shape[-1])
@@ -297,7 +296,6 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Scale the gradient of each token."""
         (slopes,) = ctx.saved_tensors
         return slopes * gradients[0][..., None].to(slopes.dtype), None
 

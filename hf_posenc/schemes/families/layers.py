@@ -76,12 +76,8 @@ def convolved(
 class PairNetwork(nn.ModuleList):
     """Two linear layers with a ReLU between them, from the channels of `[B|1, C, N]` to others, for each of N pairs.
 
-    Args:
-        in_channels: Channels of all inputs together.
-        width: Hidden channels.
-        out_channels: Channels of the output.
-        negative_slope: Slope of the ReLU for negative numbers.
-        residual: Add all inputs to the output; each has as many channels as that.
+    `in_channels` are those of all inputs together, `width` the hidden ones; `negative_slope` is that of the ReLU. If
+    `residual`, all inputs are added to the output; each has as many channels as that.
     """
 
     def __init__(
