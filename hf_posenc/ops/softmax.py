@@ -30,9 +30,7 @@ def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:
 def softmax_of_seen(logits: Tensor, keep: Tensor | None) -> Tensor:
     """Return the softmax `[B, H, q, K]` in which hidden keys get nothing; a row of hidden keys only is even.
 
-    Args:
-        logits: Logits `[B, H, q, K]`.
-        keep: Keys that may be seen, bool `[B|1, H|1, q|1, K]`; `None` means all.
+    Keys that may be seen are bool `[B|1, H|1, q|1, K]`, or all.
     """
     if keep is not None:
         logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)

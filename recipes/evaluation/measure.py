@@ -52,9 +52,7 @@ class Measure(ABC):
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
         """Return the results for a model, one grid per quantity.
 
-        Args:
-            model: A language model of transformers, on any device; its mode is left as it was.
-            workers: Processes that share the work; `None` means this process, or those started by accelerate.
+        The model may be on any device. Without workers, the processes that accelerate started share the work.
         """
         self.check(model)
         with evaluating(model), torch.no_grad():

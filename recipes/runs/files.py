@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from hf_posenc.errors import RecipeError
+from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.directories import UNFINISHED, publish
 
 # Last file written into a checkpoint; it holds the sizes of the others.
@@ -63,7 +63,7 @@ class WholeCheckpoints(TrainerCallback):
 
     The trainer writes into a folder of its own (`TrainingArguments(output_dir=str(callback.unfinished))`). When all
     processes have written their part, the checkpoint is marked as complete, synced to the disk and renamed. All
-    processes must see the same folder. `load_best_model_at_end` would not find them.
+    processes must see the same folder.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -73,6 +73,14 @@ class WholeCheckpoints(TrainerCallback):
     def unfinished(self) -> Path:
         """The trainer's output folder."""
         return self.folder / UNFINISHED
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise for `load_best_model_at_end`: the trainer would not find the best checkpoint, which has moved."""
+        if args.load_best_model_at_end:
+            raise OptionError(
+                "WholeCheckpoints with load_best_model_at_end=True: Trainer would not find the checkpoints, which "
+                "move, and keep the last weights. Leave it out, and load one of checkpoints(folder)."
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the new checkpoint, and remove old ones."""

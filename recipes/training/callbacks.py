@@ -116,7 +116,6 @@ def parameter_groups(
     """Return groups for an optimizer: the scheme's weights, the model's matrices, and its vectors.
 
     Args:
-        model: Converted or stock model.
         scheme_learning_rate: Learning rate of the scheme's weights; the others take the optimizer's.
         weight_decay: Weight decay of the model's matrices. The scheme's weights get none, since their size has a
             meaning.

@@ -146,11 +146,7 @@ class RotaryScheme(PairRotation):
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the angles at int64 positions `[B|1, S]`, each `[B|1, S, rotary_dim / 2]`.
 
-        They include the model's own factor on rotated queries and keys (YaRN, longrope).
-
-        Args:
-            positions: Positions of the tokens.
-            dtype: Dtype of the result, float32 or float64.
+        They include the model's own factor on rotated queries and keys (YaRN, longrope), in float32 or float64.
         """
         with torch.autocast(positions.device.type, enabled=False):
             place = positions.to(dtype)
