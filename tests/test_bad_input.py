@@ -218,7 +218,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (llama, to("fire", thresold=3.0), "no option 'thresold' ... Did you mean 'threshold'"),
         (llama, to("nope", base=2.0), "nope has no option 'base' ... Known: none"),
         (None, lambda _: build("sinusoidal", replace(GEOMETRY, embedding_rms=float("nan"))),
-            "scale=None ... token embeddings of the model hold NaN"),
+            "scale=None ... the model's token embeddings hold NaN"),
         (None, lambda _: build("rope", replace(GEOMETRY, head_dim=5)),
             "rotary_dim=5 ... even number ... pairs of channels"),
         (t5, to("t5_clipped", init="native", max_distance=3), "init='native' ... max_distance"),
