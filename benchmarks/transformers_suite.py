@@ -533,7 +533,7 @@ def common_tests() -> ModuleType:
     ):
         package = name.split(".")[0]
         # Not imported here, since it may import the common tests itself.
-        if importlib.util.find_spec(f"tests.{package}") is None:
+        if f"tests.{package}" in sys.modules or importlib.util.find_spec(f"tests.{package}") is None:
             for module in (f"tests.{package}", f"tests.{name}"):
                 sys.modules.setdefault(module, ModuleType(module))
             setattr(sys.modules[f"tests.{name}"], mixin, type(mixin, (), {}))
