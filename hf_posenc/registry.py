@@ -197,7 +197,7 @@ def make(info: SchemeInfo, geometry: Geometry, options: Mapping[str, Any]) -> Sc
     if direction not in info.directions:
         raise DirectionError(
             f"{info.name} is defined for {' and '.join(info.directions)} attention, got "
-            f"Geometry(causal={geometry.causal}). Choose another scheme, or leave such a stack out (stacks='decoder')."
+            f"Geometry(causal={geometry.causal}). Choose another scheme, or leave an encoder out with stacks='decoder'."
         )
     # Parameters made in inference mode can never be trained.
     given = dict(options)

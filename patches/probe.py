@@ -238,7 +238,7 @@ def turned(attention: type, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]
 
 @functools.cache
 def _cuts(attention: type) -> bool:
-    """Whether the forward of an attention splits each head into channels that turn and channels that pass."""
+    """Whether an attention rotates a part of the channels of each head, as its code splits them."""
     return "rotary_ndims" in inspect.unwrap(attention.forward).__code__.co_names  # type: ignore[attr-defined]
 
 

@@ -58,7 +58,7 @@ def rows_per_block(batch: int, heads: int, keys: int, device: torch.device) -> i
 
 
 class BlockPlan:
-    """How one call runs by blocks of `step` rows. It holds no operands; `found` are the blocks of the forward pass."""
+    """The plan of a call by blocks of `step` rows. It holds no operands; `found` has the blocks of the forward pass."""
 
     def __init__(self, call: Call, step: int) -> None:
         self.call, self.step = call.outline(), step

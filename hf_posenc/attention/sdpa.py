@@ -96,7 +96,7 @@ def _folds(folded: Folded, call: Call) -> bool:
 
 
 def _hides_ahead(call: Call) -> bool:
-    """Whether no query can see a key at a later position; not known of every mask."""
+    """Whether it is certain that no query sees a key at a later position; some masks do not tell."""
     query, key = call.positions.query, call.positions.key
     if call.mask.rule != "slots":
         return call.mask.rule == "positions"

@@ -22,7 +22,7 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
 def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:
     """Overwrite the numbers `[B, H, q, K]` of hidden keys in place, whatever they are, NaN included, and return them.
 
-    Keys that may be seen are bool `[B|1, H|1, q|1, K]`, or all. Autograd does not need to know.
+    `keep` marks the keys that may be seen, bool `[B|1, H|1, q|1, K]`; `None` means all. Autograd does not notice.
     """
     return x if keep is None else x.masked_fill_(~keep, value)
 
@@ -30,7 +30,7 @@ def fill_hidden_(x: Tensor, keep: Tensor | None, value: float) -> Tensor:
 def softmax_of_seen(logits: Tensor, keep: Tensor | None) -> Tensor:
     """Return the softmax `[B, H, q, K]` in which hidden keys get nothing; a row of hidden keys only is even.
 
-    Keys that may be seen are bool `[B|1, H|1, q|1, K]`, or all.
+    `keep` marks the keys that may be seen, bool `[B|1, H|1, q|1, K]`; `None` means all.
     """
     if keep is not None:
         logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)

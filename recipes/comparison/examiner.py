@@ -43,8 +43,8 @@ _UNTIMED = 2
 class Cost:
     """Cost of a scheme, compared with the native encoding.
 
-    Ratios of times are of training steps, one per pair; that of memory is of what the backward pass needs. Parameters
-    are new ones, and bytes are cached per token in addition to keys and values, over all layers.
+    `step_ratios` has a ratio of times for each pair of training steps; `memory_ratio` compares what a forward saves for
+    its backward pass. Parameters are the new ones. Cache bytes are per token, over all layers, without keys and values.
     """
 
     step_ratios: tuple[float, ...]
@@ -58,7 +58,7 @@ class Cost:
         return intervals.of_exponential(self._logarithms)
 
     def is_slower_than(self, other: Cost) -> bool:
-        """Whether a training step takes significantly longer than with another scheme; longer at all, if timed once."""
+        """Whether a training step takes significantly longer than another scheme's; if timed once, longer at all."""
         found = intervals.of_mean(self._logarithms - other._logarithms)
         return found.mean > 0 if math.isnan(found.low) else found.low > 0
 

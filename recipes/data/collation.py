@@ -37,7 +37,7 @@ class PositionSkipping:
     most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
     are unchanged.
 
-    The seed is that of cuts and gaps; `collate` makes the batch, and stacks by default.
+    The seed draws cuts and gaps. `collate` makes the batch; by default it stacks.
     """
 
     def __init__(self, length: int, *, seed: int = 0, collate: Collator = default_data_collator) -> None:

@@ -83,8 +83,8 @@ class Workers:
 
     All processes must call `map` with the same rows in the same order; all of them get all results.
 
-    Long rows go in smaller batches. Each process does all the work `alone`, as forwards of a sharded model need.
-    `progress` shows a bar while a loop takes things.
+    Long rows go in smaller batches. With `alone`, each process does all the work, as forwards of a sharded model need.
+    `progress` wraps the loop over batches, to show a bar.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Workers:
         self._count: int = 1 if alone else together.num_processes
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
-        """Return a function's results for all rows, float64 `[rows, width]` on the CPU, each made in one process.
+        """Apply a function to all rows, each in one process; return its results, float64 `[rows, width]` on the CPU.
 
-        It gets the stacked tensors of rows of equal shapes, on the CPU, and returns `[batch, width]`; results are NaN
-        where it raised `PositionError`.
+        The function gets the stacked tensors of rows of equal shapes, on the CPU, and returns `[batch, width]`. Results
+        are NaN where it raised `PositionError`.
         """
         found: list[tuple[int, list[float]]] = []
         for number, batch in enumerate(self._progress(_batches(rows, self.batch_size))):

@@ -99,8 +99,8 @@ def contexts_for(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the context lengths to measure, and the reasons for leaving out others.
 
-    There are so many held-out tokens for so many windows. No requested contexts mean a quarter to eight times the
-    trained length, in powers of two; those shorter than the scored tokens are left out unless all are.
+    `tokens` is the size of the held-out text, from which `windows` are cut. By default the lengths are a quarter to
+    eight times the trained length, in powers of two, without those shorter than the scored tokens, unless all are.
 
     Raises:
         RecipeError: A requested length is impossible, or all default ones are.

@@ -27,7 +27,7 @@ from hf_posenc.recipes.training.stages import Stage
 class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
-    `native`, `start`, `device`, `stages` (each stage), `memory` (of a step) and `writes` are in words.
+    `native`, `start`, `device`, `stages`, `memory` (of a step) and `writes` are in words.
 
     Attributes:
         trained_length: Tokens per window in the model's own training; those of the run if the config states none.
@@ -135,7 +135,7 @@ class Facts:
         refused: str = "",
         **known: Any,
     ) -> Facts:
-        """Collect the facts of a run; what else is known are further attributes.
+        """Collect the facts of a run; `known` has further attributes.
 
         Args:
             model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.

@@ -91,7 +91,7 @@ _JUDGED = 2048
 class Outcome:
     """Outcome of a run: the folder of the model is ready for `from_pretrained`.
 
-    Without loss (the last one logged, in nats per token) nothing was done, because the run was finished `already`.
+    `loss` is the last one logged, in nats per token; `None` if the run was finished `already` and nothing was done.
     """
 
     folder: Path

@@ -44,8 +44,8 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
     """Return the default learning rates of a stage for a model: a power of its number of parameters.
 
     While attention alone is fitted, schemes have a factor of their own, `Adaptation.rate`. Otherwise rates fall with
-    the square root of the tokens of a step where there are few: not at half a million parameters, wholly from 135
-    million on, and in between with the logarithm of the size. `None` tokens are enough.
+    the square root of the tokens of a step where they are few: wholly from 135 million parameters on, not at half a
+    million, between them with the logarithm of the size. Without `tokens`, a step counts as large.
     """
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())

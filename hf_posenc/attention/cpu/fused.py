@@ -159,7 +159,7 @@ def _kernel_backward(bias: BlockBias, scale: float, done: Done, grad: Tensor, su
 def _own_backward(
     bias: BlockBias, wanted: Sequence[bool], scale: float, given: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Add the same to `sums`, and return the gradients of the bias's inputs, where they are wanted.
+    """Add the gradients of queries, keys and values to `sums`; return those of the bias's inputs that are wanted.
 
     Given are queries, keys, values, logarithms of sums and the gradient of the output.
     """
