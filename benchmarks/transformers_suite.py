@@ -44,8 +44,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, set
 from transformers.models import gpt2, llama, t5, vit
 
 import hf_posenc
-from hf_posenc.patches.architecture import architectures
-from hf_posenc.patches.auto import config_pair
+from hf_posenc.patches.architecture import architectures, config_pair
 from hf_posenc.scheme import Scheme
 
 STOCK = "stock"

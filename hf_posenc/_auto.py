@@ -63,7 +63,7 @@ def register_on_import() -> None:
         _Hook(
             ("transformers", "hf_posenc"),
             (auto + "configuration_auto", auto + "modeling_auto"),
-            "hf_posenc.patches.auto",
+            "hf_posenc.patches.architecture",
         ),
         _Hook(("peft",), ("peft",), "hf_posenc.patches.adapters"),
     ):

@@ -25,8 +25,8 @@ from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import auto, belonging, binding, record, surgery
-from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches import belonging, binding, record, surgery
+from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
@@ -111,7 +111,7 @@ class PosencAdapter:
         found = kwargs.get("auto_mapping_dict")
         if found:
             # By this entry `AutoPeftModel` loads the base, stock or converted.
-            name = auto.name_for(type(self._model_config), found["base_model_class"])
+            name = auto_name(type(self._model_config), found["base_model_class"])
             kwargs["auto_mapping_dict"] = (
                 {"base_model_class": name, "parent_library": "transformers"} if name else found
             )
@@ -172,7 +172,7 @@ class PosencTuner:
             peft_config.target_modules = DUMMY_TARGET_MODULES
         # PEFT chooses the projections to adapt by the model type; where it knows none, all of attention are.
         architecture = of_model(self.model)
-        stock = auto.config_pair(architecture)[0].model_type
+        stock = config_pair(architecture)[0].model_type
         chosen = (getattr(peft_config, name, None) for name in ("target_modules", "target_parameters"))
         if stock not in getattr(self, "target_module_mapping", {stock}) and not any(chosen):
             body = next(iter(architecture.stacks(self.model).values()))

@@ -1,4 +1,4 @@
-"""The description of an architecture, and the table of known ones."""
+"""The description of an architecture, the table of known ones, and their registration with the `Auto` classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, OptionError
@@ -142,9 +143,11 @@ def register_architecture(architecture: Architecture) -> Architecture:
         if issubclass(twin, PreTrainedModel):
             # transformers learns in a model's constructor which outputs it can record; a swapped class never runs one.
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), recorded)
-    from hf_posenc.patches import auto
-
-    auto.register(architecture)
+    stock, config = config_pair(architecture)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    for name, model in auto_classes(stock).items():
+        if model in architecture.twins:
+            getattr(modeling_auto, name).register(config, architecture.twins[model], exist_ok=True)
     return architecture
 
 
@@ -164,6 +167,33 @@ def architectures() -> dict[str, Architecture]:
     return dict(_ARCHITECTURES)
 
 
+# Called once the `Auto` classes are there, see `hf_posenc._auto`: each architecture registers when it is loaded.
+register_all = architectures
+
+
+def config_pair(architecture: Architecture) -> tuple[Any, Any]:
+    """Return the stock config class of an architecture and its twin."""
+    return next((stock, twin) for stock, twin in architecture.twins.items() if hasattr(stock, "model_type"))
+
+
+def auto_classes(config_class: type) -> dict[str, type]:
+    """Return the model class that each `Auto` class has for a config class, stock or patched."""
+    found: dict[str, type] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None and config_class in mapping:
+            model = mapping[config_class]
+            found[name] = model[0] if isinstance(model, tuple) else model
+    return found
+
+
+def auto_name(config_class: type, head: str) -> str | None:
+    """Return the name of the `Auto` class that loads the patched model class of a name; `None` if none does."""
+    names = [name for name, kind in auto_classes(config_class).items() if kind.__name__ == head]
+    # The class for pretraining is a second name of a head that has a better known one.
+    return min(names, key=lambda name: name == "AutoModelForPreTraining", default=None)
+
+
 def supported() -> str:
     """Return the names of all architectures that can be patched, and how to add one, for messages."""
     return (
@@ -178,12 +208,13 @@ def of_model(model: object) -> Architecture:
     Raises:
         ArchitectureError: It is of no known one; the message lists those that are.
     """
-    if isinstance(model, PreTrainedModel):
-        kind = _unsharded(type(model))
-        for architecture in architectures().values():
-            if kind in architecture.twins or kind in architecture.twins.values():
-                return architecture
-    raise ArchitectureError(f"Cannot patch a {type(model).__module__}.{type(model).__qualname__}. {supported()}.")
+    kind = _unsharded(type(model)) if isinstance(model, PreTrainedModel) else None
+    return _of(kind, f"a {type(model).__module__}.{type(model).__qualname__}")
+
+
+def of_config(config: object) -> Architecture:
+    """Return the architecture that a config belongs to. The errors are those of `of_model`."""
+    return _of(type(config), f"models of type {getattr(config, 'model_type', type(config).__name__)!r}")
 
 
 def _unsharded(kind: type) -> type:
@@ -192,14 +223,8 @@ def _unsharded(kind: type) -> type:
     return next(base for base in kind.__mro__ if not any(part.__module__.startswith(sharding) for part in base.__mro__))
 
 
-def of_config(config: object) -> Architecture:
-    """Return the architecture that a config belongs to.
-
-    Raises:
-        ArchitectureError: It is of no known one.
-    """
+def _of(kind: type | None, what: str) -> Architecture:
     for architecture in architectures().values():
-        if type(config) in architecture.twins or type(config) in architecture.twins.values():
+        if kind in architecture.twins or kind in architecture.twins.values():
             return architecture
-    kind = getattr(config, "model_type", type(config).__name__)
-    raise ArchitectureError(f"Cannot patch models of type {kind!r}. {supported()}.")
+    raise ArchitectureError(f"Cannot patch {what}. {supported()}.")

@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_posenc import registry
-from hf_posenc.patches import auto, record
+from hf_posenc.patches import record
+from hf_posenc.patches.architecture import auto_classes, auto_name
 from hf_posenc.patches.directories import write_text
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ _OURS = re.compile(f"{_BEGIN}.*{_END}\n?", re.DOTALL)
 
 def auto_map(config_class: type) -> dict[str, str]:
     """Return the class in the stub that each `Auto` class loads."""
-    kinds = {"AutoConfig": config_class, **auto.classes_for(config_class)}
+    kinds = {"AutoConfig": config_class, **auto_classes(config_class)}
     return {name: f"{STUB}.{kind.__name__}" for name, kind in sorted(kinds.items())}
 
 
@@ -97,7 +98,7 @@ def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origi
     data: Any = model_card.data
     data.tags = list(dict.fromkeys([*(data.tags or []), "hf_posenc", *(group.scheme for group in groups)]))
     data.library_name = data.library_name or "transformers"
-    known = auto.name_for(type(config), f"Posenc{head}")
+    known = auto_name(type(config), f"Posenc{head}")
     section = _TEMPLATES.from_string(_SECTION).render(
         groups=[(group, registry.get(group.scheme)) for group in groups],
         starts=starts,

@@ -28,8 +28,7 @@ from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context
-from hf_posenc.patches.generation import PosencGenerator
-from hf_posenc.patches.models import PosencModel
+from hf_posenc.patches.models import PosencGenerator, PosencModel
 from hf_posenc.patches.probe import (
     THEN,
     Facts,

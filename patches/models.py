@@ -1,4 +1,4 @@
-"""The patched behaviour that all models share: building, loading and saving."""
+"""The patched behaviour that all models share: building, loading and saving; and generation, for those that do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import registry
-from hf_posenc.errors import CheckpointError, DirectionError, LayerSelectionError, OptionError, UnknownSchemeError
+from hf_posenc.errors import (
+    CacheError,
+    CheckpointError,
+    DirectionError,
+    LayerSelectionError,
+    OptionError,
+    PositionError,
+    UnknownSchemeError,
+)
+from hf_posenc.operands import check_coords
 from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
 from hf_posenc.patches.directories import OutputError, storing, whole_files
-from hf_posenc.patches.seams import check_backend, with_signature_of
+from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
 from hf_posenc.scheme import Scheme
 
 
@@ -125,9 +135,7 @@ class PosencModel:
             missing = checkpoint.owed(model, info["missing_keys"])
             checkpoint.check_complete(f"checkpoint {pretrained_model_name_or_path}", missing)
         # Loading makes new parameters, all trainable.
-        architecture = of_model(model)
-        for body in architecture.stacks(model).values():
-            surgery.settle_native(architecture, body)
+        surgery.settle_native(of_model(model), model)
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -207,6 +215,113 @@ class PosencModel:
         """Do nothing: saving must write the stub, not a copy of this package's source."""
 
 
+class PosencGenerator(PosencModel, Mixin):
+    """Mixin of patched models that generate."""
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the pages of its cache have no room for positions."""
+        raise CacheError(
+            "Patched models do not run with continuous batching: the pages of its cache have no room for positions. "
+            "Use generate with a batch."
+        )
+
+    def generate(
+        self, inputs: Tensor | None = None, *args: Any, position_coords: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Generate as `GenerationMixin.generate` does; tokens may have coordinates.
+
+        Args:
+            inputs: Token ids or other inputs of the prompt.
+            *args: Other arguments of `GenerationMixin.generate`.
+            position_coords: Coordinates of the prompt, `[B|1, S, n]`; in an encoder-decoder model, of the encoder's
+                tokens, and those of the decoder have none. A new token gets one more than the largest coordinate so
+                far, on every axis.
+            **kwargs: Other keywords of `GenerationMixin.generate`.
+
+        Raises:
+            PositionError: Coordinates do not fit the inputs or the schemes, those of an assistant model included.
+        """
+        if position_coords is not None:
+            kwargs["position_coords"] = position_coords
+            if "continuation" not in kwargs:  # else an assisted model calls its assistant
+                kwargs |= self._check_generation_coords(inputs, position_coords, kwargs)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,  # transformers looks for this name and the next two in the signature
+        position_coords: Tensor | None = None,
+        continuation: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of the next forward, as `GenerationMixin` does, with coordinates and padding."""
+        call: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
+        prefix = "decoder_" if self.config.is_encoder_decoder else ""
+        mask, cache = kwargs.get(f"{prefix}attention_mask"), kwargs.get("past_key_values")
+        inputs = call.get("inputs_embeds") if call.get(f"{prefix}input_ids") is None else call[f"{prefix}input_ids"]
+        assert inputs is not None
+        (batch, length), past = inputs.shape[:2], tokens_in(cache)
+        if mask is not None and mask.ndim == 2 and call.get(f"{prefix}attention_mask") is not mask:
+            # For a static cache it is 4-D by now, which does not tell what is padding.
+            real = real_tokens(mask, past, length)
+            if real is not None:
+                call[REAL] = real
+            if call.get(f"{prefix}position_ids") is None:
+                positions = resolve_positions(None, mask, past, batch, length, inputs.device)
+                call[f"{prefix}position_ids"] = positions + of_model(self).first_position(self)
+        if continuation is not None:
+            assert position_coords is not None
+            call["position_coords"] = continued(position_coords, mask, int(past) - continuation, length)
+        return call
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
+        # transformers counts from 0 in `generate`, also where the model does not.
+        positions: Tensor = super()._prepare_position_ids_for_generation(*args)  # type: ignore[misc]
+        first: int = of_model(self).first_position(self)
+        return positions + first
+
+    def _check_generation_coords(self, inputs: Tensor | None, coords: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return coordinates, and the number of tokens in the cache before them, as steps of generation need them."""
+        sequence_to_sequence = self.config.is_encoder_decoder
+        ids, embedded = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens = next((given for given in (embedded, ids) if given is not None), None)
+        if tokens is None:
+            raise PositionError("Got coordinates without input_ids or inputs_embeds to which they belong.")
+        model: Any = self
+        body: Any = of_model(model).stacks(model)["encoder" if sequence_to_sequence else "decoder"]
+        batch, length = tokens.shape[:2]
+        coords = check_coords(coords, body.axes(), batch, length, tokens.device).expand(batch, -1, -1)
+        if sequence_to_sequence:
+            return {"position_coords": coords}
+        begin, mask = 0, kwargs.get("attention_mask")
+        if mask is not None and mask.shape[1] > length:
+            begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
+        return {"position_coords": coords, "continuation": begin}
+
+
+def continued(prompt: Tensor, mask: Tensor | None, first: int, length: int) -> Tensor:
+    """Return the coordinates of the tokens of the next forward, `[B, length, n]`, given those of the prompt.
+
+    After the prompt they follow the rule for texts: one more than the largest, on every axis. The last entries of the
+    padding mask, 2-D, are those of all tokens so far. `first` counts from the first token of the prompt.
+    """
+    count = first + length - prompt.shape[1]
+    if count <= 0:
+        return prompt[:, first : first + length]
+    real = prompt
+    if mask is not None:
+        before = mask.shape[1] - prompt.shape[1] - count
+        hidden = mask[:, before : before + prompt.shape[1], None].to(prompt.device) == 0
+        real = prompt.masked_fill(hidden, float("-inf"))
+    largest = real.amax(dim=(1, 2)).nan_to_num(neginf=-1.0)  # a prompt of padding alone has none
+    following = largest[:, None] + torch.arange(1, count + 1).to(prompt)  # [B, count]
+    return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, first:]
+
+
 def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
     """Patch a model with the groups recorded in its config; a new one has tables that nobody trained."""
     config: Any = model.config
@@ -217,32 +332,25 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
         for body in bodies.values()
     ):
         return  # A head builds its body through `AutoModel`, which has done it.
-    strengths = record.strengths_from_config(config)
     counts = {name: len(architecture.attentions(body)) for name, body in bodies.items()}
-    layers: dict[str, set[int]] = {name: set() for name in bodies}
+    built = []
     for group in groups:
         for name, layer in sorted(group.places()):
-            if name in bodies and layer < counts[name]:
-                layers[name].add(layer)
-            elif name in bodies or name not in architecture.other_stacks:
+            if layer >= counts[name] if name in bodies else name not in architecture.other_stacks:
                 raise CheckpointError(
                     f"config.json gives the scheme {group.scheme!r} to layer {layer} of the {name}, and the model has "
                     f"these numbers of layers: {counts}. Restore config.json, or convert the model again."
                 )
-    surgery.swap_classes(architecture, model, layers)
     for group in groups:
         try:
             info = registry.get(group.scheme)
-            built = surgery.build_group(architecture, model, group, info, is_new=is_new)
+            built.append((group, surgery.build_group(architecture, model, group, info, is_new=is_new)))
         except (DirectionError, LayerSelectionError, OptionError, UnknownSchemeError) as error:
             raise CheckpointError(
                 f"This installation cannot build the scheme {group.scheme!r} that config.json names. {error} Upgrade "
                 "hf-posenc, import the module that registers the scheme before loading, or restore config.json."
             ) from error
-        surgery.attach(architecture, model, group, built)
-    surgery.set_strengths(architecture, model, strengths)
-    for body in bodies.values():
-        surgery.settle_native(architecture, body)
+    surgery.install(architecture, model, built, record.strengths_from_config(config))
 
 
 def starts(model: Any) -> dict[int, str]:

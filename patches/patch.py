@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import NotPatchedError
-from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches import belonging, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.preparation import Layers, prepare, refuse_wrapped
@@ -60,19 +60,11 @@ def patch(
     with surgery.all_or_nothing(model):
         belonging.own_configs(architecture, model)
         belonging.rename(model)
-        chosen = {name: set(part.layers) for name, part in group.stacks.items()}
-        surgery.swap_classes(architecture, model, chosen)
+        # The new group may have the number of one that it replaces.
+        surgery.drop_shared(architecture, model, prepared.kept)
+        surgery.install(architecture, model, [(group, prepared.built)])
         belonging.mark_parts(model)
-        # Before attaching: the new group may have the number of one that it replaces.
-        for name, body in architecture.stacks(model).items():
-            surgery.drop_shared(body, {g.id for g in prepared.kept if name in g.stacks})
-        surgery.attach(architecture, model, group, prepared.built)
-        surgery.set_strengths(architecture, model, record.FULL)
-        groups = [*prepared.kept, group]
-        for body in architecture.stacks(model).values():
-            surgery.settle_native(architecture, body)
-        for config in surgery.configs(model):
-            config.posenc = record.to_dict(groups)
+        surgery.write_record(model, [*prepared.kept, group])
     for warning in prepared.warnings:
         logger.warning("%s", warning)
     return model
@@ -102,9 +94,9 @@ def unpatch(model: Model) -> Model:
         for _, _, _, attention in surgery.patched_layers(architecture, model):
             attention._modules.pop(surgery.OWN, None)
             surgery.restore(attention)
+        surgery.drop_shared(architecture, model, [])
+        surgery.settle_native(architecture, model)
         for body in architecture.stacks(model).values():
-            surgery.drop_shared(body, set())
-            surgery.settle_native(architecture, body)
             vars(body).pop("posenc_frozen", None)
         for module in model.modules():
             if surgery.is_patched(module):

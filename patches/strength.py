@@ -70,8 +70,7 @@ def drop_native(model: PreTrainedModel) -> None:
     with surgery.all_or_nothing(model):
         for _, _, _, attention in surgery.patched_layers(architecture, model):
             attention.posenc_keeps_native = False
-        for body in architecture.stacks(model).values():
-            surgery.settle_native(architecture, body)
+        surgery.settle_native(architecture, model)
         _write(model, groups, record.FULL)
 
 
@@ -85,8 +84,7 @@ def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) ->
     with surgery.all_or_nothing(model):
         surgery.set_strengths(of_model(model), model, strengths)
         belonging.rename(model)
-        for config in surgery.configs(model):
-            config.posenc = record.to_dict(groups, strengths)
+        surgery.write_record(model, groups, strengths)
 
 
 class Blended(Scheme):

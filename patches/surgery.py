@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -19,9 +19,12 @@ from torch import nn
 from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.patches.record import Group, Strengths
+from hf_posenc.patches.record import FULL, Group, Strengths
 from hf_posenc.registry import SchemeInfo, make
 from hf_posenc.scheme import Scheme
+
+# The schemes of a group: by stack, one for each layer; one that layers share is the same object for all of them.
+Schemes = Mapping[str, Mapping[int, Scheme]]
 
 # Where schemes live: on each attention, or, shared by the layers of a stack, once on its body.
 OWN = "hf_posenc"
@@ -177,9 +180,28 @@ def take_common(scheme: Scheme) -> Scheme | None:
     return common
 
 
-def attach(
-    architecture: Architecture, model: nn.Module, group: Group, built: Mapping[str, Mapping[int, Scheme]]
+def install(
+    architecture: Architecture, model: nn.Module, built: Sequence[tuple[Group, Schemes]], strengths: Strengths = FULL
 ) -> None:
+    """Put the schemes of groups into a model, whose classes are swapped, and settle all that depends on them."""
+    for name, body in architecture.stacks(model).items():
+        attentions = architecture.attentions(body)
+        layers = sorted({layer for _, schemes in built for layer in schemes.get(name, ())})
+        for module in [attentions[layer] for layer in layers] + list(architecture.swapped(body) if layers else ()):
+            swap(architecture, module)
+    for module in model.modules():
+        if type(module) in architecture.twins and hasattr(module, "config") and hasattr(module, "save_pretrained"):
+            swap(architecture, module)
+    for config in configs(model):
+        swap(architecture, config)
+    for group, schemes in built:
+        attach(architecture, model, group, schemes)
+    settle_layers(architecture, model)
+    settle_native(architecture, model)
+    set_strengths(architecture, model, strengths)
+
+
+def attach(architecture: Architecture, model: nn.Module, group: Group, built: Schemes) -> None:
     """Put the schemes of one group into a model whose classes are swapped already."""
     for name, body in architecture.stacks(model).items():
         attentions = architecture.attentions(body)
@@ -195,30 +217,11 @@ def attach(
             common = scheme if scheme.shared else take_common(scheme)
             if not scheme.shared:
                 attention.add_module(OWN, _placed(scheme, device))
-            if common is None:
-                continue
-            if SHARED not in body._modules:
-                body.add_module(SHARED, SharedSchemes())
-            container = body._modules[SHARED]
-            assert container is not None
-            container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
-    settle_layers(architecture, model)
-
-
-def swap_classes(architecture: Architecture, model: nn.Module, layers: Mapping[str, set[int]]) -> None:
-    """Give a model, its bodies, the chosen attentions and its configs their patched classes."""
-    for name, body in architecture.stacks(model).items():
-        attentions = architecture.attentions(body)
-        for layer in sorted(layers.get(name, ())):
-            swap(architecture, attentions[layer])
-        if layers.get(name):
-            for module in architecture.swapped(body):
-                swap(architecture, module)
-    for module in model.modules():
-        if type(module) in architecture.twins and hasattr(module, "config") and hasattr(module, "save_pretrained"):
-            swap(architecture, module)
-    for config in configs(model):
-        swap(architecture, config)
+            if common is not None:
+                if SHARED not in body._modules:
+                    body.add_module(SHARED, SharedSchemes())
+                container: Any = body._modules[SHARED]
+                container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
 
 
 def settle_layers(architecture: Architecture, model: nn.Module) -> None:
@@ -235,15 +238,12 @@ def settle_layers(architecture: Architecture, model: nn.Module) -> None:
             elif is_patched(layer):
                 restore(layer)
     there = {type(module).__name__ for module in model.modules()}
+    pairs = [{stock.__name__, twin.__name__} for stock, twin in architecture.twins.items()]
     for module in model.modules():
         unsplit = set(getattr(module, "_no_split_modules", None) or ())
-        wanted = set(unsplit)
-        for stock, twin in architecture.twins.items():
-            names = {stock.__name__, twin.__name__}
-            if unsplit & names and there & names:
-                wanted = wanted - names | there & names
-        if wanted != unsplit:
-            vars(module)["_no_split_modules"] = wanted
+        concerned = set().union(*(pair for pair in pairs if pair & unsplit and pair & there))
+        if unsplit & concerned != there & concerned:
+            vars(module)["_no_split_modules"] = unsplit - concerned | there & concerned
 
 
 def set_strengths(architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
@@ -253,6 +253,12 @@ def set_strengths(architecture: Architecture, model: nn.Module, strengths: Stren
         for module in (body, *architecture.swapped(body)):
             if is_patched(module):
                 module.posenc_strengths = strengths
+
+
+def write_record(model: nn.Module, groups: Sequence[Group], strengths: Strengths = FULL) -> None:
+    """Write what a model has now into its configs."""
+    for config in configs(model):
+        config.posenc = record.to_dict(groups, strengths)
 
 
 def restore(target: Any) -> None:
@@ -292,38 +298,41 @@ def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
     return own if own is not None else getattr(body._modules[SHARED], str(attention.posenc_group))
 
 
-def drop_shared(body: nn.Module, used: set[int]) -> None:
-    """Remove the shared schemes of a body that belong to no group any more."""
-    container = body._modules.get(SHARED)
-    if container is None:
-        return
-    for name in list(container._modules):
-        if int(name) not in used:
+def drop_shared(architecture: Architecture, model: nn.Module, kept: Sequence[Group]) -> None:
+    """Remove the shared schemes that belong to no group any more."""
+    for stack, body in architecture.stacks(model).items():
+        container = body._modules.get(SHARED)
+        if container is None:
+            continue
+        used = {str(group.id) for group in kept if stack in group.stacks}
+        for name in container._modules.keys() - used:
             del container._modules[name]
-    if not container._modules:
-        del body._modules[SHARED]
+        if not container._modules:
+            del body._modules[SHARED]
 
 
-def settle_native(architecture: Architecture, body: Any) -> None:
+def settle_native(architecture: Architecture, model: nn.Module) -> None:
     """Freeze the parameters of the model's own encoding where nothing reads them, and thaw them where something does.
 
     A parameter that is trained but unused makes distributed training fail; it stays in checkpoints for `unpatch`.
     """
-    removed = native_removed(architecture, body)
+    body: Any
     module: Any
-    for module in architecture.swapped(body):
-        module.posenc_removed = removed
-    frozen = set(vars(body).get("posenc_frozen", []))
-    parameters, attentions = architecture.native_parameters(body), architecture.attentions(body)
-    for index, parameter in enumerate(parameters):
-        unread = removed or (len(parameters) == len(attentions) and _has_removed(attentions[index]))
-        if unread and parameter.requires_grad:
-            parameter.requires_grad_(False)
-            frozen.add(index)
-        elif not unread and index in frozen:
-            parameter.requires_grad_(True)
-            frozen.remove(index)
-    body.posenc_frozen = sorted(frozen)
+    for body in architecture.stacks(model).values():
+        removed = native_removed(architecture, body)
+        for module in architecture.swapped(body):
+            module.posenc_removed = removed
+        frozen = set(vars(body).get("posenc_frozen", []))
+        parameters, attentions = architecture.native_parameters(body), architecture.attentions(body)
+        for index, parameter in enumerate(parameters):
+            unread = removed or (len(parameters) == len(attentions) and _has_removed(attentions[index]))
+            if unread and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                frozen.add(index)
+            elif not unread and index in frozen:
+                parameter.requires_grad_(True)
+                frozen.remove(index)
+        body.posenc_frozen = sorted(frozen)
 
 
 def native_removed(architecture: Architecture, body: nn.Module) -> bool:

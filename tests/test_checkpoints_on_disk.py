@@ -29,8 +29,7 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc.patches.architecture import architectures
-from hf_posenc.patches.auto import classes_for
+from hf_posenc.patches.architecture import architectures, auto_classes
 from hf_posenc.scheme import Scheme
 
 NAMES = ["llama", "gpt2", "t5"]
@@ -61,7 +60,7 @@ def test_every_head_comes_back_bit_equal_through_every_class(name: str, kind: An
     model = hf_posenc.patch(stock(name, kind), "fire")
     model.save_pretrained(tmp_path)
     twin = architectures()[name].twins[kind]
-    autos = [getattr(transformers, auto) for auto, found in classes_for(model.config_class).items() if found is twin]
+    autos = [getattr(transformers, auto) for auto, found in auto_classes(model.config_class).items() if found is twin]
     assert autos or kind is GPT2DoubleHeadsModel  # transformers has no Auto class for that one.
     for loader in (twin, *autos):
         loaded = loader.from_pretrained(tmp_path)

@@ -19,7 +19,7 @@ import hf_posenc
 from hf_posenc.coordinates import grid, join, stack
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.context import Context
-from hf_posenc.patches.generation import continued
+from hf_posenc.patches.models import continued
 
 LANGUAGES = ("llama", "gpt2", "t5")
 

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import transformers
 import typer
 from models import DIRECTORIES, stock
 
@@ -19,7 +20,7 @@ import hf_posenc
 from hf_posenc import registry
 from hf_posenc.cli import app
 from hf_posenc.patches import architecture as architectures
-from hf_posenc.patches import auto, surgery
+from hf_posenc.patches import surgery
 from hf_posenc.recipes.data.text import builtin_text
 
 ROOT = Path(__file__).parent.parent
@@ -166,7 +167,7 @@ def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         hf_posenc.set_strength(model, scheme=0.5)
         hf_posenc.set_strength(model, native=0.5)
         model.save_pretrained(tmp_path / "saved")
-        loaded = auto.modeling_auto.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert torch.equal(loaded(ids).logits, model(ids).logits)
         assert torch.equal(hf_posenc.unpatch(model)(ids).logits, before)
 

@@ -18,8 +18,7 @@ from transformers.models.vit import modeling_vit
 
 import hf_posenc
 from hf_posenc.patches import seams
-from hf_posenc.patches.architecture import architectures
-from hf_posenc.patches.auto import config_pair
+from hf_posenc.patches.architecture import architectures, config_pair
 
 every_head = pytest.mark.parametrize(("name", "stock"), HEADS, ids=[stock.__name__ for _, stock in HEADS])
 

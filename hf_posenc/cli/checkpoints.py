@@ -80,9 +80,9 @@ def load_converted(directory: Path, otherwise: str) -> PreTrainedModel:
 
 def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
     """Return the lines of Python that load a written checkpoint."""
-    from hf_posenc.patches import auto
+    from hf_posenc.patches.architecture import auto_name
 
-    name = auto.name_for(type(model.config), type(model).__name__) or "AutoModel"
+    name = auto_name(type(model.config), type(model).__name__) or "AutoModel"
     lines = [
         "    import hf_posenc",
         f"    from transformers import {name}{', AutoTokenizer' if has_tokenizer else ''}",
