@@ -30,7 +30,7 @@ from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
-from hf_posenc.patches.preparation import refuse_wrapped
+from hf_posenc.patches.patch import refuse_wrapped
 
 # Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"

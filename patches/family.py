@@ -1,20 +1,13 @@
-"""Architectures read from the code of transformers: models whose attention calls an attention function.
-
-Such models differ in what comes before that function (norms of queries and keys, fused projections, partial rotation)
-and in its keywords (window, softcap, sinks). So the stock forward does all of that here, too: a patched attention calls
-it once, without rotation and cache, and with an attention function that runs the scheme. What a scheme
-must know of a layer is read from the same forward, on the meta device.
-"""
+"""Architectures read from the code of transformers, see `probe`: models that rotate, or have a table of positions."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -23,137 +16,29 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
-from hf_posenc.errors import ArchitectureError
+from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
 from hf_posenc.patches.checkpoint import PosencConfig
-from hf_posenc.patches.context import Context
+from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.models import PosencGenerator, PosencModel
 from hf_posenc.patches.probe import (
-    THEN,
     Facts,
-    FamilyConfig,
-    Then,
+    FamilyAttention,
     blank_module,
     kinds,
     kinds_vary,
     masks_have_windows,
     read_facts,
     refuse,
-    turned,
 )
 from hf_posenc.patches.rotary import later_frequencies, of_kind
-from hf_posenc.patches.seams import LayerCall, PosencAttention, PosencBody, PosencLayer
-from hf_posenc.patches.table import PosencPositionTable, TableBody, first_row, table_of
-
-# Names that stock attentions give to the cache.
-_CACHES = ("past_key_values", "layer_past")
+from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
 
 # Fields of configs that name the activation.
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function")
 # Ends of the names of heads, one of which tells the config of the family.
 _HEADS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForImageClassification")
-
-
-class FamilyAttention(PosencAttention):
-    """Mixin of patched attentions that project by the stock forward."""
-
-    posenc_stock: ClassVar[type[nn.Module]]
-    # Name of the cache among the arguments of the stock forward.
-    posenc_cache: ClassVar[str | None]
-    # The stock forward without its rotation.
-    posenc_projecting: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
-    # Type of the layer, where each type has a rotation of its own; whether the layer rotates.
-    posenc_kind: str
-    posenc_rotates: bool
-    # Window of the model's masks of which the stock forward does not tell the attention function.
-    posenc_window: int | None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "posenc_stock" in vars(cls):
-            cls.posenc_cache = next((name for name in _CACHES if name in cls.posenc_arguments), None)
-            cls.posenc_projecting = _without_rotation(cls.posenc_stock.forward)
-
-    @property
-    def config(self) -> Any:
-        return FamilyConfig(vars(self)["config"])
-
-    @config.setter
-    def config(self, config: Any) -> None:
-        vars(self)["config"] = config
-
-    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
-        rotation, rotate = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings")), None
-        if rotation is not None and self.posenc_rotates:
-            rotate = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
-
-        def then(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Tensor | None,
-            *,
-            scaling: float,
-            dropout: float = 0.0,
-            sliding_window: int | None = None,
-            softcap: float | None = None,
-            s_aux: Tensor | None = None,
-            **keywords: Any,
-        ) -> tuple[Tensor, Tensor | None]:
-            layer = LayerCall(
-                context,
-                hidden,
-                mask,
-                causal=self.is_causal,
-                scale=scaling,
-                dropout=dropout,
-                need_weights=bool(call.get("output_attentions")),
-                cache=cache,
-                index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
-                upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
-                rotate=rotate,
-                operands=(query, key, value),
-                window=self.posenc_window if sliding_window is None else sliding_window,
-                softcap=softcap,
-                sinks=s_aux,
-            )
-            return self.attend_with_scheme(layer)
-
-        return self.by_stock_forward(hidden, call, then)
-
-    def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: Then) -> tuple[Tensor, Tensor | None]:
-        """Call the stock forward without rotation and cache, and with the next step after projection."""
-        call = {**call, THEN: then}
-        if self.posenc_cache is not None:
-            call[self.posenc_cache] = None
-        if "position_embeddings" in call:
-            call["position_embeddings"] = (None, None)  # nothing that could rotate in silence
-        return self.posenc_projecting(hidden, **call)
-
-    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found: list[Tensor] = []
-
-        def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
-            found[:] = query, key, value
-            return query.transpose(1, 2), None
-
-        given: dict[str, Any] = dict.fromkeys({"attention_mask", "position_embeddings"} & {*self.posenc_arguments})
-        self.by_stock_forward(hidden, given, take)
-        query, key, value = found
-        return query, key, value
-
-
-def _without_rotation(forward: Any) -> Any:
-    """Return a function with the code of a stock forward, for which rotated queries and keys are what they were."""
-    stock = inspect.unwrap(forward)
-    # By `__name__`, torch.compile would look up the rotation in the module of transformers.
-    names = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
-    names["apply_rotary_pos_emb"] = lambda q, k, *angles, **keywords: (q, k)
-    found = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
-    found.__kwdefaults__ = stock.__kwdefaults__
-    return found
 
 
 class RotaryBody(PosencBody):
@@ -193,6 +78,109 @@ class RotaryBody(PosencBody):
                 found[kind] = (cos * length, sin * length)
             context = replace(context, native_rotation=found)
         return super().hand_down(call, context)
+
+
+class PosencPositionTable(Switch, nn.Embedding):
+    """A position table at part of its strength; once a patch has removed it, it adds nothing, at any position."""
+
+    posenc_stock = nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.is_disabled():
+            return super().forward(input)
+        if not vars(self).get("posenc_removed"):
+            added, native = super().forward(input), self.strengths().native
+            return added if native == 1 else added * native
+        return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
+
+
+class TableBody(PosencBody):
+    """Mixin of patched bodies whose embeddings have a table of positions.
+
+    Some tables begin with rows for padding: the first position is then at row `first_row`, and the positions that
+    callers pass are rows, as in transformers.
+    """
+
+    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
+        table = table_of(self)
+        ids: Any = call.get("input_ids")
+        inputs = call.get("inputs_embeds") if ids is None else ids
+        buffered = hasattr(getattr(self, "embeddings", None), "token_type_ids")
+        if inputs is not None and buffered and call.get("token_type_ids") is None:
+            # The stock model looks them up by position, in a buffer as long as the table.
+            call["token_type_ids"] = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        counts = call.get("position_ids") is None and ids is not None and table.padding_idx is not None
+        traced = torch.compiler.is_compiling()
+        unmasked = counts and not traced and call.get("attention_mask") is None and self.embedders()
+        if unmasked and bool((ids == table.padding_idx).any()):
+            raise PositionError(
+                f"Got input_ids with padding ({table.padding_idx}) and no attention_mask; expected one: padding has no "
+                "position in the stock model, and would get one here. Pass the attention_mask of the tokenizer."
+            )
+        call = super().prepare(call, coords)
+        if counts and CONTEXT in call:
+            assert ids is not None
+            call["position_ids"] = (
+                call["position_ids"].expand(ids.shape).masked_fill(ids == table.padding_idx, table.padding_idx)
+            )
+        return call
+
+    def given_positions(self, call: dict[str, Any]) -> Tensor | None:
+        rows, table = super().given_positions(call), table_of(self)
+        if rows is None or not first_row(table):
+            return rows
+        first, padding = first_row(table), table.padding_idx
+        below = (rows < first) & (rows != padding)
+        if not torch.compiler.is_compiling() and bool(below.any()):
+            raise PositionError(
+                f"Got position_ids with {int(rows[below][0])} among them; this model counts from {first}, and "
+                f"{padding} is padding. Leave position_ids out, or add {first}."
+            )
+        return (rows - first).clamp_min(0)
+
+    def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
+        padding, ids = table_of(self).padding_idx, cast(Tensor | None, call.get("input_ids"))
+        if padding is None:
+            return None
+        if ids is None:
+            # Embeddings do not tell what is padding, so the stock model counts all.
+            inputs: Tensor = call["inputs_embeds"]
+            return torch.arange(inputs.shape[1], device=inputs.device)[None] + past
+        # Positions count the tokens that are not padding, whatever the mask says.
+        return ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        table, reach = table_of(self), context.reach
+        rows = table.num_embeddings - first_row(table)
+        # A traced graph has no numbers.
+        if reach >= rows and not torch.compiler.is_compiling() and not vars(table).get("posenc_removed"):
+            raise PositionError(
+                f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
+                "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+            )
+        call = super().hand_down(call, context)
+        return call | {"position_ids": call["position_ids"] + first_row(table)}
+
+
+def table_of(body: object) -> nn.Embedding:
+    """Return the table of positions of a body.
+
+    Raises:
+        ArchitectureError: There is none.
+    """
+    embeddings = getattr(body, "embeddings", None)
+    table = getattr(body, "wpe", None) if embeddings is None else getattr(embeddings, "position_embeddings", None)
+    if not isinstance(table, nn.Embedding):
+        raise ArchitectureError(
+            f"Cannot patch {type(body).__name__}: found neither a rotary embedding nor a table "
+            "embeddings.position_embeddings or wpe. Write an architecture of its own, see CONTRIBUTING.md."
+        )
+    return table
+
+
+def first_row(table: nn.Embedding) -> int:
+    """Return the row of the first position: behind the row of padding, if there is one."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 class Family(Architecture):

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.patches.family import TableFamily, add_family
-from hf_posenc.patches.table import TableBody
+from hf_posenc.patches.family import TableBody, TableFamily, add_family
 
 
 class ChoiceBody(TableBody):

@@ -354,18 +354,19 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
 
 
 def starts(model: Any) -> dict[int, str]:
-    """Return the start of each group of a patched model, by id, as `describe_start` names it."""
+    """Return the start of each group of a patched model, by id, as `Plan` names it."""
     groups = record.from_config(model.config)
     schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
     for _, body, _, attention in surgery.patched_layers(of_model(model), model):
         schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
-    return {group.id: describe_start(list(schemes[group.id]), group.native) for group in groups}
+    return {group.id: describe_start(list(schemes[group.id]), group.native)[0] for group in groups}
 
 
-def describe_start(schemes: list[Scheme], native: str) -> str:
-    """Return `"exact"`, `"exact with native kept"`, `"near with native kept"` or `"break"`."""
+def describe_start(schemes: list[Scheme], native: str) -> tuple[str, float | None]:
+    """Return the start and its tolerance, as `Plan` has them."""
     kept = native == "keep"
-    tolerances = [scheme.start_bound(native_kept=kept) for scheme in schemes]
-    if None in tolerances:
-        return "break"
-    return ("near" if any(tolerances) else "exact") + (" with native kept" if kept else "")
+    bounds = [scheme.start_bound(native_kept=kept) for scheme in schemes]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) < len(bounds):
+        return "break", None
+    return ("near" if any(known) else "exact") + (" with native kept" if kept else ""), max(known, default=0.0)

@@ -1,24 +1,49 @@
-"""`patch`, `unpatch`, `disabled`, and evaluation mode for a while: the operations on a loaded model."""
+"""`patch`, `unpatch`, `disabled`, and evaluation mode for a while: the operations on a loaded model.
+
+All of a patch is computed and checked (`prepare`) before the model is touched.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeVar
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_posenc.errors import NotPatchedError
-from hf_posenc.patches import belonging, surgery
-from hf_posenc.patches.architecture import of_model
+from hf_posenc import registry
+from hf_posenc.errors import (
+    ArchitectureError,
+    DirectionError,
+    LayerSelectionError,
+    NotPatchedError,
+    OptionError,
+    WrappedModelError,
+)
+from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.preparation import Layers, prepare, refuse_wrapped
+from hf_posenc.patches.record import Group, Native, Part
+from hf_posenc.patches.rotary import check_scheme
+from hf_posenc.patches.seams import check_backend
+from hf_posenc.scheme import Scheme
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+
+# A selection of layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
+Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
+# A selection of stacks, by name.
+Stacks = str | Sequence[str] | None
+
+_OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
 
 
 # Under inference mode new parameters could never be trained.
@@ -29,7 +54,7 @@ def patch(
     *,
     native: Literal["remove", "keep"] = "remove",
     layers: Layers = None,
-    stacks: str | Sequence[str] | None = None,
+    stacks: Stacks = None,
     **options: Any,
 ) -> Model:
     """Replace the positional encoding of a loaded model, in place.
@@ -149,3 +174,235 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+# -- before a model is touched -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A patch that is computed and checked: the new group, its schemes, and the earlier groups that stay."""
+
+    architecture: Architecture
+    group: Group
+    built: dict[str, dict[int, Scheme]]
+    kept: list[Group]
+    warnings: list[str]
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The new schemes, each once."""
+        found = {id(scheme): scheme for part in self.built.values() for scheme in part.values()}
+        return list(found.values())
+
+
+def prepare(
+    model: nn.Module, scheme: str, *, native: str, layers: Layers, stacks: Stacks, options: dict[str, Any]
+) -> Preparation:
+    """Check everything about a patch and build its schemes, without touching the model."""
+    refuse_wrapped(model)
+    architecture = of_model(model)
+    belonging.refuse_part(architecture, model)
+    surgery.check_record(architecture, model)
+    check_scheme(scheme)
+    info = registry.get(scheme)
+    if native not in ("remove", "keep"):
+        raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
+    check_backend(getattr(model.config, "_attn_implementation", None))
+    bodies = _choose_stacks(architecture, model, stacks)
+    chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
+    _check_layers(architecture, bodies, chosen)
+    is_causal = any(architecture.geometry(body, 0).causal for body in bodies.values())
+    if is_causal and getattr(model.config, "is_causal", True) is False:
+        raise DirectionError(
+            f"The config says is_causal=False, but {architecture.name} is patched as causal attention only. Use a "
+            "model whose tokens see earlier ones."
+        )
+    kept = _kept(record.from_config(model.config), chosen)
+    if any(group.native != native for group in kept) and not architecture.native_per_layer:
+        raise LayerSelectionError(
+            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
+            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
+            "Use the same, or unpatch first."
+        )
+    strengths = record.strengths_from_config(model.config)
+    if kept and strengths != record.FULL:
+        raise OptionError(
+            f"Other layers are in the middle of a handover (native={strengths.native:g}, scheme={strengths.scheme:g}), "
+            "and all layers share their strengths. Bring both to 1 (hf_posenc.set_strength) first, or drop_native."
+        )
+    neutral = info.cls.neutral_options or {}
+    # The caller already decided on the start if an option is given that a neutral start would set.
+    if native == "keep" and neutral.keys().isdisjoint(options):
+        options = {**neutral, **options}
+    taken = {group.id for group in kept}
+    number = next(number for number in range(len(taken) + 1) if number not in taken)
+    parts = {name: Part(layers, options) for name, layers in chosen.items()}
+    draft = Group(number, scheme, cast("Native", native), parts)
+    built = surgery.build_group(architecture, model, draft, info)
+    resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
+    group = Group(draft.id, scheme, draft.native, resolved)
+    return Preparation(architecture, group, built, kept, _warnings(architecture, bodies, group, kept, built))
+
+
+def _warnings(
+    architecture: Architecture,
+    bodies: dict[str, nn.Module],
+    group: Group,
+    kept: list[Group],
+    built: dict[str, dict[int, Scheme]],
+) -> list[str]:
+    found = []
+    for name, part in group.stacks.items():
+        scheme = next(iter(built[name].values()))
+        found += [f"{name}: {caution}" for caution in scheme.cautions(native_kept=group.native == "keep")]
+        covered = set(part.layers).union(*(g.stacks[name].layers for g in kept if name in g.stacks))
+        missing = len(architecture.attentions(bodies[name])) - len(covered)
+        if missing and group.native == "remove" and not architecture.native_per_layer:
+            found.append(
+                f"The {architecture.native} of {architecture.name} enters before the first layer: removing it leaves "
+                f"the {missing} layers that are not patched without positions of their own. Patch them too, or use "
+                "native='keep'."
+            )
+    return found
+
+
+# -- stacks and layers -------------------------------------------------------------------------------------------------
+
+
+def _choose_stacks(architecture: Architecture, model: nn.Module, stacks: Stacks) -> dict[str, nn.Module]:
+    """Return the chosen bodies by stack name."""
+    bodies = architecture.stacks(model)
+    if stacks is None:
+        return bodies
+    wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
+    # A list, since what was given may be unhashable.
+    if not wanted or any(name not in list(bodies) for name in wanted):
+        raise LayerSelectionError(
+            f"stacks={stacks!r}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
+        )
+    return {name: body for name, body in bodies.items() if name in wanted}
+
+
+def native_scheme(model: nn.Module) -> str | None:
+    """Return the scheme that computes a stock model's own encoding with the fewest parameters, if there is one."""
+    architecture = of_model(model)
+    geometry = architecture.geometry(next(iter(architecture.stacks(model).values())), 0)
+    kind = "rotary" if geometry.inv_freq is not None else geometry.native.kind if geometry.native else None
+    sizes = {}
+    for name, info in registry.schemes().items():
+        if kind is not None and info.cls.reproduces == kind:
+            scheme = registry.build(name, geometry)
+            if scheme.starts_exact(native_kept=False):
+                sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
+def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
+    """Turn a selector into sorted layer indices, or raise `LayerSelectionError`."""
+    everything = range(count)
+    malformed = LayerSelectionError(
+        f"layers={layers!r}: expected a list of indices, a slice, 'every:N' or a function of the index."
+    )
+    if layers is None:
+        chosen: Iterable[int] = everything
+    elif isinstance(layers, slice):
+        try:
+            chosen = everything[layers]
+        except (TypeError, ValueError):
+            raise malformed from None
+    elif isinstance(layers, str):
+        kind, _, step = layers.partition(":")
+        if kind != "every" or not step.isdecimal() or int(step) < 1:
+            raise malformed
+        chosen = everything[int(step) - 1 :: int(step)]
+    elif callable(layers):
+        chosen = [index for index in everything if layers(index)]
+    elif isinstance(layers, Iterable) and getattr(layers, "ndim", 1) == 1:
+        chosen = [_index(layers, name, count) for name in layers]
+        if len(set(chosen)) < len(chosen):
+            raise LayerSelectionError(f"layers={layers!r} names a layer twice.")
+    else:
+        raise malformed
+    if not list(chosen):
+        raise LayerSelectionError(f"layers={layers!r} matches none of the {count} layers.")
+    return tuple(sorted(chosen))
+
+
+def _index(layers: object, name: Any, count: int) -> int:
+    """Return a whole number of any library (numpy, torch) as the index of a layer."""
+    try:
+        index = count if isinstance(name, bool) else operator.index(name)
+    except TypeError:
+        index = count
+    if not -count <= index < count:
+        raise LayerSelectionError(f"layers={layers!r}: {name!r} is no layer; the stack has layers 0 to {count - 1}.")
+    return index % count
+
+
+def _check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chosen: dict[str, tuple[int, ...]]) -> None:
+    """Raise unless every chosen attention is a plain one of the architecture, with all it needs."""
+    for name, body in bodies.items():
+        attentions = architecture.attentions(body)
+        for layer in chosen[name]:
+            kind = type(attentions[layer])
+            found = f"a {kind.__module__}.{kind.__qualname__}"
+            if surgery.stock_class(kind) is architecture.attention:
+                missing = [
+                    part for part, module in architecture.projections(attentions[layer]).items() if module is None
+                ]
+                if not missing:
+                    continue
+                found = f"one without {', '.join(missing)}"
+            raise ArchitectureError(
+                f"Layer {layer} of the {name}: expected a {architecture.attention.__name__}, found {found}: the model "
+                "was altered after loading (quantisation, fused projections, tensor parallelism, or another patch). "
+                "Load it plainly and patch it first."
+            )
+
+
+def _kept(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> list[Group]:
+    """Return the earlier groups that stay; raise if one would lose some of its layers but not all."""
+    ours = {(name, layer) for name, part in chosen.items() for layer in part}
+    for group in groups:
+        lost = group.places() & ours
+        if lost and lost != group.places():
+            name, layer = min(lost)
+            raise LayerSelectionError(
+                f"Layer {layer} of the {name} already has the scheme {group.scheme!r}, from a patch that also covers "
+                "layers outside this selection. Select all of its layers or none of them, or unpatch first."
+            )
+    return [group for group in groups if group.places().isdisjoint(ours)]
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_wrapped(model: object, advice: str = "Patch the plain model first, then wrap it.") -> None:
+    """Raise, with advice, if the model is inside a wrapper, which would keep running the unpatched model."""
+    if not isinstance(model, nn.Module):
+        raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
+    if any(name.startswith("peft.") for name in _class_names(model)) or _has_adapters(model):
+        raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
+    for name, module in model.named_modules():
+        kinds = _class_names(module)
+        # Compiled code would keep the old behaviour.
+        if _OPTIMIZED in kinds or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"whose {name.removesuffix('._orig_mod')} is compiled" if name else "compiled"
+            raise WrappedModelError(f"Got a model {what} with torch.compile. {advice}")
+        if any("torch.distributed.fsdp" in kind for kind in kinds):
+            raise WrappedModelError(f"Got a model sharded with FSDP ({type(module).__name__}). {advice}")
+
+
+def _class_names(module: object) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    # A tuner cannot be in the model unless its package is loaded.
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -19,8 +18,7 @@ from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.companions import ranges
 from hf_posenc.patches.models import describe_start
-from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.patches.preparation import Layers, Preparation, prepare
+from hf_posenc.patches.patch import Layers, Preparation, Stacks, disabled, evaluating, prepare
 from hf_posenc.scheme import Scheme
 
 # Positions are cached as int64.
@@ -116,7 +114,7 @@ def plan(
     *,
     native: Literal["remove", "keep"] = "remove",
     layers: Layers = None,
-    stacks: str | Sequence[str] | None = None,
+    stacks: Stacks = None,
     **options: Any,
 ) -> Plan:
     """Say what `patch` would do, without doing it. The other arguments and the errors are those of `patch`.
@@ -140,8 +138,7 @@ def plan(
         prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
     per_token, per_sequence = _cache_bytes(prepared, model)
-    start = describe_start(prepared.schemes, native)
-    bounds = [scheme.start_bound(native_kept=native == "keep") for scheme in prepared.schemes]
+    start, tolerance = describe_start(prepared.schemes, native)
     return Plan(
         architecture=prepared.architecture.name,
         scheme=scheme,
@@ -151,7 +148,7 @@ def plan(
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         start=start,
-        start_tolerance=None if None in bounds else max(bound for bound in bounds if bound is not None),
+        start_tolerance=tolerance,
         # A skeleton lies nowhere.
         executors=attention.executors(prepared.schemes[0], model.device if model.device.type == "cuda" else None),
         cache_bytes_per_token=per_token,

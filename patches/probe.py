@@ -1,6 +1,9 @@
-"""Facts about an attention of transformers, read from its forward on the meta device.
+"""Attentions of transformers that call an attention function: their patched forward, and facts read from the stock one.
 
-A family is patched by calling its stock forward with an attention function of our own, which is registered here.
+Such attentions differ in what comes before that function (norms of queries and keys, fused projections, partial
+rotation) and in its keywords (window, softcap, sinks). So the stock forward does all of that here, too: a patched
+attention calls it once, without rotation and cache, and with an attention function of our own, which runs the scheme.
+What a scheme must know of a layer is read from the same forward, on the meta device.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +25,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry
 from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import native_frequencies, of_kind
+from hf_posenc.patches.seams import LayerCall, PosencAttention
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
 _FUNCTION = "hf_posenc"
-THEN = "posenc_then"
+_THEN = "posenc_then"
+# Names that stock attentions give to the cache.
+_CACHES = ("past_key_values", "layer_past")
 
-Then = Callable[..., tuple[Tensor, Tensor | None]]
+_Then = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def _attention_function(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Hand the operands to the patched attention, or to the user's function where the patch is disabled."""
-    then: Then | None = keywords.pop(THEN, None)
+    then: _Then | None = keywords.pop(_THEN, None)
     if then is not None:
         return then(query, key, value, attention_mask, **keywords)
     stock = getattr(type(module), "posenc_stock", type(module))
@@ -59,6 +66,107 @@ class FamilyConfig:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
+
+
+class FamilyAttention(PosencAttention):
+    """Mixin of patched attentions that project by the stock forward."""
+
+    posenc_stock: ClassVar[type[nn.Module]]
+    # Name of the cache among the arguments of the stock forward.
+    posenc_cache: ClassVar[str | None]
+    # The stock forward without its rotation.
+    posenc_projecting: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
+    # Type of the layer, where each type has a rotation of its own; whether the layer rotates.
+    posenc_kind: str
+    posenc_rotates: bool
+    # Window of the model's masks of which the stock forward does not tell the attention function.
+    posenc_window: int | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            cls.posenc_cache = next((name for name in _CACHES if name in cls.posenc_arguments), None)
+            cls.posenc_projecting = _without_rotation(cls.posenc_stock.forward)
+
+    @property
+    def config(self) -> Any:
+        return FamilyConfig(vars(self)["config"])
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        vars(self)["config"] = config
+
+    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
+        rotation, rotate = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings")), None
+        if rotation is not None and self.posenc_rotates:
+            rotate = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
+
+        def then(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            *,
+            scaling: float,
+            dropout: float = 0.0,
+            sliding_window: int | None = None,
+            softcap: float | None = None,
+            s_aux: Tensor | None = None,
+            **keywords: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            layer = LayerCall(
+                context,
+                hidden,
+                mask,
+                causal=self.is_causal,
+                scale=scaling,
+                dropout=dropout,
+                need_weights=bool(call.get("output_attentions")),
+                cache=cache,
+                index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
+                upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
+                rotate=rotate,
+                operands=(query, key, value),
+                window=self.posenc_window if sliding_window is None else sliding_window,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            return self.attend_with_scheme(layer)
+
+        return self.by_stock_forward(hidden, call, then)
+
+    def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: _Then) -> tuple[Tensor, Tensor | None]:
+        """Call the stock forward without rotation and cache, and with the next step after projection."""
+        call = {**call, _THEN: then}
+        if self.posenc_cache is not None:
+            call[self.posenc_cache] = None
+        if "position_embeddings" in call:
+            call["position_embeddings"] = (None, None)  # nothing that could rotate in silence
+        return self.posenc_projecting(hidden, **call)
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: list[Tensor] = []
+
+        def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
+            found[:] = query, key, value
+            return query.transpose(1, 2), None
+
+        given: dict[str, Any] = dict.fromkeys({"attention_mask", "position_embeddings"} & {*self.posenc_arguments})
+        self.by_stock_forward(hidden, given, take)
+        query, key, value = found
+        return query, key, value
+
+
+def _without_rotation(forward: Any) -> Any:
+    """Return a function with the code of a stock forward, for which rotated queries and keys are what they were."""
+    stock = inspect.unwrap(forward)
+    # By `__name__`, torch.compile would look up the rotation in the module of transformers.
+    names = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+    names["apply_rotary_pos_emb"] = lambda q, k, *angles, **keywords: (q, k)
+    found = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+    found.__kwdefaults__ = stock.__kwdefaults__
+    return found
 
 
 def kinds(config: Any, rotary: Any) -> list[str]:
@@ -164,7 +272,7 @@ def _probe(
 
     inner.register_forward_hook(end)
     try:
-        module(hidden, **given, **{THEN: take})
+        module(hidden, **given, **{_THEN: take})
     except _Projected:
         pass
     except Exception as error:  # of any kind: the code is not ours

@@ -15,7 +15,7 @@ from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_convert
 from hf_posenc.errors import LayerSelectionError, OptionError
 
 if TYPE_CHECKING:
-    from hf_posenc.patches.preparation import Layers
+    from hf_posenc.patches.patch import Layers
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
