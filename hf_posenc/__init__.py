@@ -6,104 +6,73 @@ Importing this package is cheap: torch and transformers load on first use. It al
 the `Auto` classes of transformers.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc import _auto
-from hf_posenc.errors import (
-    ArchitectureError,
-    AttentionBackendError,
-    CacheError,
-    CheckpointError,
-    DirectionError,
-    ExportError,
-    LayerSelectionError,
-    NotPatchedError,
-    OptionError,
-    PosencError,
-    PositionError,
-    RecipeError,
-    ShapeError,
-    StorageError,
-    UnknownSchemeError,
-    WrappedModelError,
-)
 
 if TYPE_CHECKING:
-    from hf_posenc.attention import attend
-    from hf_posenc.operands import Geometry, Positions
-    from hf_posenc.patches.adapters import PosencLoraConfig
-    from hf_posenc.patches.architecture import register_architecture
-    from hf_posenc.patches.export.stock import export_stock
-    from hf_posenc.patches.patch import disabled, patch, unpatch
-    from hf_posenc.patches.plan import explain, plan, verify
-    from hf_posenc.patches.strength import drop_native, set_strength
-    from hf_posenc.recipes.evaluation.measure import evaluate
-    from hf_posenc.registry import SchemeInfo, build, describe, register_scheme, schemes
-    from hf_posenc.scheme import Scheme
+    from hf_posenc.attention import attend as attend
+    from hf_posenc.errors import ArchitectureError as ArchitectureError
+    from hf_posenc.errors import AttentionBackendError as AttentionBackendError
+    from hf_posenc.errors import CacheError as CacheError
+    from hf_posenc.errors import CheckpointError as CheckpointError
+    from hf_posenc.errors import DirectionError as DirectionError
+    from hf_posenc.errors import ExportError as ExportError
+    from hf_posenc.errors import LayerSelectionError as LayerSelectionError
+    from hf_posenc.errors import NotPatchedError as NotPatchedError
+    from hf_posenc.errors import OptionError as OptionError
+    from hf_posenc.errors import PosencError as PosencError
+    from hf_posenc.errors import PositionError as PositionError
+    from hf_posenc.errors import RecipeError as RecipeError
+    from hf_posenc.errors import ShapeError as ShapeError
+    from hf_posenc.errors import StorageError as StorageError
+    from hf_posenc.errors import UnknownSchemeError as UnknownSchemeError
+    from hf_posenc.errors import WrappedModelError as WrappedModelError
+    from hf_posenc.operands import Geometry as Geometry
+    from hf_posenc.operands import Positions as Positions
+    from hf_posenc.patches.adapters import PosencLoraConfig as PosencLoraConfig
+    from hf_posenc.patches.architecture import register_architecture as register_architecture
+    from hf_posenc.patches.export.stock import export_stock as export_stock
+    from hf_posenc.patches.patch import disabled as disabled
+    from hf_posenc.patches.patch import patch as patch
+    from hf_posenc.patches.patch import unpatch as unpatch
+    from hf_posenc.patches.plan import explain as explain
+    from hf_posenc.patches.plan import plan as plan
+    from hf_posenc.patches.plan import verify as verify
+    from hf_posenc.patches.strength import drop_native as drop_native
+    from hf_posenc.patches.strength import set_strength as set_strength
+    from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
+    from hf_posenc.registry import build as build
+    from hf_posenc.registry import describe as describe
+    from hf_posenc.registry import schemes as schemes
+    from hf_posenc.scheme import Scheme as Scheme
+    from hf_posenc.scheme import SchemeInfo as SchemeInfo
+    from hf_posenc.scheme import register_scheme as register_scheme
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ArchitectureError",
-    "AttentionBackendError",
-    "CacheError",
-    "CheckpointError",
-    "DirectionError",
-    "ExportError",
-    "Geometry",
-    "LayerSelectionError",
-    "NotPatchedError",
-    "OptionError",
-    "PosencError",
-    "PosencLoraConfig",
-    "PositionError",
-    "Positions",
-    "RecipeError",
-    "Scheme",
-    "SchemeInfo",
-    "ShapeError",
-    "StorageError",
-    "UnknownSchemeError",
-    "WrappedModelError",
-    "attend",
-    "build",
-    "describe",
-    "disabled",
-    "drop_native",
-    "evaluate",
-    "explain",
-    "export_stock",
-    "patch",
-    "plan",
-    "register_architecture",
-    "register_scheme",
-    "schemes",
-    "set_strength",
-    "unpatch",
-    "verify",
-]
-
-# Public names that need torch, by module; they load on first use.
+# The public names of each module, and modules that are attributes of the package; all load on first use.
 _NAMES = {
-    "attention": ("attend",),
-    "operands": ("Geometry", "Positions"),
-    "patches.adapters": ("PosencLoraConfig",),
-    "patches.architecture": ("register_architecture",),
-    "patches.export.stock": ("export_stock",),
-    "patches.patch": ("disabled", "patch", "unpatch"),
-    "patches.plan": ("explain", "plan", "verify"),
-    "patches.strength": ("drop_native", "set_strength"),
-    "recipes.evaluation.measure": ("evaluate",),
-    "registry": ("SchemeInfo", "build", "describe", "register_scheme"),
-    "scheme": ("Scheme",),
+    "attention": "attend",
+    "errors": "ArchitectureError AttentionBackendError CacheError CheckpointError DirectionError ExportError "
+    "LayerSelectionError NotPatchedError OptionError PosencError PositionError RecipeError ShapeError StorageError "
+    "UnknownSchemeError WrappedModelError",
+    "operands": "Geometry Positions",
+    "patches.adapters": "PosencLoraConfig",
+    "patches.architecture": "register_architecture",
+    "patches.export.stock": "export_stock",
+    "patches.patch": "disabled patch unpatch",
+    "patches.plan": "explain plan verify",
+    "patches.strength": "drop_native set_strength",
+    "recipes.evaluation.measure": "evaluate",
+    "registry": "build describe",
+    "scheme": "Scheme SchemeInfo register_scheme",
 }
-_HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names}
-
-# Modules that are attributes of the package, loaded on first use.
+_HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {"coordinates": "coordinates", "plots": "recipes.plots", "schemes": "schemes"}
+
+__all__ = sorted([*_HOMES, "schemes"])
 
 
 def __getattr__(name: str) -> Any:
@@ -117,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
 
 
 _auto.register_on_import()

@@ -5,8 +5,6 @@ waits until one of these modules is loaded and the outermost import of a watched
 packages, and must not meet a half loaded module.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import sys

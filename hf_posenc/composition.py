@@ -3,8 +3,6 @@
 An add-on is a scheme that changes queries, the softmax or the output of attention, and leaves positions to another.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing
@@ -23,7 +21,7 @@ from hf_posenc.structures import Equivalent
 def _of_base(name: str, *, softmax: bool = False) -> Any:
     """Return a method that calls that of the base; with `softmax`, it returns `None` where an add-on replaces that."""
 
-    def call(self: Composite, *args: Any, **kwargs: Any) -> Any:
+    def call(self: "Composite", *args: Any, **kwargs: Any) -> Any:
         if softmax and any(part.overrides("weigh") for part in self.added_on):
             return None
         return getattr(self.base, name)(*args, **kwargs)

@@ -5,8 +5,6 @@ follows the rule of M-RoPE (Qwen2-VL): a text token has the same number on every
 coordinate before it. An image begins, on every axis, where the next text token would be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ All of them are `ValueError`s. Each message says what was got, what was expected
 also a `RuntimeError`, which callers of transformers catch when weights do not fit.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches

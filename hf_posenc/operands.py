@@ -4,8 +4,6 @@ Letters in shape comments: B batch, H query heads, G kv heads, Q queries, K keys
 size that may also be 1 and then broadcasts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -172,7 +170,7 @@ class Positions:
             return of_keys, of_keys
         return function(self.query, self.query_coords), of_keys
 
-    def rows(self, start: int, stop: int, keys: int, first: int = 0) -> Positions:
+    def rows(self, start: int, stop: int, keys: int, first: int = 0) -> "Positions":
         """Return the positions of the queries `start:stop` and of the keys `first:keys`."""
         return Positions(
             self.query[:, start:stop],

@@ -1,7 +1,5 @@
 """The registry of schemes: names, classes and facts; checks of options; descriptions."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -10,9 +8,9 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,10 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hf_posenc.composition import Composite, compose
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
-from hf_posenc.scheme import Scheme, option_names
-
-SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
-Direction = Literal["causal", "bidirectional"]
+from hf_posenc.scheme import SCHEMES, Direction, Scheme, SchemeInfo, option_names
 
 # The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
@@ -32,93 +27,9 @@ _WINDOW = "window"
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
-@dataclass(frozen=True)
-class SchemeInfo:
-    """The record of a scheme in the registry.
-
-    Attributes:
-        name: The name that `patch` takes.
-        cls: The class of the scheme.
-        paper: arXiv id, or another short reference.
-        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"`, `"rotary"`, or `"add-on"`: a scheme
-            without positions that others can be combined with, as in `"rope+gated_output"`.
-        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
-        usual: Whether `hf-posenc compare` takes the scheme by default.
-    """
-
-    name: str
-    cls: type[Scheme]
-    paper: str
-    family: str
-    directions: tuple[Direction, ...]
-    usual: bool = False
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the class's documentation."""
-        return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
-
-    @property
-    def start(self) -> str:
-        """The start of a model patched with the default options, in words."""
-        parts = []
-        if self.cls.reproduces is not None:
-            parts.append(f"exact on models with {self.cls.reproduces} encoding")
-        if self.cls.neutral_options is not None:
-            given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
-            near = self.cls.start_tolerance is not Scheme.start_tolerance
-            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
-        return "; ".join([*parts, "otherwise a break"]) if parts else "break"
-
-    def option_defaults(self) -> dict[str, Any]:
-        """Return each option with its default."""
-        parameters = inspect.signature(self.cls.__init__).parameters
-        return {name: parameters[name].default for name in option_names(self.cls)}
-
-
-_SCHEMES: dict[str, SchemeInfo] = {}
-
-
-def register_scheme(
-    name: str,
-    *,
-    paper: str,
-    family: str,
-    directions: tuple[Direction, ...] = ("causal", "bidirectional"),
-    usual: bool = False,
-) -> Callable[[SchemeClass], SchemeClass]:
-    """Class decorator that puts a `Scheme` into the registry.
-
-    Args:
-        name: The name that `patch` and `build` take; must be new.
-        paper: arXiv id of the source, or another short reference.
-        family: Family under which the scheme is listed.
-        directions: Directions the scheme is defined for.
-        usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
-
-    Raises:
-        ValueError: The name is taken, or the class is not a `Scheme`.
-    """
-
-    def decorate(cls: SchemeClass) -> SchemeClass:
-        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
-            raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
-        known = _SCHEMES.get(name)
-        if known is not None:
-            raise OptionError(
-                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
-                "Choose another name."
-            )
-        cls.name = name
-        _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
-        return cls
-
-    return decorate
-
-
 @functools.cache
 def _load_builtin() -> None:
-    # Every module here is a scheme, so no second list has to be kept; packages hold shared code.
+    # Every module of the package is a scheme; packages within hold shared code.
     package = importlib.import_module("hf_posenc.schemes")
     for module in pkgutil.iter_modules(package.__path__):
         if not module.ispkg:
@@ -128,7 +39,7 @@ def _load_builtin() -> None:
 def schemes() -> dict[str, SchemeInfo]:
     """Return all registered schemes by name, sorted."""
     _load_builtin()
-    return dict(sorted(_SCHEMES.items()))
+    return dict(sorted(SCHEMES.items()))
 
 
 def get(name: str) -> SchemeInfo:
@@ -307,13 +218,11 @@ class Description:
     options: tuple[Option, ...]
 
     def __str__(self) -> str:
-        sources = (
-            f"https://arxiv.org/abs/{p}" if re.match(r"[0-9]{4}[.]", p) else p for p in self.info.paper.split(", ")
-        )
+        sources = re.sub(r"\b(?=\d{4}[.]\d)", "https://arxiv.org/abs/", self.info.paper)
         lines = [
             f"{self.info.name}: {self.text}",
             "",
-            f"source:     {', '.join(sources)}",
+            f"source:     {sources}",
             f"family:     {self.info.family}",
             f"directions: {', '.join(self.info.directions)}",
             f"start:      {self.info.start}",
@@ -333,37 +242,28 @@ def describe(scheme: str) -> Description:
         UnknownSchemeError: No scheme has that name.
     """
     info = get(scheme)
-    text, arguments = _documentation(info.cls)
     kinds = info.cls.kinds if issubclass(info.cls, Composite) else (info.cls,)
+    # A variant documents only the options that differ from its base.
+    texts: dict[str, str] = {}
     for base in (base for kind in kinds for base in kind.__mro__):
-        # A variant documents only the options that differ from its base.
-        for name, meaning in _documentation(base)[1].items():
-            arguments.setdefault(name, meaning)
-    hints = inspect.get_annotations(info.cls.__init__)
+        texts = _documentation(base)[1] | texts
+    hints = typing.get_type_hints(info.cls.__init__)
     options = tuple(
-        Option(
-            name,
-            hint if isinstance(hint := hints.get(name, ""), str) else _readable(hint),
-            default,
-            arguments.get(name, ""),
-        )
+        Option(name, _in_code(hints[name]), default, texts.get(name, ""))
         for name, default in info.option_defaults().items()
     )
-    return Description(info, text, options)
+    return Description(info, _documentation(info.cls)[0], options)
+
+
+def _in_code(hint: Any) -> str:
+    """Return a type as it is written in code."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " | ".join(_in_code(choice) for choice in typing.get_args(hint))
+    return "None" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
 
 
 def _documentation(cls: type) -> tuple[str, dict[str, str]]:
     """Split a class's documentation into its text and its arguments."""
     text, _, rest = (inspect.getdoc(cls) or "").partition("\nArgs:\n")
-    arguments: dict[str, str] = {}
-    name = ""
-    for line in rest.splitlines():
-        if line.strip() and not line.startswith("    "):
-            break
-        start = re.match(r"    \*{0,2}(\w+): (.*)", line)
-        if start:
-            name = start.group(1)
-            arguments[name] = start.group(2)
-        elif name and line.strip():
-            arguments[name] += " " + line.strip()
-    return text.strip(), arguments
+    arguments = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", rest, re.MULTILINE)
+    return text.strip(), {name: " ".join(meaning.split()) for name, meaning in arguments}

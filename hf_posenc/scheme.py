@@ -3,11 +3,10 @@
 See `hf_posenc.operands` for the letters in shape comments.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.softmax import grouped_matmul, softmax_of_seen
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Picture
+from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
 
 Result = TypeVar("Result")
-
+Direction = Literal["causal", "bidirectional"]
 
 # The part of the model that each seam changes, for messages.
 _CHANGED = {
@@ -96,7 +95,7 @@ class Scheme(nn.Module):
             return x
         return x * self.gate_weight.to(x).view(-1, *[1] * broadcast)
 
-    def make_common(self) -> Scheme | None:
+    def make_common(self) -> "Scheme | None":
         """Make the part that all layers of a stack share, in a scheme that also has parameters per layer."""
         return None
 
@@ -217,6 +216,10 @@ class Scheme(nn.Module):
         """
         return 0, 0
 
+    def is_silent(self) -> bool:
+        """Whether the scheme changes nothing, with its current parameters; by default, whether its gate is closed."""
+        return self.gate_weight is not None and not bool(self.gate_weight.any())
+
     def stock_equivalent(self) -> Equivalent:
         """Return what this scheme computes in a text, with its current parameters, in terms that stock models have.
 
@@ -224,6 +227,8 @@ class Scheme(nn.Module):
             ExportError: Stock models have no such terms. The message is the predicate of a sentence with the scheme as
                 its subject.
         """
+        if self.is_silent():
+            return Nothing()
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 
@@ -250,7 +255,7 @@ class Scheme(nn.Module):
         """
         return function(self, *args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Scheme:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Scheme":
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if moved.is_floating_point() and moved.dtype.itemsize < 4:
@@ -264,10 +269,14 @@ class Scheme(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
 
 
+def _options(scheme: type[Scheme]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(scheme.__init__).parameters
+    return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
 def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options of a scheme class, in order."""
-    parameters = inspect.signature(scheme.__init__).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    return tuple(_options(scheme))
 
 
 def draw_start(parameter: Tensor, init: str, std: float) -> None:
@@ -288,3 +297,93 @@ def set_start(parameter: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         # A model that is built from nothing has no values to compute a start from; memory would stay as it was.
         parameter.copy_(torch.zeros_like(parameter) if value.is_meta else value)
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """The record of a scheme in the registry.
+
+    Attributes:
+        name: The name that `patch` takes.
+        cls: The class of the scheme.
+        paper: arXiv id, or another short reference.
+        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"`, `"rotary"`, or `"add-on"`: a scheme
+            without positions that others can be combined with, as in `"rope+gated_output"`.
+        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
+        usual: Whether `hf-posenc compare` takes the scheme by default.
+    """
+
+    name: str
+    cls: type[Scheme]
+    paper: str
+    family: str
+    directions: tuple[Direction, ...]
+    usual: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the class's documentation."""
+        return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def start(self) -> str:
+        """The start of a model patched with the default options, in words."""
+        parts = []
+        if self.cls.reproduces is not None:
+            parts.append(f"exact on models with {self.cls.reproduces} encoding")
+        if self.cls.neutral_options is not None:
+            given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
+            near = self.cls.start_tolerance is not Scheme.start_tolerance
+            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
+        return "; ".join([*parts, "otherwise a break"]) if parts else "break"
+
+    def option_defaults(self) -> dict[str, Any]:
+        """Return each option with its default."""
+        return {name: parameter.default for name, parameter in _options(self.cls).items()}
+
+
+# The registered schemes by name; `hf_posenc.schemes()` has the built-in ones, too.
+SCHEMES: dict[str, SchemeInfo] = {}
+
+
+SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+
+
+def register_scheme(
+    name: str,
+    *,
+    paper: str,
+    family: str,
+    directions: tuple[Direction, ...] = ("causal", "bidirectional"),
+    usual: bool = False,
+) -> Callable[[SchemeClass], SchemeClass]:
+    """Class decorator that puts a `Scheme` into the registry.
+
+    Args:
+        name: The name that `patch` and `build` take; must be new.
+        paper: arXiv id of the source, or another short reference.
+        family: Family under which the scheme is listed.
+        directions: Directions the scheme is defined for.
+        usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
+
+    Raises:
+        ValueError: The name is taken, or the class is not a `Scheme`.
+    """
+
+    def decorate(cls: SchemeClass) -> SchemeClass:
+        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
+            raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
+        known = SCHEMES.get(name)
+        if known is not None:
+            raise OptionError(
+                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
+                "Choose another name."
+            )
+        cls.name = name
+        SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
+        return cls
+
+    return decorate

@@ -6,20 +6,15 @@ that only the scheme can compute (`Scheme.pictures`). An adaptation tells recipe
 scheme (`Scheme.adaptation`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from hf_posenc.operands import Block
+from hf_posenc.operands import Block
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +27,7 @@ class Bias:
 
     of: Callable[..., Tensor]
 
-    def scaled(self, factor: float) -> Self:
+    def scaled(self, factor: float) -> "Bias":
         """Return the same at part of its strength; here all fields are functions that return parts of the bias."""
         return replace(self, **{part.name: _scaled(getattr(self, part.name), factor) for part in fields(self)})
 
@@ -65,7 +60,7 @@ class ContentBias(Bias):
 
     vectors: Callable[[Mapping[str, Tensor]], Vectors | None] = lambda tables: None
 
-    def scaled(self, factor: float) -> Self:
+    def scaled(self, factor: float) -> "Bias":
         def scaled(tables: Mapping[str, Tensor]) -> Vectors | None:
             found = self.vectors(tables)
             if found is None:
@@ -126,7 +121,7 @@ class PiecewiseLinear(Bias):
         piece = torch.searchsorted(ends, x.detach())
         return (slope[piece] * x[:, None] + offset[piece]).T
 
-    def scaled(self, factor: float) -> Self:
+    def scaled(self, factor: float) -> "Bias":
         def pieces(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             ends, slope, offset = self.pieces(dtype)
             return ends, slope * factor, offset * factor
@@ -240,7 +235,7 @@ class Rotation:
     @classmethod
     def of_pairs(
         cls, frequencies: Tensor, size: int, layout: Literal["half", "interleaved"], factor: float = 1.0
-    ) -> Rotation:
+    ) -> "Rotation":
         """Return the rotation of channel pairs among the first channels of each head; the others pass.
 
         Args:
@@ -315,7 +310,7 @@ class Numbers:
     log: bool = False
 
     @classmethod
-    def of_state(cls, name: str, label: str, high: float | None) -> Numbers:
+    def of_state(cls, name: str, label: str, high: float | None) -> "Numbers":
         """Return the numbers of tokens that a cache holds, `[B, K, H]`."""
         return cls(lambda scheme, logits, q, k, block: block.state[name].transpose(1, 2), label, high=high)
 

@@ -6,9 +6,10 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hf_posenc.cli import app
 from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import surgery
 from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.scheme import SCHEMES
 
 ROOT = Path(__file__).parent.parent
 # How families of schemes are called in the tables of docs/concepts.md.
@@ -132,11 +134,11 @@ def test_commands_exist_with_their_options(line: str) -> None:
 
 
 @pytest.fixture
-def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _registry_as_before() -> Iterator[None]:
     hf_posenc.schemes()
     architectures.architectures()
-    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    with mock.patch.dict(SCHEMES), mock.patch.dict(architectures._ARCHITECTURES):
+        yield
 
 
 @pytest.mark.usefixtures("_registry_as_before")

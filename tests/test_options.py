@@ -3,6 +3,8 @@
 import itertools
 import re
 import typing
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from hf_posenc import (
 )
 from hf_posenc.attention import executors
 from hf_posenc.operands import LARGEST_COUNT, NativeTable
+from hf_posenc.scheme import SCHEMES
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 
@@ -469,9 +472,10 @@ def test_build_takes_a_geometry(got: object) -> None:
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_registry() -> Iterator[None]:
     schemes()
-    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    with mock.patch.dict(SCHEMES):
+        yield
 
 
 @pytest.mark.usefixtures("own_registry")

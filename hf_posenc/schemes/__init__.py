@@ -4,8 +4,6 @@ The package is also the public function `hf_posenc.schemes()`: importing a packa
 must be one object.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 
@@ -13,9 +11,7 @@ from hf_posenc import registry
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self) -> dict[str, registry.SchemeInfo]:
-        """Return all registered schemes by name, sorted."""
-        return registry.schemes()
+    __call__ = staticmethod(registry.schemes)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

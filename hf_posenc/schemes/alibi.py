@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import torch
@@ -7,8 +5,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import set_start
+from hf_posenc.scheme import register_scheme, set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
 from hf_posenc.structures import Adaptation
 

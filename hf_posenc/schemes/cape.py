@@ -1,18 +1,16 @@
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import get, register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.registry import get
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.nope import NoPE
-from hf_posenc.structures import Adaptation, Equivalent, Nothing
+from hf_posenc.structures import Adaptation
 
 _SLOPE = 0.01
 
@@ -102,8 +100,5 @@ class CAPE(Scheme):
     def cautions(self, *, native_kept: bool) -> list[str]:
         return NoPE(self.geometry).cautions(native_kept=native_kept) if self.base == "nope" else []
 
-    def stock_equivalent(self) -> Equivalent:
-        direct = self.base_bias is not None and self.form != "add" and not self.base_bias.is_zero()
-        if direct or not self.mlp2.is_silent():
-            return super().stock_equivalent()
-        return Nothing()
+    def is_silent(self) -> bool:
+        return self.mlp2.is_silent() and (self.base_bias is None or self.form == "add" or self.base_bias.is_silent())

@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.softmax import fill_hidden_, grouped_matmul
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Equivalent, GateCount, KeyScan, Locality, Nothing, Numbers, Picture
+from hf_posenc.structures import Adaptation, GateCount, KeyScan, Locality, Numbers, Picture
 
 # Name of the keys of `separate_keys` in the cache.
 _GATE_KEYS = "gate_keys"
@@ -148,9 +145,8 @@ class CoPE(Scheme):
             return block.values
         return k if block.native else None
 
-    def stock_equivalent(self) -> Equivalent:
-        filled = [table for table in (self.pos_emb, self.pos_emb_right) if table is not None and bool(table.any())]
-        return super().stock_equivalent() if filled else Nothing()
+    def is_silent(self) -> bool:
+        return not any(bool(table.any()) for table in (self.pos_emb, self.pos_emb_right) if table is not None)
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return (self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0), 0

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -12,8 +10,7 @@ from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
 from hf_posenc.ops.distances import by_distance
 from hf_posenc.ops.softmax import grouped_matmul
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, draw_start
+from hf_posenc.scheme import Scheme, draw_start, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -9,8 +7,8 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
-from hf_posenc.registry import register_scheme
-from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme, geometric_frequencies
+from hf_posenc.scheme import register_scheme
+from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent
 
 
@@ -73,6 +71,7 @@ class FoPE(Annealed, RotaryScheme):
         official_sin_pad: bool = False,
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
+        self._native = self._native and init == "native"
         self.set_annealing(anneal)
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
         self.max_length = max_length or geometry.context
@@ -116,14 +115,13 @@ class FoPE(Annealed, RotaryScheme):
     def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         place = positions.to(dtype)[:, None, :, None]
         cos, sin = self._official_series(place) if self.official_layout else self._own_series(place)
-        scaling = self.geometry.rotary_scaling if self._native and self.init == "native" else 1.0
-        return cos * scaling, sin * scaling
+        return cos * self.length, sin * self.length
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         quiet = self.anneal or not (self.sigma or self._loses)
         if native_kept:
             return self.init == "zero" and (self.anneal or not self.sigma)
-        return self._native and self.init == "native" and not self.official_layout and quiet
+        return self._native and not self.official_layout and quiet
 
     def stock_equivalent(self) -> Equivalent:
         coefficients = [self.annealed(c) for c in (self.sin_coef, self.cos_coef)]
@@ -169,6 +167,5 @@ class FoPE(Annealed, RotaryScheme):
         """Return all frequencies before clipping, rounded to float32 as in a model."""
         if self._own is not None and self.fourier_dim is None:
             return placed(self._own, like.device, like.dtype)
-        theta = 10000.0 if self.theta is None else self.theta
         single = torch.zeros((), dtype=torch.float32, device=like.device)
-        return geometric_frequencies(self.fourier_dim or self.rotary_dim, theta, single).to(like)
+        return self.geometric(self.fourier_dim or self.rotary_dim, single).to(like)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -7,10 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Equivalent, Nothing
 
 
 @register_scheme("gated_output", paper="2505.06708", family="add-on")
@@ -61,9 +57,8 @@ class GatedOutput(Scheme):
             gates = gates.view(*gates.shape[:2], self.geometry.heads, -1).transpose(1, 2)  # [B, H, Q, 1 | D]
             return (output.to(precise) * gates).to(output.dtype)
 
-    def stock_equivalent(self) -> Equivalent:
-        one = self.gate_start == "exact" and not bool(self.gate_proj.weight.any())
-        return Nothing() if one else super().stock_equivalent()
+    def is_silent(self) -> bool:
+        return self.gate_start == "exact" and not bool(self.gate_proj.weight.any())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return native_kept and self.gate_start == "exact"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,10 +8,9 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.additive import slopes
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Nothing, Numbers, Picture
+from hf_posenc.structures import Adaptation, Bias, Numbers, Picture
 
 # The slope of the penalty of each key, `[B, S, H]`.
 _RATES = "penalty_rates"
@@ -75,10 +72,6 @@ class GRAPEA(Scheme):
 
     def added(self) -> Bias | None:
         return Bias(self._bias)
-
-    def stock_equivalent(self) -> Equivalent:
-        closed = self.gate_weight is not None and not bool(self.gate_weight.any())
-        return Nothing() if closed else super().stock_equivalent()
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         return 4 * self.geometry.heads, 0

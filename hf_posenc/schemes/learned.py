@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -7,10 +5,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.additive import learned_table_start
-from hf_posenc.structures import Adaptation, Nothing, PositionTable
+from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 
 
 @register_scheme("learned", paper="1705.03122", family="absolute")
@@ -71,7 +68,7 @@ class Learned(Scheme):
     def end_of_positions(self) -> int:
         return self.num_positions
 
-    def stock_equivalent(self) -> Nothing | PositionTable:
+    def stock_equivalent(self) -> Equivalent:
         table = self.wpe.weight.detach()
         return PositionTable(lambda rows: table[:rows], self.num_positions) if bool(table.any()) else Nothing()
 

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
-from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
 from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
 
@@ -85,10 +83,10 @@ class LieRE(BlockRotary):
         if float(exponents.detach().norm(dim=(-2, -1)).max()) <= _LARGE:
             exponents = exponents.to(precise)
         rotations = torch.matrix_exp(exponents).to(precise)[index.view(coords.shape[:2])]
-        if self._native is None:
-            return lambda x: rotate_blocks(x, rotations, self._layout)
+        if not self._native:
+            return lambda x: rotate_blocks(x, rotations, self.layout)
         # Channels outside of blocks keep the model's own rotation, and all channels its factor.
         still = coords.new_zeros(len(coords), 1, coords.shape[1], self._count * self.block_size // 2)
         cos, sin = (part[:, :, None] for part in self.cos_sin(still, coords[..., 0], like))
-        turn = rotate_halves if self._layout == "half" else rotate_neighbours
-        return lambda x: turn(rotate_blocks(x, rotations, self._layout), cos, sin)
+        turn = rotate_halves if self.layout == "half" else rotate_neighbours
+        return lambda x: turn(rotate_blocks(x, rotations, self.layout), cos, sin)

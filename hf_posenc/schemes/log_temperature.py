@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -7,9 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Equivalent, Nothing
+from hf_posenc.scheme import Scheme, register_scheme
 
 # Assumed context of a model whose config states none: that of Llama 4's original training.
 _CONTEXT = 8192
@@ -90,7 +86,7 @@ class LogTemperature(Scheme):
         near = self.floor is not None and longest is not None and longest < self.floor
         return native_kept and (near or (self.slope == 0 and self.temperature != "ssmax"))
 
-    def stock_equivalent(self) -> Equivalent:
-        if self.offsets is None or self.slopes is None or self.slopes.any() or not (self.offsets == 1).all():
-            return super().stock_equivalent()
-        return Nothing()
+    def is_silent(self) -> bool:
+        if self.offsets is None or self.slopes is None:
+            return False
+        return not bool(self.slopes.any()) and bool((self.offsets == 1).all())

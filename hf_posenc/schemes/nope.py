@@ -1,11 +1,7 @@
-from __future__ import annotations
-
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Nothing
+from hf_posenc.scheme import Scheme, register_scheme
 
 
-@register_scheme("nope", paper="2305.19466", family="absolute", directions=("causal", "bidirectional"), usual=True)
+@register_scheme("nope", paper="2305.19466", family="absolute", usual=True)
 class NoPE(Scheme):
     """No positional encoding: a causal mask alone lets a decoder learn positions (Kazemnejad et al. 2023).
 
@@ -22,5 +18,5 @@ class NoPE(Scheme):
             "Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
         ]
 
-    def stock_equivalent(self) -> Nothing:
-        return Nothing()
+    def is_silent(self) -> bool:
+        return True

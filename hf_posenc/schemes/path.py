@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -8,10 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
+from hf_posenc.scheme import Scheme, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear, convolved
-from hf_posenc.structures import Equivalent, Nothing, Numbers, Picture
+from hf_posenc.structures import Numbers, Picture
 
 # Direction `[B, S, G, D]` and strength `[B, S, G]` of each token's reflection; projections of the tokens before.
 _DIRECTIONS, _STRENGTHS, _BEFORE = "reflection_directions", "reflection_strengths", "reflections_before"
@@ -91,10 +88,6 @@ class PaTH(Scheme):
         with torch.autocast(logits.device.type, enabled=False):
             w, beta = (block.state[name].to(logits).transpose(1, 2) for name in (_DIRECTIONS, _STRENGTHS))
             return logits + self.geometry.scale * _change(q.to(logits), k.to(logits), w, beta, block.keep)
-
-    def stock_equivalent(self) -> Equivalent:
-        closed = self.gate_weight is not None and not bool(self.gate_weight.any())
-        return Nothing() if closed else super().stock_equivalent()
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         per_token = 4 * self.geometry.kv_heads * (self.geometry.head_dim + 1)

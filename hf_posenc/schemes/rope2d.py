@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -7,15 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, coordinates_of
-from hf_posenc.ops import placed
 from hf_posenc.ops.rotations import Layout
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import set_start
-from hf_posenc.schemes.families.rotary import PairRotation, frozen_cautions, geometric_frequencies
+from hf_posenc.scheme import register_scheme, set_start
+from hf_posenc.schemes.families.rotary import PairRotation
 from hf_posenc.structures import Rotation
-
-# Ratio of the wavelengths in the official code.
-_THETA = {"axial": 100.0, "mixed": 10.0}
 
 
 @register_scheme("rope2d", paper="2403.13298", family="rotary")
@@ -71,21 +64,21 @@ class RoPE2D(PairRotation):
         unit: float | None = None,
         section: int | None = None,
     ) -> None:
-        super().__init__(geometry)
         own = geometry.inv_freq
+        # Axial pairs need frequencies even if the start is zero.
+        taken = init == "native" or (init == "zero" and kind == "axial" and theta is None)
+        super().__init__(geometry, theta=theta, own=own if taken else None)
+        self._native = self._native and init == "native"
         self.axes = max(2, geometry.axes) if axes is None else axes
-        self.kind, self.init, self.theta = kind, init, theta
+        self.kind, self.init = kind, init
+        self._usual_theta = {"axial": 100.0, "mixed": 10.0}[kind]  # those of the official code
         length = geometry.max_positions if geometry.axes == 1 else None
         self.unit = float(length or 1) if unit is None else float(unit)
         self.require(self.unit > 0, "unit", unit, "a number above 0")
         self.layout: Layout = layout or ("interleaved" if own is None else geometry.layout)
-        self._native = init == "native" and own is not None
-        # Axial pairs need frequencies even if the start is zero.
-        self._own = own if init == "native" or (init == "zero" and kind == "axial" and theta is None) else None
         self._pairs = geometry.head_dim // 2 if own is None or init == "official" else own.numel()
         self.require(self.axes >= 1, "axes", axes, "at least 1")
         self._pairs_per_axis = -(-self._pairs // self.axes)
-        self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
         expected = "None where the frequencies are the model's own; init='official' has a table of its own"
         self.require(theta is None or not self._native, "theta", theta, expected)
         self.section, most = section, self._pairs // self.axes
@@ -110,22 +103,17 @@ class RoPE2D(PairRotation):
 
     def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self._angles(coordinates_of(positions, coords, self.axes, dtype).to(positions.device))
-        scaling = self.geometry.rotary_scaling if self._native else 1.0
-        return angles.cos() * scaling, angles.sin() * scaling
+        return angles.cos() * self.length, angles.sin() * self.length
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.init == "zero" if native_kept else self._native and self.layout == self.geometry.layout
-
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        return frozen_cautions(self.geometry, self.name) if self._native else []
 
     def stock_equivalent(self) -> Rotation:
         # In a text, a token at 1 has 1 on every axis.
         with torch.no_grad():
             frequencies = self._angles(torch.ones(1, 1, self.axes))[0, :, 0].double()  # [G|1, M]
-        factor = self.geometry.rotary_scaling if self._native else 1.0
         rows = frequencies.expand(self.geometry.kv_heads, -1)
-        return Rotation.of_pairs(rows, self.geometry.head_dim, self.layout, factor)
+        return Rotation.of_pairs(rows, self.geometry.head_dim, self.layout, self.length)
 
     def _angles(self, coords: Tensor) -> Tensor:
         if self.freqs is None:
@@ -135,7 +123,7 @@ class RoPE2D(PairRotation):
             if self._own is None and self.section is None:
                 axis, frequencies = read // self._pairs_per_axis, self._lengths(coords)
             else:
-                axis, frequencies = read % self.axes, self._series(coords)
+                axis, frequencies = read % self.axes, self.series(2 * self._pairs, coords)
             if self.section is not None:
                 axis = axis.where(read < self.axes * self.section, 0)
             return (coords[..., axis] * self.gated(frequencies))[:, None]
@@ -143,18 +131,11 @@ class RoPE2D(PairRotation):
         rows = self.freqs.to(coords) / self.unit
         learned = sum(coords[:, None, :, axis, None] * row[:, None] for axis, row in enumerate(rows))
         assert isinstance(learned, Tensor)
-        return learned if self._own is None else learned + coords[:, None, :, :1] * self._series(coords)
-
-    def _series(self, like: Tensor) -> Tensor:
-        """Return frequencies that fall from pair to pair, `[M]`: the model's own, if there are any."""
-        if self._own is not None:
-            return placed(self._own, like.device, like.dtype)
-        return geometric_frequencies(2 * self._pairs, _THETA[self.kind] if self.theta is None else self.theta, like)
+        return learned if self._own is None else learned + coords[:, None, :, :1] * self.series(2 * self._pairs, coords)
 
     def _lengths(self, like: Tensor) -> Tensor:
         """Return the official length of each pair's frequencies, `[M]`: the same series for each axis in turn."""
-        theta = _THETA[self.kind] if self.theta is None else self.theta
-        return geometric_frequencies(2 * self._pairs_per_axis, theta, like).repeat(self.axes)[: self._pairs]
+        return self.geometric(2 * self._pairs_per_axis, like).repeat(self.axes)[: self._pairs]
 
     def _random_directions(self, like: Tensor) -> Tensor:
         """Return the official start of mixed frequencies, `[axes, G, M]`."""

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
-from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
 from hf_posenc.structures import Adaptation
 

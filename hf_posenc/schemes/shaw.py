@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -7,9 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.distances import by_distance, sums_by_distance
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.structures import Adaptation, Equivalent, Locality, Nothing
+from hf_posenc.scheme import Scheme, draw_start, register_scheme
+from hf_posenc.structures import Adaptation, Locality
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")
@@ -54,9 +51,8 @@ class Shaw(Scheme):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for table in (self.rel_k, self.rel_v):
-            if table is not None:
-                draw_start(table, self.init, std=0.02)
+        for table in self.parameters():
+            draw_start(table, self.init, std=0.02)
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
@@ -85,6 +81,5 @@ class Shaw(Scheme):
         last = self.rel_k[0].to(like)
         return self.geometry.scale * (q.to(like) @ last)[..., None], None if self.rel_v is None else self.rel_v[0]
 
-    def stock_equivalent(self) -> Equivalent:
-        filled = [table for table in (self.rel_k, self.rel_v) if table is not None and bool(table.any())]
-        return super().stock_equivalent() if filled else Nothing()
+    def is_silent(self) -> bool:
+        return not any(bool(table.any()) for table in self.parameters())

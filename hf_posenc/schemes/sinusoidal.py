@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -8,9 +6,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, coordinates_of
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Adaptation, Nothing, PositionTable
+from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 
 
 @register_scheme("sinusoidal", paper="1706.03762", family="absolute", usual=True)
@@ -79,8 +76,8 @@ class Sinusoidal(Scheme):
         table = torch.stack(pair, -1).flatten(-2) if self.layout == "interleaved" else torch.cat(pair, -1)
         return nn.functional.pad(table, (0, width % 2))
 
-    def stock_equivalent(self) -> Nothing | PositionTable:
-        if self.gate_weight is not None and not bool(self.gate_weight.any()):
+    def stock_equivalent(self) -> Equivalent:
+        if self.is_silent():
             return Nothing()
         if self.axes:
             raise ExportError("is computed for images of any size, and stock models have a table for one size")

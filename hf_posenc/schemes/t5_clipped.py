@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -7,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import draw_start, set_start
+from hf_posenc.scheme import draw_start, register_scheme, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias, LearnedTable
 
 

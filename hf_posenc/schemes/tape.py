@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -9,8 +7,7 @@ from torch.nn import functional as F
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops.rotations import turn_pairs
 from hf_posenc.ops.softmax import grouped_matmul
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import draw_start
+from hf_posenc.scheme import draw_start, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,8 +7,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops.distances import by_distance
 from hf_posenc.ops.softmax import grouped_matmul
-from hf_posenc.registry import register_scheme
-from hf_posenc.scheme import Scheme, draw_start
+from hf_posenc.scheme import Scheme, draw_start, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -9,7 +7,7 @@ from torch import Tensor
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops.rotations import Layout
 from hf_posenc.ops.softmax import grouped_matmul
-from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Adaptation, Equivalent, Folded
 

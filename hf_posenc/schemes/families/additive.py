@@ -1,7 +1,5 @@
 """Base classes of the schemes that add a bias to the logits, and the logarithmic distance buckets of T5."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, NativeTable, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
-from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent, Nothing, StockBias
+from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent, StockBias
 
 
 class AdditiveBias(Scheme):
@@ -58,16 +56,12 @@ class AdditiveBias(Scheme):
     def added(self) -> Bias | None:
         return Bias(self.gated_bias)
 
-    def stock_equivalent(self) -> Equivalent:
-        return Nothing() if self.adds_nothing() else super().stock_equivalent()
-
-    def adds_nothing(self) -> bool:
-        """Whether the bias is zero everywhere, with the current parameters."""
-        return self.is_zero() and (self.ahead is None or self.ahead.is_zero())
+    def is_silent(self) -> bool:
+        return self.is_zero() and (self.ahead is None or self.ahead.is_silent())
 
     def is_zero(self) -> bool:
         """Whether the bias is zero with the current parameters, apart from `ahead`."""
-        return self.gate_weight is not None and not bool(self.gate_weight.any())
+        return super().is_silent()
 
 
 class DistanceBias(AdditiveBias):
@@ -97,7 +91,7 @@ class DistanceBias(AdditiveBias):
         return None
 
     def stock_equivalent(self) -> Equivalent:
-        if self.axes or self.adds_nothing():
+        if self.axes or self.is_silent():
             return super().stock_equivalent()
 
         def at(distance: Tensor) -> Tensor:

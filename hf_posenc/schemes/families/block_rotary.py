@@ -1,7 +1,5 @@
 """Base classes of the schemes that rotate blocks of channels by learned generators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -11,10 +9,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.ops.rotations import Layout
-from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.generators import Planes, find_planes, plane_generators, rotate
-from hf_posenc.schemes.families.rotary import frozen_cautions
+from hf_posenc.schemes.families.rotary import Turning
 from hf_posenc.structures import Rotation
 
 # The block size that LieRE's authors found best.
@@ -24,7 +20,7 @@ _BLOCK = 8
 Turn: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class BlockRotary(Scheme):
+class BlockRotary(Turning):
     """A rotation of queries and keys, block by block, by `exp(t A)` with a generator A per kv head and block.
 
     A subclass makes the parameters; its `flow` returns the generators, and the time t of each token and block.
@@ -37,7 +33,6 @@ class BlockRotary(Scheme):
             trained extent: the length of a text, or the side of a square of patches.
     """
 
-    reproduces = "rotary"
     neutral_options = {"init": "zero"}
 
     def __init__(
@@ -49,9 +44,9 @@ class BlockRotary(Scheme):
         init: Literal["native", "zero", "official"] = "native",
         unit: float | None = None,
     ) -> None:
-        super().__init__(geometry)
-        native = geometry.inv_freq if init == "native" else None
-        width = geometry.head_dim if native is None else 2 * native.numel()
+        own = geometry.inv_freq if init == "native" else None
+        super().__init__(geometry, theta=None, own=own)
+        width = geometry.head_dim if own is None else 2 * own.numel()
         self.axes = geometry.axes if axes is None else axes
         # Images have a class token too; rounding drops it.
         extent = round((geometry.max_positions or 1) ** (1 / geometry.axes))
@@ -62,10 +57,9 @@ class BlockRotary(Scheme):
         self.require(bool(fitting), "block_size", block_size, allowed)
         self.block_size, self.init = max(fitting), init
         self.require(self.unit > 0, "unit", unit, "a number above 0")
-        self._native = native
-        self._layout: Layout = "interleaved" if native is None else geometry.layout
+        self.layout = "interleaved" if own is None else geometry.layout
         self._count = width // self.block_size
-        self._width = self._count * self.block_size if native is None else width
+        self._width = self._count * self.block_size if own is None else width
         # Generators and their planes, kept from the last call without gradients.
         self._known: tuple[Tensor, Planes] | None = None
         self.make_parameters()
@@ -89,7 +83,7 @@ class BlockRotary(Scheme):
     def native_generators(self, device: torch.device) -> Tensor:
         """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without a base."""
         size = self._count * self.block_size // 2
-        own = torch.zeros(size) if self._native is None else self._native[:size]
+        own = torch.zeros(size) if self._own is None else self._own[:size]
         return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
@@ -119,13 +113,11 @@ class BlockRotary(Scheme):
 
     def cos_sin(self, angles: Tensor, first: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of angles, then of channels outside of blocks, times the model's own factor."""
-        scaling = 1.0
-        if self._native is not None:
-            scaling = self.geometry.rotary_scaling
-            rest = first[:, None, :, None] * placed(self._native[angles.shape[-1] :], first.device, first.dtype)
+        if self._own is not None:
+            rest = first[:, None, :, None] * placed(self._own[angles.shape[-1] :], first.device, first.dtype)
             angles = torch.cat((angles, rest.expand(*rest.shape[:1], *angles.shape[1:3], -1)), dim=-1)
         precise = torch.promote_types(like.dtype, torch.float32)
-        return (angles.cos() * scaling).to(precise), (angles.sin() * scaling).to(precise)
+        return (angles.cos() * self.length).to(precise), (angles.sin() * self.length).to(precise)
 
     def planes(self, generators: Tensor) -> Planes:
         """Return the planes of generators; without gradients, equal generators reuse the planes of the last call.
@@ -133,10 +125,10 @@ class BlockRotary(Scheme):
         A traced graph cannot compare, and finds them each time.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return find_planes(generators, self._width, self._layout)
+            return find_planes(generators, self._width, self.layout)
         known = self._known
         if known is None or known[0].device != generators.device or not torch.equal(known[0], generators):
-            known = self._known = (generators, find_planes(generators, self._width, self._layout))
+            known = self._known = (generators, find_planes(generators, self._width, self.layout))
         return known[1]
 
     def stock_equivalent(self) -> Rotation:
@@ -148,33 +140,30 @@ class BlockRotary(Scheme):
         device = next(self.parameters()).device
         with torch.no_grad():
             generators, times = self.flow(torch.ones(1, 1, self.axes, dtype=torch.float64, device=device))
-            planes = find_planes(generators, self._width, self._layout)
+            planes = find_planes(generators, self._width, self.layout)
             turned = (times[0, 0, :, None] * planes.frequencies).flatten(1)
         groups, pairs = len(turned), self._width // 2
         frequencies = turned.new_zeros(groups, width // 2)
         frequencies[:, : turned.shape[1]] = turned
-        if self._native is not None:
-            frequencies[:, turned.shape[1] : pairs] = self._native[turned.shape[1] :].to(turned)
+        if self._own is not None:
+            frequencies[:, turned.shape[1] : pairs] = self._own[turned.shape[1] :].to(turned)
         basis = turned.new_zeros(groups, width, 2, width // 2)
         basis[:, : self._width, :, :pairs] = planes.basis.view(groups, self._width, 2, pairs)
         rest = width - self._width
         basis[:, self._width :, :, pairs:] = torch.eye(rest).to(basis).view(rest, rest // 2, 2).transpose(-1, -2)
-        if self._native is not None:
-            basis[:, : self._width] *= self.geometry.rotary_scaling
+        basis[:, : self._width] *= self.length
         return Rotation(frequencies.cpu(), basis.flatten(2).mT.contiguous().cpu())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
-        return self._native is None and self.init != "official" if native_kept else self._native is not None
+        return not self._native and self.init != "official" if native_kept else self._native
 
     def cautions(self, *, native_kept: bool) -> list[str]:
-        found = []
-        if self._native is not None:
-            found += frozen_cautions(self.geometry, self.name)
-            if native_kept:
-                found.append(
-                    f"{self.name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
-                    "init='zero' with a kept native encoding."
-                )
+        found = super().cautions(native_kept=native_kept)
+        if self._native and native_kept:
+            found.append(
+                f"{self.name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
+                "init='zero' with a kept native encoding."
+            )
         elif native_kept and self.geometry.inv_freq is not None:
             found.append(
                 f"With a kept rotation, {self.name} sees more than distances once it is trained: the two do not "

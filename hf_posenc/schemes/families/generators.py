@@ -4,8 +4,6 @@ Letters in addition to those of `hf_posenc.operands`: m blocks of b channels, P 
 turned channels. Within a block, plane i is the pair (2i, 2i + 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linear layers of schemes, and the small network that some run on every pair of a query and a key."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
