@@ -169,8 +169,13 @@ def main() -> None:
         return
 
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    record = Record.load(arguments.record)
-    failed = complete(list(planned(arguments)), record, arguments)
+    from hf_posenc.recipes.schema.recipe import Recipe
+
+    record, runs = Record.load(arguments.record), list(planned(arguments))
+    # A recipe that does not read must not come out hours into a table.
+    for run in runs:
+        Recipe.read("swap", run.changes)
+    failed = complete(runs, record, arguments)
     text = table(record, failed, arguments)
     sys.stdout.write(text)
     if arguments.output:
@@ -298,7 +303,7 @@ def measure(folder: Path, windows: int) -> None:
 
     from hf_posenc.recipes.data.windows import load_data
     from hf_posenc.recipes.evaluation import context_curve
-    from hf_posenc.recipes.evaluation.subjects import Subject
+    from hf_posenc.recipes.evaluation.request import Subject
     from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
     from hf_posenc.recipes.schema.recipe import Recipe
 

@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import weakref
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +25,13 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
-from hf_posenc.patches.directories import OutputError
-from hf_posenc.recipes.comparison import examiner as examining
+from hf_posenc.recipes.comparison import findings as examining
 from hf_posenc.recipes.comparison import verdict
-from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, contestants, settings
-from hf_posenc.recipes.comparison.examiner import Cost, Findings
+from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Cost, Findings
+from hf_posenc.recipes.comparison.run import contestants, differences
 from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, RATIO, Grid
-from hf_posenc.recipes.evaluation.report import Report, Section, load, save
+from hf_posenc.recipes.evaluation.report import Report, Section, load
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -46,9 +44,8 @@ CONFIG = load_tiny_llama()[0].config
 
 def entered(
     *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG
-) -> dict[str, Any]:
-    found = contestants("here", config, Path("runs"), schemes=schemes, budget=7, overrides=overrides, samples=2)
-    return {each.name: each for each in found}
+) -> dict[str, Recipe]:
+    return contestants("here", config, schemes=schemes, budget=7, overrides=overrides, samples=2)
 
 
 def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path: Path) -> None:
@@ -58,17 +55,16 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
     found = entered("training.batch_size=4", schemes=("fire", "cope", "rope", str(mine)))
     assert list(found) == [NATIVE, "fire", "cope", "rope", "mine"]
     for name, each in found.items():
-        training = each.recipe.training
-        assert (each.recipe.model, training.steps, training.batch_size, training.length) == ("here", 7, 4, 128)
-        assert each.folder == Path("runs", name)
+        training = each.training
+        assert (each.model, training.steps, training.batch_size, training.length) == ("here", 7, 4, 128)
         assert training.skip_to == (512 if name == "mine" else None)
-        assert (each.recipe.distillation.share > 0) == (name not in (NATIVE, "mine"))
+        assert (each.distillation.share > 0) == (name not in (NATIVE, "mine"))
     # The goal of this scheme skips positions.
-    assert found["rope"].recipe.distillation == found["fire"].recipe.distillation
-    assert found["fire"].recipe.conversion == Recipe.parse("swap", ["scheme=fire"]).conversion
-    assert found[NATIVE].recipe.conversion.scheme is None
+    assert found["rope"].distillation == found["fire"].distillation
+    assert found["fire"].conversion == Recipe.parse("swap", ["scheme=fire"]).conversion
+    assert found[NATIVE].conversion.scheme is None
     teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
-    assert settings(list(found.values())) == {
+    assert differences(found) == {
         NATIVE: "no scheme, no teacher",
         "fire": f"conversion.options={{'threshold': 64.0}}, conversion.fit=native, {teacher}",
         "cope": f"conversion.native=keep, {teacher}",
@@ -76,25 +72,19 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         "mine": "training.skip_to=512",
     }
     # Shorter windows are measured where the last tokens of a text have room.
-    short = entered("training.length=32")[NATIVE].recipe
+    short = entered("training.length=32")[NATIVE]
     assert (short.training.length, short.evaluation.contexts, short.evaluation.windows) == (32, [64], 2)
-    skipping = entered("training.skip_to=4096", schemes=("fire", "alibi"))
-    assert {each.recipe.training.skip_to for each in skipping.values()} == {4096}
-
-
-def test_all_are_trained_on_the_same_text_in_the_same_batches(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
     mine.write_text(
         "model: tiny-llama\nconversion: {scheme: fire}\ndata: {source: docs.jsonl}\ntraining: {batch_size: 16}\n"
     )
-    with pytest.raises(
-        RecipeError, match=r"mine has data.source='docs.jsonl', and native 'builtin'.*data.source=docs.jsonl"
+    changes = ("data.source=docs.jsonl", "training.batch_size=16")
+    for given, said in (
+        ((), r"mine has data.source='docs.jsonl', and native 'builtin'.*data.source=docs.jsonl"),
+        (changes[:1], r"mine has training.batch_size=16, and native 8"),
     ):
-        entered(schemes=(str(mine), "rope"))
-    with pytest.raises(RecipeError, match=r"mine has training.batch_size=16, and native 8"):
-        entered("data.source=docs.jsonl", schemes=(str(mine), "rope"))
-    found = entered("data.source=docs.jsonl", "training.batch_size=16", schemes=(str(mine), "rope"))
-    assert {each.recipe.training.batch_size for each in found.values()} == {16}
+        with pytest.raises(RecipeError, match=said):
+            entered(*given, schemes=(str(mine), "rope"))
+    assert {each.training.batch_size for each in entered(*changes, schemes=(str(mine), "rope")).values()} == {16}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
@@ -212,8 +202,8 @@ def test_recommendations(others: list[Any], chosen: tuple[str, ...], said: list[
     assert ("it reads longer texts" in text) == (found[given.far or NATIVE].growth(1024, 128).high <= 1.1)
 
 
-def test_nothing_is_said_of_models_that_are_not_there() -> None:
-    """Schemes may have failed, or may be unable to read a text."""
+def test_what_is_said_of_other_comparisons() -> None:
+    """Schemes may have failed, or be unable to read a text; a training may be short, and a model masked."""
     native, a = findings(NATIVE, 2.0, math.nan), findings("a", 2.0, 3.0)
     (alone,) = judge({NATIVE: native}, 128, 1024).sentences
     assert "none was trained to its end" in alone
@@ -221,22 +211,16 @@ def test_nothing_is_said_of_models_that_are_not_there() -> None:
     assert "At 1,024 tokens a has the lowest perplexity. The perplexity of a" in text
     assert "With 1 comparison to" in text
 
-
-def test_a_short_training_makes_a_provisional_headline() -> None:
     found = {NATIVE: findings(NATIVE, 2.0, 4.0), "a": findings("a", 1.8, 2.0)}
     long, short = (judge(found, 128, 1024, is_short=is_short) for is_short in (False, True))
     assert long.headline.startswith("Take a: ")
     assert short.headline == f"Provisional, after a short training: t{long.headline[1:]}"
     assert short.reasons[1:] == long.reasons
 
-
-def test_a_masked_language_model_has_a_pseudo_perplexity() -> None:
-    def masked(one: Findings) -> Findings:
-        (grid,) = one.report["perplexity"].models[one.name]
-        grid = dataclasses.replace(grid, quantity=MASKED_PERPLEXITY)
-        return dataclasses.replace(one, report=Report((Section("perplexity", "", "", {one.name: (grid,)}),)))
-
-    found = {each.name: masked(each) for each in (findings(NATIVE, 2.0, 4.0), findings("a", 2.1, 2.5))}
+    for name, each in found.items():
+        (grid,) = each.report["perplexity"].models[name]
+        masked = Section("perplexity", "", "", {name: (dataclasses.replace(grid, quantity=MASKED_PERPLEXITY),)})
+        found[name] = dataclasses.replace(each, report=Report((masked,)))
     words = " ".join(judge(found, 128, 1024).sentences)
     assert "has the lowest pseudo-perplexity" in words
     assert re.findall(r"(?<!pseudo-)perplexity", words) == []
@@ -254,15 +238,6 @@ def test_steps_are_told_apart_by_the_interval_of_their_difference() -> None:
     alone = {"a": Cost((1.0,), 1.2, 0, 0), "b": Cost((1.1,), 1.0, 0, 0), "c": Cost((1.0,), 1.0, 0, 0)}
     assert verdict.cheapest(alone) == "c"
     assert verdict.cheapest({"a": alone["a"], "b": alone["b"]}) == "a"
-
-
-def test_findings_survive_their_file(tmp_path: Path) -> None:
-    found = findings("a", 2.0, math.nan)
-    save(found, tmp_path / "a.json")
-    again = load(Findings, tmp_path / "a.json", "")
-    assert again.perplexity.values(128).equal(found.perplexity.values(128))
-    assert not again.perplexity.reads(1024)
-    assert (again.cost, again.perplexity.points) == (found.cost, found.perplexity.points)
 
 
 # -- cost ----------------------------------------------------------------------------------------------------
@@ -290,12 +265,9 @@ def test_steps_are_timed_in_turns_and_leave_the_weights(monkeypatch: pytest.Monk
     assert bool((slow.weight == 1).all())
 
 
-def test_memory_is_what_the_backward_pass_needs() -> None:
+def test_memory_is_what_the_backward_pass_needs_and_is_let_go() -> None:
     # The input of the product (its weight is there anyway), and the result of exp.
     assert examining.kept_bytes(Waits(0.0, [0.0]), {"x": torch.rand(10, requires_grad=True)}) == 80
-
-
-def test_what_was_counted_is_let_go() -> None:
     results = []
 
     class Keeps(nn.Module):
@@ -316,22 +288,6 @@ def test_what_was_counted_is_let_go() -> None:
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
-
-
-class _Page(HTMLParser):
-    """Collects the pictures of a page, and everything that it would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pictures: list[bytes] = []
-        self.others: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for key, value in attrs:
-            if tag == "img" and key == "src" and value and value.startswith("data:image/png;base64,"):
-                self.pictures.append(base64.b64decode(value.partition(",")[2]))
-            elif key in ("src", "href") or tag in ("script", "link"):
-                self.others.append(f"{tag} {key}={value}")
 
 
 @pytest.mark.grid  # trains several models
@@ -373,20 +329,13 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     record = json.loads((out / "runs" / "alibi" / "run.json").read_text(encoding="utf-8"))
     assert record["command"] == f"hf-posenc train {out / 'runs' / 'alibi' / 'recipe.yaml'} --out FOLDER"
 
-    page, shown = _Page(), (out / "report.html").read_text(encoding="utf-8")
-    page.feed(shown)
-    assert not page.others
-    # Of each measure.
-    assert len(page.pictures) == 2
-    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
-    for part in (
-        "Perplexity by context length",
-        "Cost, length and start",
-        "Failed",
-        "Copying a random sequence",
-        ORIGINAL,
-    ):
-        assert part in shown
+    shown = (out / "report.html").read_text(encoding="utf-8")
+    # Of each measure; and nothing else would be loaded.
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', shown)
+    assert [base64.b64decode(picture)[:4] for picture in pictures] == [b"\x89PNG"] * 2
+    assert len(re.findall(r"(?:src|href)=|<script|<link", shown)) == 2
+    headings = ("Perplexity by context length", "Cost, length and start", "Failed", "Copying a random sequence")
+    assert all(part in shown for part in (*headings, ORIGINAL))
     written = (out / "report.md").read_text(encoding="utf-8")
     native, alibi = (load(Findings, out / "runs" / name / "results.json", "") for name in (NATIVE, "alibi"))
     assert re.search(rf"^\| alibi +\|.* {re.escape(RATIO.write(alibi.ratio(128, native)))} ", written, re.M)
@@ -442,7 +391,6 @@ def test_a_wide_table_has_parts_that_fit() -> None:
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    assert issubclass(OutputError, hf_posenc.PosencError)
     refused = CliRunner().invoke(cli.app, ["compare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
     assert refused.exit_code == 1
     assert "no directory" in refused.output

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from models import arguments, stock, windows
+from peft import get_peft_model
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
@@ -86,24 +87,13 @@ def test_header() -> None:
     ("name", "keys", "said"),
     [
         ("training", [], "training: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
-        (
-            "training",
-            ["adapter.kind=scheme", "conversion.native=keep"],
-            "training: 5 steps x 1 window, rate 0.2 (scheme)",
-        ),
+        ("training", ["adapter=scheme", "native=keep"], "training: 5 steps x 1 window, rate 0.2 (scheme)"),
         ("transfer", ["transfer.steps=5"], "attention transfer: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
-        (
-            "transfer",
-            ["transfer.steps=5", "projections=false"],
-            "attention transfer: 5 steps x 1 window, rate 0.2 (scheme)",
-        ),
     ],
 )
 def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], said: str) -> None:
-    recipe = Recipe.read(
-        "swap", ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2", *keys]
-    )
-    assert Stage(name, recipe, 0).words(has_new=True) == said
+    settings = ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2"]
+    assert Stage(name, Recipe.read("swap", [*settings, *keys]), 0).words(has_new=True) == said
 
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:
@@ -180,16 +170,11 @@ def test_fate_and_start(conversion: dict[str, Any], fate: str, start: str) -> No
 
 
 def test_a_near_start_says_how_near() -> None:
-    model = stock("llama")
+    given, model = recipe({"scheme": "fox", "native": "keep"}), stock("llama")
     planned = hf_posenc.plan(model, "fox", native="keep")
-    found = Facts.of(
-        hf_posenc.patch(model, "fox", native="keep"),
-        recipe({"scheme": "fox", "native": "keep"}),
-        planned,
-        trained_length=128,
-        data_tokens=None,
-    )
     assert planned.start_tolerance
+    patched = hf_posenc.patch(model, "fox", native="keep")
+    found = Facts.of(patched, given, planned, trained_length=128, data_tokens=None)
     assert found.start == f"near with native kept (logits of attention within {planned.start_tolerance:g})"
 
 
@@ -197,16 +182,10 @@ def test_teacher_and_adapter_in_words() -> None:
     found = facts_of(recipe(distillation=Distillation(share=0.5, hidden=2.0, until=0.3)))
     assert found.teacher == ("the original (loss weight 0.5, hidden-state weight 2, fading to zero by 30% of training)")
     assert facts_of(recipe(adapter=Adapter(kind="lora", rank=4))).trained == "LoRA of rank 4 and the scheme's weights"
-    assert facts_of(recipe(adapter=Adapter(kind="scheme"))).trained == "the scheme's weights alone"
-
-
-def test_facts_under_an_adapter() -> None:
-    from peft import get_peft_model
-
-    model = hf_posenc.patch(stock("llama"), "fire")
-    under = get_peft_model(model, hf_posenc.PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM"))
+    config = hf_posenc.PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM")
+    under = get_peft_model(hf_posenc.patch(stock("llama"), "fire"), config)
     found = facts_of(recipe(adapter=Adapter(kind="scheme")), under)
-    assert found.architecture == "llama"
+    assert (found.trained, found.architecture) == ("the scheme's weights alone", "llama")
     assert 0 < found.trained_parameters == found.new_parameters < found.parameters
 
 
@@ -262,11 +241,9 @@ def test_few_lines_and_none_without_a_console(capsys: pytest.CaptureFixture[str]
     estimate, last = out.getvalue().splitlines()
     assert re.fullmatch("step 3/6, .* left", estimate)  # which does not wait an hour
     assert last.startswith("step 6/6")
-    capsys.readouterr()
     silent = Progress(None, TOKENS, interval=0)
     played(silent)
     assert capsys.readouterr().out == ""
-    assert silent.pace is not None
     assert silent.pace.steps == 5  # the first is not timed
     assert silent.pace.tokens == pytest.approx(TOKENS / silent.pace.seconds)
 
@@ -285,18 +262,18 @@ def test_the_perplexity_is_that_of_text() -> None:
     assert "loss 1.000, perplexity 7.389" in third
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_bar_in_a_terminal_that_is_in_order_afterwards(fails: bool) -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=90, force_terminal=True, legacy_windows=False, color_system=None)
-    with contextlib.suppress(RuntimeError), Progress(console, TOKENS) as progress:
-        played(progress, until=3 if fails else None)
-        if fails:
-            raise RuntimeError("stop")
-    assert "\x1b[?25l" in out.getvalue()
-    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert fails or re.search(r"step 6/6 ━+ loss 1\.000, perplexity", plain)
+def test_a_bar_in_a_terminal_that_is_in_order_afterwards() -> None:
+    for fails in (False, True):
+        out = io.StringIO()
+        console = Console(file=out, width=90, force_terminal=True, legacy_windows=False, color_system=None)
+        with contextlib.suppress(RuntimeError), Progress(console, TOKENS) as progress:
+            played(progress, until=3 if fails else None)
+            if fails:
+                raise RuntimeError("stop")
+        assert "\x1b[?25l" in out.getvalue()
+        assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+        assert fails or re.search(r"step 6/6 ━+ loss 1\.000, perplexity", plain)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

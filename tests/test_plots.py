@@ -29,8 +29,10 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli import app
-from hf_posenc.cli import evaluate as plotting
-from hf_posenc.recipes.plots import figures, kinds, style
+from hf_posenc.cli import evaluate as commands
+from hf_posenc.recipes.evaluation.request import MEASURES
+from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.plots import curves, figures, kinds, style
 from hf_posenc.structures import Numbers, Picture
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
@@ -156,31 +158,22 @@ def test_every_scheme_has_pictures(name: str) -> None:
     assert all(axes.get_ylabel() for axes in page.axes if axes.get_label() == "<colorbar>")
 
 
-def test_kinds_are_named_on_the_command_line() -> None:
-    option = str(inspect.signature(plotting.plot).parameters["what"].annotation)
-    assert all(name in option for name in kinds())
+def test_kinds_and_measures_are_named_on_the_command_line() -> None:
+    for command, names in ((commands.plot, kinds()), (commands.evaluate, MEASURES)):
+        options = str(inspect.signature(command).parameters)
+        assert all(name in options for name in names)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_kerple_is_its_formula() -> None:
-    model = llama("kerple")
-    (axes,) = only(model, "bias", queries=[50])
-    scheme = model.hf_posenc_shared.get_submodule("0")
-    n = torch.arange(51)
-    p, a = (parameter.detach().clamp_min(0.01)[:, None] for parameter in (scheme.bias_p, scheme.bias_a))
-    np.testing.assert_allclose(heights(axes), -(p * torch.log1p(a * n)).double(), rtol=1e-5, atol=1e-6)
-    assert list(lines(axes)) == ["0", "1", "2", "3"]
-    np.testing.assert_array_equal(lines(axes)["0"][0], n)
-    assert axes.get_xlabel() == "distance to the key (tokens)"
-    assert axes.get_title(loc="left") == "layers 0, 1, query at 50"
-
-
-def test_far_distances_are_on_a_log_scale_and_titles_name_the_run() -> None:
+def test_distances_go_on_a_log_scale_where_they_are_far_and_titles_name_the_run() -> None:
     for query, scale in ((200, "linear"), (2000, "symlog")):
         (figure,) = draw(llama("alibi"), "bias", queries=[query], name="my-run").values()
-        assert panels(figure)[0].get_xscale() == scale
+        (axes,) = panels(figure)
+        assert axes.get_xscale() == scale
+        assert axes.get_xlabel() == "distance to the key (tokens)"
+        assert axes.get_title(loc="left") == f"layers 0, 1, query at {query}"
         assert figure.get_suptitle().startswith("my-run: alibi, decoder")
     (page,) = draw(llama("alibi", layers=1), "overview", name="my-run").values()
     assert page.get_suptitle().startswith("my-run: Llama")
@@ -231,14 +224,6 @@ def test_rope_decay_is_the_mean_over_all_pairs() -> None:
         np.testing.assert_allclose(heights(axes), below_largest(torch.stack(want, -1)), atol=1e-5)
 
 
-def test_shaw_is_the_mean_query_on_its_table() -> None:
-    model = llama("shaw", layers=1, max_distance=3)
-    (axes,) = only(model, "decay", queries=[8])
-    scheme, (_, q, _) = scheme_of(model), operands(model, 0)
-    rows = scheme.rel_k[3 - torch.arange(9).clamp_max(3)].double()
-    np.testing.assert_allclose(heights(axes), below_largest(scheme.geometry.scale * q[0].mean(1) @ rows.T), atol=1e-6)
-
-
 def test_patches_of_an_image_are_drawn_on_their_grid() -> None:
     offset = np.arange(5) - 2
     far = np.hypot(offset[:, None], offset[None])
@@ -247,9 +232,7 @@ def test_patches_of_an_image_are_drawn_on_their_grid() -> None:
         np.testing.assert_allclose(image(axes), -slope * far, rtol=1e-6, atol=1e-9)
         assert axes.images[0].get_extent() == [-2.5, 2.5, 2.5, -2.5]
         assert axes.get_title(loc="left")
-
-
-def test_a_rotation_adds_nothing_where_the_query_stands() -> None:
+    # A rotation adds nothing where the query stands.
     for axes in panels(figures(vit("rope2d"), what="decay")["decay-encoder-rope2d"]):
         assert np.abs(image(axes)).max() > 1e-4
         assert image(axes)[2, 2] == pytest.approx(0, abs=1e-12)
@@ -314,15 +297,12 @@ def test_gates_and_what_they_leave() -> None:
 
 def test_positions_are_counted_as_cope_counts() -> None:
     model = llama("cope", layers=1, npos=4)
-    drawn = only(model, "positions")
     scale, (_, q, k) = scheme_of(model).geometry.scale, operands(model, 0)
-    gates = (scale * q @ k.repeat_interleave(2, dim=1).mT)[0].sigmoid()
-    for head, axes in enumerate(drawn):
-        shown = image(axes)
-        for query in range(TOKENS):
-            for key in range(TOKENS):
-                want = min(float(gates[head, query, key : query + 1].sum()), 3) if key <= query else math.nan
-                assert shown[query, key] == pytest.approx(want, rel=1e-5, nan_ok=True)
+    gates = (scale * q @ k.repeat_interleave(2, dim=1).mT)[0].sigmoid().tril()
+    counts = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(3)
+    ahead = torch.ones(TOKENS, TOKENS).triu(1).bool()
+    shown = np.stack([image(axes) for axes in only(model, "positions")])
+    np.testing.assert_allclose(shown, counts.masked_fill(ahead, math.nan).detach(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -376,17 +356,15 @@ def test_tokens_are_written_along_the_axes() -> None:
     assert [label.replace("\N{OPEN BOX}", "\u0120") for label in labels[:6]] == [
         piece.replace("\u2581", "\u0120") for piece in pieces[:6]
     ]
-    figure.savefig(io.BytesIO())  # would fail on a formula
     style.token_ticks(axes, ["$a_$"], x=True)
     figure.savefig(io.BytesIO())
 
 
 def test_what_cannot_be_drawn_is_said() -> None:
     model = llama("kerple")
-    with pytest.raises(hf_posenc.OptionError, match="no kind of picture 'bais'"):
-        draw(model, "bais")
-    with pytest.raises(hf_posenc.OptionError, match="no picture 'gates' of kerple"):
-        draw(model, "bias", "gates")
+    for kinds_asked, words in ((["bais"], "'bais' of kerple"), (["bias", "gates"], "'gates' of kerple"), ([], "bias")):
+        with pytest.raises(hf_posenc.OptionError, match=f"no picture .*{words}"):
+            draw(model, *kinds_asked)
     for query in (0, -3, 1.5, 2**30 + 1):
         with pytest.raises(hf_posenc.OptionError, match="positions of queries"):
             draw(model, "bias", queries=[query])
@@ -398,6 +376,45 @@ def test_what_cannot_be_drawn_is_said() -> None:
             draw(model, "attention", inputs={"input_ids": ids.long()})
     with pytest.raises(hf_posenc.ArchitectureError):
         draw(torch.nn.Linear(2, 2), "bias")
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_of_many_models_can_be_read() -> None:
+    names = [f"a-model-with-a-long-name-{number}" for number in range(16)]
+    line = [(point, Interval(2.0, 1.9, 2.1)) for point in (64, 128)]
+    panel = curves.Panel(lines=dict.fromkeys(names, line), mark=(128, "trained on 128 tokens"))
+    figure = curves.lines_figure("Lines", [panel])
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert [text.get_text() for text in legend.get_texts()][-2:] == [names[-1], "trained on 128 tokens"]
+    lines = [one.lines[0] for one in axes.containers]
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
+    # All of a place next to each other, and inside.
+    ends = [line.get_window_extent() for line in lines]
+    assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
+    assert max(end.x1 for end in ends) < axes.get_window_extent().x1
+
+
+@pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
+def test_logarithmic_axes_have_a_few_ticks(low: float, high: float) -> None:
+    line = [(point, Interval(value, value, value)) for point, value in ((64, low), (128, high))]
+    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"native": line})]).axes
+    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    assert 3 <= len(ticks) <= 10
+
+
+def test_a_picture_of_one_point_and_no_log() -> None:
+    one = Interval(3.0, math.nan, math.nan)
+    panel = curves.Panel(lines={"native": [(64, one)]}, mark=curves.trained_mark(64))
+    course = curves.Panel(lines={"native": [(0, one), (100, one), (200, one)]}, level=(9.0, "the control"))
+    figure = curves.lines_figure("one", [panel, course])
+    figure.draw_without_rendering()
+    # A level is in sight.
+    assert figure.axes[1].get_ylim()[1] > 9
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ from test_display import FACTS, facts_with
 
 import hf_posenc
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
-from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots import curves
 from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
@@ -62,8 +60,9 @@ def rows_under(text: str, heading: str) -> dict[str, list[str]]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_table(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(measured(), FACTS, log=LOG, pace=PACE))
+def test_table_and_page(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, command="hf-posenc train swap 'data=<here>'", stages=("one", "two"))
+    report.write(tmp_path, Results(measured(), facts, log=LOG, pace=PACE))
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert text.startswith("# tiny-llama with fire: perplexity on held-out text\n")
     perplexity = rows_under(text, "Perplexity per token")
@@ -85,44 +84,31 @@ def test_table(tmp_path: Path) -> None:
     assert "by optimizer step" not in text
     assert (tmp_path / report.PICTURE).read_bytes().startswith(PNG)
     assert sorted(path.name for path in tmp_path.iterdir()) == [report.PICTURE, report.PAGE, report.TABLE]
-
-
-def test_the_page_has_the_table_the_picture_and_how_it_was_made(tmp_path: Path) -> None:
-    facts = dataclasses.replace(FACTS, command="hf-posenc train swap 'data=<here>'", stages=("one", "two"))
-    report.write(tmp_path, Results(measured(), facts, log=LOG, pace=PACE))
-    text = (tmp_path / report.PAGE).read_text(encoding="utf-8")
-    assert '4 <span class="interval">[0, 2,574]</span>' in text
-    assert base64.b64encode((tmp_path / report.PICTURE).read_bytes()).decode() in text
+    page = (tmp_path / report.PAGE).read_text(encoding="utf-8")
+    assert '4 <span class="interval">[0, 2,574]</span>' in page
+    assert base64.b64encode((tmp_path / report.PICTURE).read_bytes()).decode() in page
     for made in ("command: hf-posenc train swap &#39;data=&lt;here&gt;&#39;", "stage: one", "stage: two", "versions: "):
-        assert f"<li>{made}" in text
+        assert f"<li>{made}" in page
 
 
-def test_table_of_the_course(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(measured(course=True), FACTS))
-    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
-    assert list(rows_under(text, "Perplexity by optimizer step"))[2:] == ["0", "100", "200"]
-    assert "Speed: not measured" in text
-    assert "logged" not in text
+def test_tables_of_other_runs(tmp_path: Path) -> None:
+    def written(measurements: Measurements, facts: Any = FACTS, log: Any = LOG) -> str:
+        report.write(tmp_path, Results(measurements, facts, log=log))
+        return (tmp_path / report.TABLE).read_text(encoding="utf-8")
 
-
-def test_table_of_a_control(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(measured(), facts_with(conversion={"scheme": None}), log=LOG))
-    text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
-    assert text.startswith("# tiny-llama trained as it is: ")
-    assert list(rows_under(text, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
-
-
-def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
-    report.write(tmp_path, Results(Measurements(), FACTS, log=LOG))
-    assert "Nothing was measured." in (tmp_path / report.TABLE).read_text(encoding="utf-8")
+    nothing = written(Measurements())
+    assert "Nothing was measured." in nothing
     assert not (tmp_path / report.PICTURE).exists()
-
-
-def test_a_model_that_diverged_has_a_report(tmp_path: Path) -> None:
-    measurements = measured()
-    measurements.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
-    report.write(tmp_path, Results(measurements, FACTS, log=[{"step": 1, "loss": math.nan}]))
-    cells = rows_under((tmp_path / report.TABLE).read_text(encoding="utf-8"), "Perplexity per token")
+    course = written(measured(course=True), log=())
+    assert list(rows_under(course, "Perplexity by optimizer step"))[2:] == ["0", "100", "200"]
+    assert "Speed: not measured" in course
+    assert "logged" not in course
+    control = written(measured(), facts_with(conversion={"scheme": None}))
+    assert control.startswith("# tiny-llama trained as it is: ")
+    assert list(rows_under(control, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
+    diverged = measured()
+    diverged.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
+    cells = rows_under(written(diverged, log=[{"step": 1, "loss": math.nan}]), "Perplexity per token")
     assert cells["fire, after 200 steps"][:2] == ["inf", "inf"]
 
 
@@ -146,24 +132,6 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
     assert losses.mark == course.mark == (None if native == "remove" else (100, "the native encoding is gone"))
 
 
-@pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
-def test_logarithmic_axes_have_a_few_ticks(low: float, high: float) -> None:
-    line = [(point, Interval(value, value, value)) for point, value in ((64, low), (128, high))]
-    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"native": line})]).axes
-    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
-    assert 3 <= len(ticks) <= 10
-
-
-def test_a_picture_of_one_point_and_no_log() -> None:
-    one = Interval(3.0, math.nan, math.nan)
-    panel = curves.Panel(lines={"native": [(64, one)]}, mark=curves.trained_mark(64))
-    course = curves.Panel(lines={"native": [(0, one), (100, one), (200, one)]}, level=(9.0, "the control"))
-    figure = curves.lines_figure("one", [panel, course])
-    figure.draw_without_rendering()
-    # A level is in sight.
-    assert figure.axes[1].get_ylim()[1] > 9
-
-
 # -- the model card ----------------------------------------------------------------------------------------------------
 
 
@@ -175,23 +143,15 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     facts = facts_with(data={"source": "roneneldan/TinyStories"}, model="meta/some-llama")
     text = report.model_card(Results(measured(), facts, LOG, PACE), readme.read_text(encoding="utf-8"))
     card = ModelCard(text)
-    assert card.data.library_name == "transformers"
-    assert card.data.base_model == "meta/some-llama"
-    assert card.data.datasets == ["roneneldan/TinyStories"]
-    assert card.data.tags == ["hf_posenc", "fire"]
-    assert card.data.license is None
-    assert card.data.pipeline_tag == "text-generation"
-    assert card.data.metrics == ["perplexity"]
+    data = card.data
+    assert (data.library_name, data.base_model, data.license) == ("transformers", "meta/some-llama", None)
+    assert (data.datasets, data.tags) == (["roneneldan/TinyStories"], ["hf_posenc", "fire"])
+    assert (data.pipeline_tag, data.metrics) == ("text-generation", ["perplexity"])
     shown = [(each.dataset_type, each.metric_name, each.metric_value) for each in card.data.eval_results]
     assert shown[1] == ("roneneldan/TinyStories", "perplexity at 128 tokens", pytest.approx(math.exp(1.7), abs=1e-4))
     assert len(shown) == 3
-    headings = [line for line in card.text.splitlines() if line.startswith("#")]
-    assert headings == [
-        "# meta/some-llama with fire",
-        "## Positional encoding",
-        "## Results",
-        "## How it was made",
-    ]
+    headings = [line.strip("# ") for line in card.text.splitlines() if line.startswith("#")]
+    assert headings == ["meta/some-llama with fire", "Positional encoding", "Results", "How it was made"]
     assert "`fire` instead of its rotary encoding (RoPE)" in text
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
     assert "Distilled from the original (loss weight 0.5)." in text

@@ -53,19 +53,15 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
         assert "At 1,024 tokens its perplexity is 13.534 % [13.534, 13.534] of that one's, and" in str(verdict)
 
 
-def test_what_was_not_measured_is_said() -> None:
-    found = measured(2.0, 2.0)
+def test_what_was_not_measured_and_what_is_worse_at_a_shorter_length_is_said() -> None:
+    found, far = measured(2.0, 2.0), dataclasses.replace(FACTS, trained_length=1024)
     assert "was measured beyond" not in str(judge(found, facts_with(training={"skip_to": 1024})))
     for facts in (facts_with(training={"skip_to": 4096}), dataclasses.replace(FACTS, trained_length=4096)):
         said = "nothing was measured beyond 1,024 (evaluation.contexts=[4096] does)."
         assert said in str(judge(found, facts))
-
-
-def test_worse_at_a_shorter_length_is_said() -> None:
-    """A config may state a longer text than a model can read."""
+    # A config may state a longer text than a model can read.
     found = measured(2.0, 2.3)
-    facts = dataclasses.replace(FACTS, trained_length=1024)
-    assert "But at 128 tokens its perplexity is 134.99 % [134.87, 135.11] of that one" in str(judge(found, facts))
+    assert "But at 128 tokens its perplexity is 134.99 % [134.87, 135.11] of that one" in str(judge(found, far))
     assert "But at" not in str(judge(found, FACTS))
 
 
@@ -87,23 +83,24 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
 
 
 def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
-    recipe = Recipe.read("swap", ["scheme=fire"])
-    control = Recipe.read("control")
-    other = dataclasses.replace(control, training=dataclasses.replace(control.training, steps=7))
-    slow = dataclasses.replace(control, training=dataclasses.replace(control.training, learning_rate=1e-9))
-    lora = dataclasses.replace(control, adapter=dataclasses.replace(control.adapter, kind="lora"))
-    yarn = dataclasses.replace(control, conversion=dataclasses.replace(control.conversion, rope={"rope_type": "yarn"}))
-    for name, each in (
-        ("a-shorter", other), ("b-yarn", yarn), ("c-slow", slow), ("d-lora", lora), ("fire", recipe),
-        ("z-control", control),
-    ):  # fmt: skip
+    recipe, control = Recipe.read("swap", ["scheme=fire"]), Recipe.read("control")
+    training, adapter, conversion = control.training, control.adapter, control.conversion
+    recipes = {
+        "a-shorter": dataclasses.replace(control, training=dataclasses.replace(training, steps=7)),
+        "b-yarn": dataclasses.replace(control, conversion=dataclasses.replace(conversion, rope={"rope_type": "yarn"})),
+        "c-slow": dataclasses.replace(control, training=dataclasses.replace(training, learning_rate=1e-9)),
+        "d-lora": dataclasses.replace(control, adapter=dataclasses.replace(adapter, kind="lora")),
+        "fire": recipe,
+        "z-control": control,
+    }
+    for name, each in recipes.items():
         (tmp_path / name / directory.MODEL).mkdir(parents=True)
         (tmp_path / name / directory.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / directory.MEASUREMENTS)
         written.record(NATIVE, measured(len(name), 2.0).at(NATIVE))
     found = verdict.control_of(tmp_path / "fire", recipe, "it")
     assert torch.equal(found.at(NATIVE).samples, measured(len("z-control"), 2.0).at(NATIVE).samples)
-    assert verdict.control_of(tmp_path / "b-yarn", yarn, "it") is not None
+    assert verdict.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
     assert verdict.control_of(tmp_path / "z-control", control, "it") is None
     record = tmp_path / "z-control" / directory.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")

@@ -202,7 +202,7 @@ def plot(
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
     from hf_posenc.patches import adapters
-    from hf_posenc.recipes.evaluation.subjects import Subject, model_in
+    from hf_posenc.recipes.evaluation.request import Subject, model_in
     from hf_posenc.recipes.loading import load_config
 
     source = model_in(directory)

@@ -3,13 +3,13 @@
     found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
     print(*found.verdict.sentences, sep="\n")
 
-`contestants` makes the recipes, `examiner` measures each model, `verdict` draws conclusions, `report` writes them down,
-and `run` does all of it.
+`findings` measures each model, `verdict` draws conclusions, and `run` makes the recipes, does all of it and writes the
+report.
 """
 
 from __future__ import annotations
 
-from hf_posenc.recipes.comparison.examiner import Findings
+from hf_posenc.recipes.comparison.findings import Findings
 from hf_posenc.recipes.comparison.run import Comparison, compare
 from hf_posenc.recipes.comparison.verdict import Verdict
 

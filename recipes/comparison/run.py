@@ -1,13 +1,14 @@
-"""`compare`: adapt, examine, judge and report; finished steps are reused."""
+"""`compare`: adapt the native model and each scheme, examine, judge and report; finished steps are reused."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,36 @@ from filelock import FileLock
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.errors import OptionError, StorageError
-from hf_posenc.patches.directories import OutputError, reading, write_text
-from hf_posenc.recipes.comparison import contestants as contesting
-from hf_posenc.recipes.comparison import report
-from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant, contestants
-from hf_posenc.recipes.comparison.examiner import Examiner, Findings
+from hf_posenc import registry
+from hf_posenc.errors import OptionError, RecipeError, StorageError
+from hf_posenc.patches.directories import OutputError, published, reading, write_text
+from hf_posenc.recipes import library
+from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
+from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.reports import versions
+from hf_posenc.recipes.reports import Cell, Table, counted, render, versions
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.directory import MODEL, RECIPE, take
 from hf_posenc.recipes.runs.files import check_writable
+from hf_posenc.recipes.schema import fields, suitability
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 REQUEST, RUNS = "comparison.json", "runs"
+# Keys that overrides must not change, with the reasons.
+_SETTLED = {
+    "model": "it is the model that is compared",
+    "conversion": "it is what is compared; give a recipe of your own (a .yaml file) among the schemes",
+    "training.steps": "the budget says it",
+    "evaluation": "all are measured alike",
+}
+HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
+# Upper limits of good and fair cells, as multiples of the native model or of the value at the trained length.
+_GOOD, _FAIR = 1.05, 1.5
+# Multiples of the trained length on the report card.
+_TIMES = (4, 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,18 +111,16 @@ def compare(
     }
     _check_folder(folder, asked)
     native, tokenizer = load(model)
+    config, parameters = native.config, native.num_parameters()
+    del native
     if measures is None:
-        measures = ("induction",) if auto_class(native.config) is AutoModelForCausalLM else ()
-    entered = contestants(
-        model, native.config, folder / RUNS, schemes=schemes, budget=budget, overrides=overrides, samples=samples
-    )
-    control = entered[0].recipe
+        measures = ("induction",) if auto_class(config) is AutoModelForCausalLM else ()
+    recipes = contestants(model, config, schemes=schemes, budget=budget, overrides=overrides, samples=samples)
+    control = recipes[NATIVE]
     length = control.training.length
     assert length is not None
-    data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=native.config)
-    examiner = Examiner(entered[0], native.config, tokenizer, data, measures=measures, samples=samples, console=console)
-    parameters = native.num_parameters()
-    del native
+    data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=config)
+    examiner = Examiner(control, config, tokenizer, data, measures=measures, samples=samples, console=console)
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         write_text(folder / REQUEST, json.dumps(asked, indent=1) + "\n")
@@ -115,32 +128,33 @@ def compare(
     # Of two at once, each would report as failed what the other trains.
     take(lock, folder)
     try:
-        found, failed = _complete(entered, examiner, folder, console)
+        original = examiner.examine(ORIGINAL, control, folder / "untrained")
+        found, failed = _complete(recipes, examiner, folder, console)
     finally:
         lock.release()
-    settings = {
+    tokens = control.training.batch_size * length
+    verdict = judge(found, examiner.trained, max(examiner.contexts), is_short=budget * tokens < SHORT * parameters)
+    made = {
         "model": model,
         "budget": budget,
-        "tokens per step": control.training.batch_size * length,
+        "tokens per step": tokens,
         "text": control.data.source,
         "changes to all recipes": ", ".join(overrides) or "none",
         "windows": samples,
-        "differences": contesting.settings(entered),
         "command": command or "hf_posenc.recipes.comparison.compare",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
-    judged = {name: each for name, each in found.items() if name != ORIGINAL}
-    is_short = budget * control.training.batch_size * length < SHORT * parameters
-    verdict = judge(judged, examiner.trained, max(examiner.contexts), is_short=is_short)
-    report.write(
+    _write(
         folder,
-        found,
-        verdict if len(judged) > 1 else None,
-        failed,
-        trained=examiner.trained,
-        settings=settings,
+        {**found, ORIGINAL: original},
+        title=f"Positional encodings for {model}",
+        training=f"{counted(budget, 'step')} of {tokens:,} tokens",
+        verdict=verdict if len(found) > 1 else None,
+        failed=_points(failed),
+        costs=_costs(found, examiner.trained, verdict.recommended, differences(recipes)),
+        made=_points(made),
     )
-    return Comparison(folder, found, failed, verdict)
+    return Comparison(folder, {ORIGINAL: original, **found}, failed, verdict)
 
 
 def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
@@ -151,9 +165,9 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
         with reading(what, advice=" Restore it, or choose another folder."):
             there = dict(json.loads(path.read_text(encoding="utf-8")))
         changed = (key for key, value in asked.items() if there.get(key) != value)
-        differences = [f"{key} is {there.get(key)!r} there and {asked[key]!r} here" for key in changed]
-        if differences:
-            raise OptionError(f"{folder} holds another comparison: {'; '.join(differences)}. Choose another folder.")
+        differing = [f"{key} is {there.get(key)!r} there and {asked[key]!r} here" for key in changed]
+        if differing:
+            raise OptionError(f"{folder} holds another comparison: {'; '.join(differing)}. Choose another folder.")
         return
     if not folder.absolute().parent.is_dir():
         raise OutputError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
@@ -163,31 +177,191 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
 
 
 def _complete(
-    entered: Sequence[Contestant], examiner: Examiner, folder: Path, console: Console | None
+    recipes: Mapping[str, Recipe], examiner: Examiner, folder: Path, console: Console | None
 ) -> tuple[dict[str, Findings], dict[str, str]]:
     """Train and examine all models. A scheme may fail; the native model, the reference, must not."""
-    found: dict[str, Findings] = {ORIGINAL: examiner.untrained(folder / "untrained")}
+    found: dict[str, Findings] = {}
     failed: dict[str, str] = {}
     began, done = time.monotonic(), 0
-    for number, each in enumerate(entered):
+    for number, (name, recipe) in enumerate(recipes.items()):
+        place = folder / RUNS / name
         if console is not None:
-            left = (time.monotonic() - began) / max(done, 1) * (len(entered) - number)
+            left = (time.monotonic() - began) / max(done, 1) * (len(recipes) - number)
             estimate = f", about {timedelta(seconds=round(left))} left for all" if done else ""
-            console.rule(f"[bold]{each.name}[/bold] ({number + 1} of {len(entered)}{estimate})", align="left")
-        is_new = not (each.folder / MODEL).is_dir()
+            console.rule(f"[bold]{name}[/bold] ({number + 1} of {len(recipes)}{estimate})", align="left")
+        is_new = not (place / MODEL).is_dir()
         try:
-            again = shlex.join(["hf-posenc", "train", str(each.folder / RECIPE), "--out", "FOLDER"])
-            run.train(each.recipe, each.folder, console=console, command=again)
-            found[each.name] = examiner.examine(each)
+            again = shlex.join(["hf-posenc", "train", str(place / RECIPE), "--out", "FOLDER"])
+            run.train(recipe, place, console=console, command=again)
+            found[name] = examiner.examine(name, recipe, place)
         # The failure of one scheme must not stop the others.
         except Exception as error:
-            if each.name == NATIVE or isinstance(error, StorageError):
+            if name == NATIVE or isinstance(error, StorageError):
                 raise
-            failed[each.name] = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RuntimeError: ")
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RuntimeError: ")
             if console is not None:
-                console.print(f"{each.name} failed: {failed[each.name]}", style="red", markup=False)
+                console.print(f"{name} failed: {failed[name]}", style="red", markup=False)
         done += is_new
         # A trainer holds its model in a reference cycle. Free it before the next one is loaded.
         gc.collect()
         torch.cuda.empty_cache()
     return found, failed
+
+
+# -- who takes part ----------------------------------------------------------------------------------------------------
+
+
+def contestants(
+    model: str,
+    config: Any,
+    *,
+    schemes: Sequence[str] | None,
+    budget: int,
+    overrides: Sequence[str],
+    samples: int = 32,
+) -> dict[str, Recipe]:
+    """Return the recipes of the native model and of each scheme, with the conversion of its built-in recipe, by name.
+
+    Training, teacher and adapter are the same for all, except for recipes that are named themselves.
+    """
+    for pair in overrides:
+        key = ".".join(next(iter(fields.override(Recipe, {}, [pair]))))
+        for settled, reason in _SETTLED.items():
+            if key == settled or key.startswith(f"{settled}."):
+                raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
+    wanted = tuple(_usual(config) if schemes is None else schemes)
+    names = [Path(source).stem for source in wanted]
+    if not wanted or len(set(names)) < len(names) or NATIVE in names:
+        raise OptionError(
+            f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r}."
+        )
+    named = [f"model={model}", *overrides]
+    # Not the first one named: all must stay the same when a comparison is extended.
+    common = Recipe.read("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
+    if common.adapter.kind == "scheme":
+        raise OptionError(
+            "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
+            "adapter=lora, or leave it out."
+        )
+    length, _ = suitability.lengths(common, config)
+    found = {
+        NATIVE: replace(
+            common,
+            summary="The native model with the same training.",
+            conversion=Conversion(scheme=None),
+            distillation=Distillation(),
+            transfer=Transfer(),
+        )
+    }
+    for name, source in zip(names, wanted, strict=True):
+        if library.is_file(source):
+            own = Recipe.read(source, overrides)
+        elif source in library.names():
+            own = Recipe.read(source, named, config=config)
+        else:
+            # Unknown scheme names raise their own error.
+            its_own = [f"scheme={registry.get(source).name}", f"model={model}", f"training.length={length}"]
+            own = Recipe.read("swap", its_own, config=config)
+            # What is kept in force has nothing to transfer.
+            own = replace(common, conversion=own.conversion, transfer=own.transfer)
+        suitability.check_unconverted(own, config)
+        _check_same(name, own, common)
+        found[name] = own
+    # The examiner measures more after training, by the same measures for all.
+    evaluation = Evaluation(contexts=[max(length, TARGETS)], windows=min(Evaluation.windows, samples))
+    return {
+        name: replace(
+            own, model=model, training=replace(own.training, steps=budget, length=length), evaluation=evaluation
+        )
+        for name, own in found.items()
+    }
+
+
+def _check_same(name: str, own: Recipe, common: Recipe) -> None:
+    """Raise a `RecipeError` unless a scheme is trained on the same tokens as the native model."""
+    for section, keys in (("data", vars(common.data)), ("training", ("batch_size", "seed", "precision"))):
+        for key in keys:
+            here, there = (getattr(getattr(recipe, section), key) for recipe in (own, common))
+            if here != there:
+                raise RecipeError(
+                    f"{name} has {section}.{key}={here!r}, and {NATIVE} {there!r}: schemes that are compared "
+                    f"are trained on the same text in the same batches. Say it for all, for instance "
+                    f"{section}.{key}={here}."
+                )
+
+
+def _usual(config: Any) -> list[str]:
+    """Return the schemes that declare themselves usual and are defined for the model."""
+    direction = "causal" if auto_class(config) is AutoModelForCausalLM or config.is_encoder_decoder else "bidirectional"
+    return [name for name, info in registry.schemes().items() if info.usual and direction in info.directions]
+
+
+def differences(recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """Return the keys in which the schemes of a comparison differ from each other, in words, by name."""
+    found = {name: recipe.flat() for name, recipe in recipes.items() if name != NATIVE}
+    first, *others = found.values()
+    told = {"summary", "conversion.scheme"}
+    differing = [key for key in first if key not in told and any(own[key] != first[key] for own in others)]
+    usual = Recipe(model=NATIVE, conversion=Conversion(scheme=None)).flat()
+    words = {
+        name: ", ".join(f"{key}={own[key]}" for key in differing if own[key] != usual[key]) or "-"
+        for name, own in found.items()
+    }
+    return {NATIVE: "no scheme, no teacher", **words}
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
+    """Write report.html, report.md and pictures/, each file whole or not at all; the first findings are the reference.
+
+    `known` are further variables of the template. There is no verdict if no scheme is left.
+    """
+    (folder / PICTURES).mkdir(exist_ok=True)
+    sections = [
+        replace(section, models={name: each.report[section.name].models[name] for name, each in found.items()})
+        for section in found[NATIVE].report.sections
+    ]
+    for section in sections:
+        with published(folder / PICTURES / section.picture) as draft:
+            section.figure().savefig(draft, format="png")
+    values: dict[str, Any] = {
+        "noun": found[NATIVE].perplexity.quantity.noun,
+        "schemes": counted(len(found) - len({NATIVE, ORIGINAL}), "scheme"),
+        "limits": (_GOOD, _FAIR),
+        "sections": sections,
+        "pictures": PICTURES,
+        "folder": folder,
+        **known,
+    }
+    write_text(folder / MARKDOWN, render("comparison", **values))
+    write_text(folder / HTML, render("comparison", "html", **values))
+
+
+def _points(named: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {value}" for name, value in named.items()]
+
+
+def _graded(multiple: float, span: str = "") -> Cell:
+    if math.isnan(multiple):
+        return Cell("-")
+    grade = "good" if multiple <= _GOOD else "fair" if multiple <= _FAIR else "poor"
+    return Cell(f"{multiple:.2f}{span}" if multiple < 100 else "over 100", grade)
+
+
+def _costs(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differing: Mapping[str, str]) -> Table:
+    times = [each for each in _TIMES if each * trained in found[NATIVE].perplexity.points]
+    header = ["", "step time", "step memory", *(f"at {each} times the length" for each in times)]
+    header += ["new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
+    rows: list[list[str | Cell]] = []
+    for name, each in found.items():
+        cost, time = each.cost, each.cost.time
+        span = "" if name == NATIVE else f" [{time.low:.2f}, {time.high:.2f}]"
+        multiples = (cost.memory_ratio, *(each.growth(factor * trained, trained).mean for factor in times))
+        start = "-" if each.start_ratio is None else f"{each.start_ratio:.3g}"
+        counts = [f"{cost.parameters:,}", f"{cost.cache_bytes:,}"]
+        rows.append(
+            [name, _graded(time.mean, span), *map(_graded, multiples), *counts, start, each.start, differing[name]]
+        )
+    return Table(header, rows, marked)

@@ -14,11 +14,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_posenc.recipes.comparison.contestants import NATIVE
-from hf_posenc.recipes.comparison.examiner import Cost, Findings
+from hf_posenc.recipes.comparison.findings import NATIVE, Cost, Findings
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.runs.verdict import HOLDS
 
@@ -64,6 +63,7 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
         return Verdict(
             NATIVE, None, NATIVE, "No scheme is left to recommend or not: none was trained to its end.", (), ()
         )
+    native, noun = found[NATIVE], found[NATIVE].perplexity.quantity.noun
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
     reasons = [_leading(found, near_leaders, near, trained)]
@@ -71,19 +71,31 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
     if farthest > trained:
         unable = [name for name, each in found.items() if not each.perplexity.reads(farthest)]
         if unable:
-            reasons.append(f"{_list(unable)} cannot read {farthest:,} tokens.")
+            reasons.append(f"{_listed(unable)} cannot read {farthest:,} tokens.")
         far_leaders = leaders(found, farthest)
         if far_leaders:
             far = recommended(found, far_leaders)
-            reasons += [_leading(found, far_leaders, far, farthest), *_far_reasons(found, far, trained, farthest)]
+            reasons += [_leading(found, far_leaders, far, farthest), _growth(found[far], trained, farthest)]
+            loss = found[far].ratio(trained, native)
+            if far != NATIVE:
+                noise = "" if differ(found[far], native, trained) else ", within noise"
+                reasons.append(
+                    f"At {trained:,} tokens the {noun} of {far} is {RATIO.say(loss)} of the native model's{noise}."
+                )
             # A scheme that is better at the trained length deserves its own recommendation.
-            fits = near == NATIVE and found[far].ratio(trained, found[NATIVE]).mean <= ACCEPTABLE
-            overall = far if near == far or fits else None
+            overall = far if near == far or (near == NATIVE and loss.mean <= ACCEPTABLE) else None
     headline = _headline(found, near, far, overall, trained, farthest)
     if is_short:
         headline = f"Provisional, after a short training: {headline[0].lower()}{headline[1:]}"
         reasons.insert(0, f"The budget is less than {SHORT:g} tokens per parameter; a longer one may change the order.")
-    return Verdict(near, far, overall, headline, tuple(reasons), _cautions(found))
+    pairs = len(found) - 1
+    cautions = (
+        f"Intervals cover the choice of {native.windows} windows of text. Each scheme was trained once; another seed "
+        "would change its figures, too.",
+        f"With {pairs} comparison{'s' * (pairs > 1)} to one model, about one in twenty differs by chance alone.",
+        "The best scheme after this budget need not be the best after a longer one.",
+    )
+    return Verdict(near, far, overall, headline, tuple(reasons), cautions)
 
 
 def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
@@ -95,8 +107,8 @@ def leaders(found: Mapping[str, Findings], context: int) -> tuple[str, ...]:
 
 def differ(one: Findings, other: Findings, context: int) -> bool:
     """Whether the losses of two models differ significantly at a length; false for a single window."""
-    found = one.perplexity.minus(other.perplexity).at(context)
-    return found.low > 0 or found.high < 0
+    ratio = one.ratio(context, other)
+    return ratio.low > 1 or ratio.high < 1
 
 
 def recommended(found: Mapping[str, Findings], names: Sequence[str]) -> str:
@@ -126,12 +138,9 @@ def _headline(
         differs = differ(found[overall], found[NATIVE], trained)
         loss = f"a loss of at most {ACCEPTABLE - 1:.0%}" if differs else "no significant loss"
         return f"Take {overall}: {loss} at the trained length of {trained:,} tokens, and {beyond}."
-    text = f"Up to the trained length of {trained:,} tokens, {_choice(near)}."
-    return text if far is None else f"{text} For texts of up to {farthest:,} tokens, {_choice(far)}."
-
-
-def _choice(name: str) -> str:
-    return "keep the native encoding" if name == NATIVE else f"take {name}"
+    choices = {name: "keep the native encoding" if name == NATIVE else f"take {name}" for name in found}
+    text = f"Up to the trained length of {trained:,} tokens, {choices[near]}."
+    return text if far is None else f"{text} For texts of up to {farthest:,} tokens, {choices[far]}."
 
 
 def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, context: int) -> str:
@@ -140,10 +149,11 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
     text = f"At {context:,} tokens {_called(best)} has the lowest {native.perplexity.quantity.noun}"
     if best != NATIVE and native.perplexity.reads(context):
         text += f": {RATIO.say(found[best].ratio(context, native))} of the equally trained native model's"
-    rest = [name for name, each in found.items() if name not in names and each.perplexity.reads(context)]
-    worse = " All others are significantly worse." * bool(rest)
-    verb = "are" if len(others) > 1 else "is"
-    text += f". {_list(others)} {verb} equal within noise." if others else f".{worse}"
+    if others:
+        text += f". {_listed(others)} {'are' if len(others) > 1 else 'is'} equal within noise"
+    text += "."
+    if not others and any(each.perplexity.reads(context) for name, each in found.items() if name != best):
+        text += " All others are significantly worse."
     if taken == best:
         return text
     if taken == NATIVE:
@@ -151,35 +161,18 @@ def _leading(found: Mapping[str, Findings], names: Sequence[str], taken: str, co
     return f"{text} Of these, {taken} has the cheapest training step."
 
 
-def _far_reasons(found: Mapping[str, Findings], far: str, trained: int, farthest: int) -> Iterator[str]:
-    """Return the sentences on what the model for longer texts loses there and at the trained length."""
-    native = found[NATIVE]
-    growth, noun = found[far].growth(farthest, trained), native.perplexity.quantity.noun
+def _growth(each: Findings, trained: int, farthest: int) -> str:
+    """Return the sentence on what the model for longer texts loses there."""
+    growth = each.growth(farthest, trained)
     if growth.high <= HOLDS:
         holds = "it reads longer texts"
     elif growth.low > 1 and growth.mean > HOLDS:
         holds = "even this model loses on longer texts"
     else:
-        windows = native.perplexity.samples.shape[-1]
-        holds = f"{windows} windows are too few to tell whether it loses on longer texts"
-    yield (
-        f"The {noun} of {_called(far)} at {farthest:,} tokens is {RATIO.say(growth)} of its own at {trained:,}: "
-        f"{holds}."
-    )
-    if far != NATIVE:
-        noise = "" if differ(found[far], native, trained) else ", within noise"
-        share = RATIO.say(found[far].ratio(trained, native))
-        yield f"At {trained:,} tokens the {noun} of {far} is {share} of the native model's{noise}."
-
-
-def _cautions(found: Mapping[str, Findings]) -> tuple[str, ...]:
-    windows = found[NATIVE].perplexity.samples.shape[-1]
-    pairs = len(found) - 1
+        holds = f"{each.windows} windows are too few to tell whether it loses on longer texts"
     return (
-        f"Intervals cover the choice of {windows} windows of text. Each scheme was trained once; another seed would "
-        "change its figures, too.",
-        f"With {pairs} comparison{'s' * (pairs > 1)} to one model, about one in twenty differs by chance alone.",
-        "The best scheme after this budget need not be the best after a longer one.",
+        f"The {each.perplexity.quantity.noun} of {_called(each.name)} at {farthest:,} tokens is {RATIO.say(growth)} of "
+        f"its own at {trained:,}: {holds}."
     )
 
 
@@ -187,7 +180,8 @@ def _called(name: str) -> str:
     return "the native model" if name == NATIVE else name
 
 
-def _list(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
+    """Return names for the beginning of a sentence."""
     called = [_called(name) for name in names]
-    text = " and ".join([", ".join(called[:-1]), called[-1]]) if len(called) > 1 else called[0]
-    return text[0].upper() + text[1:] if text.startswith("the native") else text
+    text = " and ".join([", ".join(called[:-1]), called[-1]] if len(called) > 1 else called)
+    return f"T{text[1:]}" if names[0] == NATIVE else text

@@ -6,7 +6,8 @@ A converted model may be near in likelihood and far in what it writes, where eac
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,7 @@ _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "I
 
 
 def _encoded(tokenizer: Any, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
-    """Return the token ids of prompt and answer, which together are those of the whole text.
-
-    A token that spans the end of the prompt and the beginning of the answer belongs to the answer.
-    """
+    """Return the token ids of prompt and answer; a token that spans both belongs to the answer."""
     begun, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + answer))
     shared = next((i for i, (a, b) in enumerate(zip(begun, whole, strict=False)) if a != b), len(begun))
     return torch.tensor(whole[:shared]), torch.tensor(whole[shared:])
@@ -103,31 +101,27 @@ class Generation(Measure):
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         rows = [(window, torch.tensor(_PROMPTS[at % len(_PROMPTS)])) for at, window in enumerate(self._windows)]
-        written = workers.map(lambda *prompts: self._continued(model, *prompts), rows, _WRITTEN)
+        written = workers.map(partial(self._continued, model), rows, _WRITTEN)
         if not len(self._first):
             self._first = written
-        equal, ended = (written == self._first).double(), written.isnan()
-        before = equal.cumprod(dim=1)
-        lengths = (written != self._end).double().cumprod(dim=1)
-        up_to: dict[str, tuple[Point, ...]] = {"tokens written": _UP_TO}
-
-        def grid(quantity: Quantity, found: Sequence[Tensor]) -> Grid:
-            return Grid(quantity, up_to, torch.stack(list(found)).masked_fill(ended[:, 0], torch.nan))
-
+        equal, inside = (written == self._first).double(), (written != self._end).double().cumprod(dim=1)
+        figures: dict[Quantity, Callable[[int], Tensor]] = {
+            share("agreement"): lambda n: equal[:, :n].mean(dim=1),
+            Quantity("tokens before the first other one", "mean"): lambda n: equal.cumprod(dim=1)[:, :n].sum(dim=1),
+            share("repeated"): lambda n: _repeated(written[:, :n], inside[:, :n]),
+            Quantity("length", "mean", "tokens"): lambda n: inside[:, :n].sum(dim=1),
+        }
+        unknown = written.isnan()[:, 0]
         grids = [
-            grid(share("agreement"), [equal[:, :n].mean(dim=1) for n in _UP_TO]),
-            grid(Quantity("tokens before the first other one", "mean"), [before[:, :n].sum(dim=1) for n in _UP_TO]),
-            grid(share("repeated"), [_repeated(written[:, :n], lengths[:, :n]) for n in _UP_TO]),
-            grid(Quantity("length", "mean", "tokens"), [lengths[:, :n].sum(dim=1) for n in _UP_TO]),
+            Grid(
+                quantity,
+                {"tokens written": _UP_TO},
+                torch.stack([of(n).masked_fill(unknown, torch.nan) for n in _UP_TO]),
+            )
+            for quantity, of in figures.items()
         ]
         if not model.config.is_encoder_decoder:
-            right = workers.map(
-                lambda prompts, answers: (
-                    correct(answer_predictions(model, prompts, answers), answers).all(dim=1, keepdim=True).double()
-                ),
-                self._examples,
-                1,
-            )
+            right = workers.map(partial(_right, model), self._examples, 1)
             grids.append(Grid(successes("right answers"), {"task": tuple(TASKS)}, right.view(len(TASKS), -1)))
         return tuple(grids)
 
@@ -154,6 +148,10 @@ class Generation(Measure):
         return torch.nn.functional.pad(out, (0, _WRITTEN - out.shape[1]), value=self._end)
 
 
+def _right(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
+    return correct(answer_predictions(model, prompts, answers), answers).all(dim=1, keepdim=True)
+
+
 def _repeated(written: Tensor, inside: Tensor) -> Tensor:
     """Return the share of the 4-grams of each text that were written before, `[B]`; `inside` is 0 after its end."""
     found = []
@@ -165,23 +163,20 @@ def _repeated(written: Tensor, inside: Tensor) -> Tensor:
 
 def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
     """Compare in one sentence what a converted model and the original write, from the results of `Generation`."""
-
-    def at(index: int, point: Point, of: Sequence[Grid] = converted) -> str:
-        return f"{of[index].at(point).mean * of[index].quantity.scale:.3g}"
-
     writes = original[0].reads(_WRITTEN)
 
-    def both(index: int, point: Point) -> str:
-        return at(index, point) + f" ({at(index, point, original)})" * writes
+    def at(index: int, point: Point, *, both: bool = True) -> str:
+        first, other = (f"{of[index].at(point).mean * of[index].quantity.scale:.3g}" for of in (converted, original))
+        return f"{first} ({other})" if both and writes else first
 
-    tasks = [f"{task} {both(4, task)} %" for grid in converted[4:] for task in grid.points]
-    same = (
-        f" (the original's in brackets): {at(0, _WRITTEN)} % of {_WRITTEN} tokens are the original's, "
-        f"{at(1, _WRITTEN)} before the first other one; "
-    )
-    beginning = same if writes else ", for which the original has too few positions: "
+    beginning = ", for which the original has too few positions: "
+    if writes:
+        beginning = (
+            f" (the original's in brackets): {at(0, _WRITTEN, both=False)} % of {_WRITTEN} tokens are the original's, "
+            f"{at(1, _WRITTEN, both=False)} before the first other one; "
+        )
+    tasks = "".join(f"; {task} {at(4, task)} %" for grid in converted[4:] for task in grid.points)
     return (
         f"Greedy continuations of {converted[0].samples.shape[-1]} prompts{beginning}"
-        f"{both(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {both(3, _WRITTEN)} tokens"
-        f"{''.join(f'; {task}' for task in tasks)}."
+        f"{at(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {at(3, _WRITTEN)} tokens{tasks}."
     )

@@ -87,12 +87,14 @@ class Quantity:
         if math.isnan(found.mean):
             return "-"
         found = found.times(self.scale)
-        if math.isnan(found.low) or not found.is_known:
+        width = found.high - found.low
+        if math.isnan(width) or not found.is_known:
             return f"{found.mean:.4g}"
-        decimals = _decimals(found.high - found.low)
+        # Two digits of the width, and at most three decimals.
+        decimals = 3 if width == 0 else min(3, max(0, 1 - math.floor(math.log10(width)))) if width < math.inf else 0
         # Adding zero turns a rounded -0.0 into 0.0.
-        mean, low, high = (round(end, decimals) + 0.0 for end in (found.mean, *found.ends))
-        return f"{mean:,.{decimals}f} [{low:,.{decimals}f}, {high:,.{decimals}f}]"
+        mean, low, high = (f"{round(end, decimals) + 0.0:,.{decimals}f}" for end in (found.mean, *found.ends))
+        return f"{mean} [{low}, {high}]"
 
     def say(self, found: Interval) -> str:
         """Return an estimate like `write`, with the unit behind the number, for a sentence."""
@@ -100,18 +102,10 @@ class Quantity:
         return f"{mean} {self.unit}".rstrip() + bracket + rest
 
 
-def _decimals(width: float) -> int:
-    """Return the decimals to write for a number with an interval of some width: two of its digits, at most three."""
-    if not math.isfinite(width) or width <= 0:
-        return 3 if width == 0 else 0
-    return min(3, max(0, 1 - math.floor(math.log10(width))))
-
-
-# Perplexity and loss take the same samples: losses in nats per token.
+# Samples are losses in nats per token.
 PERPLEXITY = Quantity("perplexity", "exponential")
 # A masked token is predicted from the text on both sides, so this is no probability of a text.
 MASKED_PERPLEXITY = Quantity("pseudo-perplexity of masked tokens", "exponential")
-LOSS = Quantity("loss", "mean", "nats per token")
 # Perplexity as a share of another one; samples are differences of losses.
 RATIO = Quantity("relative perplexity", "exponential", "%", 100)
 
@@ -153,6 +147,11 @@ class Grid:
         """Points of the last axis."""
         return list(self.axes.values())[-1]
 
+    def measured(self) -> int:
+        """Return the number of points on the last axis up to the last one that has samples."""
+        known = (~self.samples.isnan()).movedim(-2, 0).flatten(1).any(1)
+        return int(known.nonzero().max()) + 1 if known.any() else 1
+
     def first(self, count: int) -> Grid:
         """Return the samples at the first points of the last axis."""
         name = list(self.axes)[-1]
@@ -189,8 +188,8 @@ class Grid:
         """Whether all samples at a point of each axis are finite."""
         return bool(self.values(*place).isfinite().all())
 
-    def minus(self, other: Grid) -> Grid:
-        """Return the loss of a perplexity minus that of another model, sample by sample: hard text is hard for both.
+    def relative_to(self, other: Grid) -> Grid:
+        """Return a perplexity as a share of that of another model, sample by sample: hard text is hard for both.
 
         Raises:
             ShapeError: The grids differ in axes or number of samples.
@@ -201,15 +200,7 @@ class Grid:
                 f"{self.axes} and {other.axes}; a paired comparison takes the same. Measure both models with the same "
                 "text, lengths and windows."
             )
-        return Grid(LOSS, self.axes, self.samples - other.samples)
-
-    def relative_to(self, other: Grid) -> Grid:
-        """Return a perplexity as a share of that of another model, sample by sample.
-
-        Raises:
-            ShapeError: The grids differ in axes or number of samples.
-        """
-        return Grid(RATIO, self.axes, self.minus(other).samples)
+        return Grid(RATIO, self.axes, self.samples - other.samples)
 
     def estimates(self) -> list[dict[str, Any]]:
         """Return the estimate at each place as JSON values, in the unit of the quantity."""

@@ -90,10 +90,7 @@ class Workers:
     def __init__(
         self, *, batch_size: int = 8, progress: Callable[[Any], Iterable[Any]] = iter, alone: bool = False
     ) -> None:
-        self.batch_size, self._progress, self._alone = batch_size, progress, alone
-        together = processes()
-        self._rank: int = 0 if alone else together.process_index
-        self._count: int = 1 if alone else together.num_processes
+        self._batch_size, self._progress, self._alone = batch_size, progress, alone
 
     def map(self, function: Callable[..., Tensor], rows: Sequence[Row], width: int) -> Tensor:
         """Apply a function to all rows, each in one process; return its results, float64 `[rows, width]` on the CPU.
@@ -101,32 +98,29 @@ class Workers:
         The function gets the stacked tensors of rows of equal shapes, on the CPU, and returns `[batch, width]`. Results
         are NaN where it raised `PositionError`.
         """
-        found: list[tuple[int, list[float]]] = []
-        for number, batch in enumerate(self._progress(_batches(rows, self.batch_size))):
-            if number % self._count != self._rank:
-                continue
-            parts = [torch.stack(tensors) for tensors in zip(*(rows[index] for index in batch), strict=True)]
-            try:
-                values = function(*parts).double().cpu()
-            except PositionError:
-                values = torch.full((len(batch), width), torch.nan, dtype=torch.float64)
-            found += zip(batch, values.tolist(), strict=True)
+        together, found = processes(), []
+        for number, batch in enumerate(self._progress(self._batches(rows))):
+            if self._alone or number % together.num_processes == together.process_index:
+                parts = [torch.stack(tensors) for tensors in zip(*(rows[index] for index in batch), strict=True)]
+                try:
+                    found.append((batch, function(*parts).double().cpu()))
+                except PositionError:
+                    found.append((batch, torch.full((len(batch), width), torch.nan, dtype=torch.float64)))
         results = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
-        for index, numbers in found if self._alone else gather_object(found):
-            results[index] = torch.tensor(numbers, dtype=torch.float64)
+        for batch, values in found if self._alone else gather_object(found):
+            results[batch] = values
         return results
 
-
-def _batches(rows: Sequence[Row], size: int) -> list[list[int]]:
-    """Return batches of row indices; rows of a batch have equal shapes, so nothing is padded. Long ones go alone."""
-    alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        alike[tuple(part.shape for part in row)].append(index)
-    batches = []
-    for shapes, group in alike.items():
-        count = max(1, min(size, _TOKENS // sum(shape.numel() for shape in shapes)))
-        batches += [group[start : start + count] for start in range(0, len(group), count)]
-    return batches
+    def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return batches of row indices. Rows of a batch have equal shapes: nothing is padded. Long ones go alone."""
+        alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            alike[tuple(part.shape for part in row)].append(index)
+        batches = []
+        for shapes, group in alike.items():
+            count = max(1, min(self._batch_size, _TOKENS // sum(shape.numel() for shape in shapes)))
+            batches += [group[start : start + count] for start in range(0, len(group), count)]
+        return batches
 
 
 def evaluate(
@@ -162,18 +156,17 @@ def evaluate(
     if len(set(names)) < len(names):
         raise OptionError(f"evaluate(measures=...): got {', '.join(names)}; each can be given once.")
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    started, total, done = time.monotonic(), len(models) * len(measures), 0
-    for name, model in models.items():
+    started, total = time.monotonic(), len(models) * len(measures)
+    silent = console is None or not console.is_terminal
+    for row, (name, model) in enumerate(models.items()):
         # Modules are callable, too, so callability cannot tell them from loaders.
         loaded = model if isinstance(model, nn.Module) else model()
         for measure in measures:
             measure.check(loaded)
-        for measure in measures:
+        for done, measure in enumerate(measures, start=1 + row * len(measures)):
             what = f"{name}: {measure.name}"
-            silent = console is None or not console.is_terminal
             bar = partial(track, description=what, console=console, transient=True, disable=silent)
             found[measure.name][name] = measure(loaded, Workers(batch_size=batch_size, progress=bar))
-            done += 1
             if console is not None:
                 text = f"{what} ({done / total:.0%} after {time.monotonic() - started:.0f} s)"
                 console.print(text, highlight=False, markup=False)

@@ -6,7 +6,9 @@ other targets at every length, columns could not be compared.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,10 +81,8 @@ def check_corruption(measure: str, model: Any, corrupt: object) -> None:
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
     """Cut windows of `length` tokens out of `ids` `[tokens]`, evenly spaced, `[windows, length]`.
 
-    In a short text windows overlap, but never in their last `targets` tokens: no token is scored twice.
-
-    Raises:
-        ShapeError: The text has too few tokens for the windows.
+    In a short text windows overlap, but never in their last `targets` tokens: no token is scored twice. Raise
+    `ShapeError` if the text is too short even so.
     """
     least = length + (windows - 1) * targets
     if ids.ndim != 1 or len(ids) < least:
@@ -97,25 +97,22 @@ def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> T
 def contexts_for(
     trained_length: int, tokens: int, *, windows: int, contexts: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the context lengths to measure, and the reasons for leaving out others.
+    """Return the context lengths to measure on `windows` of a text of so many tokens, and why others are left out.
 
-    `tokens` is the size of the held-out text, from which `windows` are cut. By default the lengths are a quarter to
-    eight times the trained length, in powers of two, without those shorter than the scored tokens, unless all are.
-
-    Raises:
-        RecipeError: A requested length is impossible, or all default ones are.
+    By default the lengths are a quarter to eight times the trained length, in powers of two, without those shorter than
+    the scored tokens, unless all are. Raise `RecipeError` if a requested length is impossible, or all default ones are.
     """
-    # `spread_windows` lets windows overlap, except in their targets.
-    room = tokens - (windows - 1) * TARGETS
+    # `spread_windows` lets windows overlap, except in their targets; a window has a token more than it reads.
+    others = 1 + (windows - 1) * TARGETS
     every = [trained_length * 2**power // 4 for power in range(6)]
-    wanted = contexts or [length for length in every if length >= TARGETS] or every
-    possible = tuple(sorted({context for context in wanted if TARGETS <= context < room}))
+    wanted = dict.fromkeys(contexts or [length for length in every if length >= TARGETS] or every)
+    possible = tuple(sorted(context for context in wanted if TARGETS <= context <= tokens - others))
     notes = tuple(
         f"not measured at {context} tokens: shorter than the {TARGETS} tokens that are scored"
         if context < TARGETS
-        else f"not measured at {context} tokens: {windows} windows of it take {context + 1 + tokens - room:,} held-out "
+        else f"not measured at {context} tokens: {windows} windows of it take {context + others:,} held-out "
         f"tokens, there are {tokens:,}"
-        for context in dict.fromkeys(wanted)
+        for context in wanted
         if context not in possible
     )
     if (contexts and notes) or not possible:
@@ -177,8 +174,7 @@ class ContextPerplexity(Measure):
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         quantity = MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
-        rows = [(row,) for row in self._rows]
-        found = workers.map(lambda rows: self._by_context(model, rows), rows, len(self._contexts))
+        found = workers.map(partial(self._by_context, model), [(row,) for row in self._rows], len(self._contexts))
         return (Grid(quantity, {CONTEXT: self._contexts}, found.T),)
 
     def _by_context(self, model: Any, rows: Tensor) -> Tensor:
@@ -193,13 +189,11 @@ class ContextPerplexity(Measure):
                     "Give more targets, or another seed."
                 )
         found = torch.full((len(rows), len(self._contexts)), torch.nan, dtype=torch.float64)
-        for column, context in enumerate(self._contexts):
-            try:
+        # Where one context cannot be read, longer ones cannot either.
+        with contextlib.suppress(PositionError):
+            for column, context in enumerate(self._contexts):
                 logits = predictions(model, read[:, -context:], rows[:, -context:], self._targets)
-            except PositionError:
-                # Longer contexts cannot be read either.
-                break
-            # A loss may be infinite, so the others are not multiplied by 0.
-            lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
-            found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
+                # A loss may be infinite, so the others are not multiplied by 0.
+                lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
+                found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
         return found

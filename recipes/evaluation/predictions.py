@@ -34,22 +34,21 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
         PositionError: The model has no encoding for positions that far.
         ShapeError: A token is not in the vocabulary of the model.
     """
-    targets = labels.shape[1] if targets is None else targets
-    end = table_end(model)
-    message = (
+    targets, end = labels.shape[1] if targets is None else targets, table_end(model)
+    unreadable = PositionError(
         f"The {type(model).__name__} cannot read {read.shape[1]} tokens: its position table is shorter. "
         "Leave out the longer inputs."
     )
     if end is not None and max(read.shape[1], labels.shape[1]) > end:
-        raise PositionError(message)
+        raise unreadable
     read, labels = read.to(model.device), labels.to(model.device)
     logits: Tensor
     try:
         if model.config.is_encoder_decoder:
             written = model.prepare_decoder_input_ids_from_labels(labels)
-            logits = model(input_ids=read, decoder_input_ids=written, use_cache=False).logits[:, -targets:]
+            logits = model(input_ids=read, decoder_input_ids=written, use_cache=False).logits
         elif is_masked(model):
-            logits = model(input_ids=read).logits[:, -targets:]
+            logits = model(input_ids=read).logits
         else:
             logits = model(input_ids=read, use_cache=False, logits_to_keep=targets).logits
     except IndexError as error:
@@ -59,8 +58,8 @@ def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = 
                 f"The text has the token {high}; the {type(model).__name__} knows 0 to {known - 1}. Tokenise it with "
                 "the model's own tokenizer, or resize the embeddings of the model."
             ) from error
-        raise PositionError(message) from error
-    return logits
+        raise unreadable from error
+    return logits[:, -targets:]
 
 
 def answer_predictions(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import OptionError, ShapeError
-from hf_posenc.recipes.evaluation.grid import LOSS, Grid, Point, Quantity, share, successes
+from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
 from hf_posenc.recipes.evaluation.measure import Measure, Row, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, losses
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
@@ -59,7 +58,7 @@ class Recall(Measure):
         for index, part in enumerate(found):
             rows = self._rows[index * len(part) : (index + 1) * len(part)]
             found[index] = workers.map(partial(self._score, model), rows, width)
-            if not any(quantity.shows(found[index, :, column]) for column, quantity in enumerate(self._quantities)):
+            if not any(quantity.shows(samples) for quantity, samples in zip(self._quantities, part.T, strict=True)):
                 break
         found = found.view(lengths, -1, *others, width)
         # Quantities come first, then other axes, lengths and samples.
@@ -184,7 +183,10 @@ class InductionCopy(Recall):
     ) -> None:
         lengths, count = different("lengths", lengths), len(symbols)
         self._axes = {self.axis: lengths}
-        self._quantities = (share("right tokens", 1 / count), replace(LOSS, guess=math.log(count)))
+        self._quantities = (
+            share("right tokens", 1 / count),
+            Quantity("loss", "mean", "nats per token", guess=math.log(count)),
+        )
         generator = torch.Generator().manual_seed(seed)
         self._rows = [self._row(symbols, length, generator) for length in lengths for _ in range(samples)]
         self.note = f"{self._says} {count} different tokens; {samples} samples per length. {self._ends}"

@@ -48,14 +48,9 @@ class Section:
     def quantities(self) -> list[dict[str, Grid]]:
         """Return the grids of each quantity by the name of the model, up to the last point that any was measured at."""
         every = list(self.models.values())
-        seen = [
-            max([0, *(~grid.samples.isnan()).movedim(-2, 0).flatten(1).any(1).nonzero()[:, 0].tolist()])
-            for grids in every
-            for grid in grids
-        ]
+        count = max(grid.measured() for grids in every for grid in grids)
         return [
-            {name: grids[index].first(max(seen) + 1) for name, grids in self.models.items()}
-            for index in range(len(every[0]))
+            {name: grids[index].first(count) for name, grids in self.models.items()} for index in range(len(every[0]))
         ]
 
     def tables(self) -> Iterator[Table]:

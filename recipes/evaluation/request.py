@@ -1,19 +1,24 @@
-"""A request for an evaluation: models, measures and text."""
+"""A request for an evaluation: models by their names, measures and text."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM
 
+from hf_posenc import registry
 from hf_posenc.errors import OptionError, suggest
+from hf_posenc.patches import adapters
+from hf_posenc.patches.patch import patch
+from hf_posenc.recipes import loading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.windows import encode
@@ -22,19 +27,13 @@ from hf_posenc.recipes.evaluation.measure import Measure, evaluate
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
 from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
 from hf_posenc.recipes.evaluation.report import Report
-from hf_posenc.recipes.evaluation.subjects import Subject, subjects
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
-from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
+from hf_posenc.recipes.runs.directory import MODEL, RECIPE
+from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
-# Default measures by the kind of model.
-_USUAL: dict[Any, tuple[str, ...]] = {
-    AutoModelForCausalLM: ("perplexity", "needle", "induction", "mqar"),
-    AutoModelForSeq2SeqLM: ("perplexity",),
-    AutoModelForMaskedLM: ("perplexity",),
-}
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
 # Characters of text on which tokenizers are compared, and documents that they come from at most.
@@ -42,11 +41,89 @@ _SAMPLE, _DOCUMENTS = 10_000, 100
 
 
 @dataclass(frozen=True)
+class Subject:
+    """A model to evaluate: a directory, also of an adapter, or a name on the hub, and a scheme to convert it to."""
+
+    name: str
+    source: str
+    scheme: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The base model of an adapter; for any other model, its source."""
+        return adapters.base_of(self.source) if Path(self.source, "adapter_config.json").is_file() else self.source
+
+    @property
+    def data(self) -> Data | None:
+        """The text of the run that the model comes from; `None` if it comes from none."""
+        record = Path(self.source).parent / RECIPE
+        return Recipe.parse(record).data if Path(self.source).name == MODEL and record.is_file() else None
+
+    def has_trained_on(self, text: str) -> bool:
+        """Whether the model comes from a run whose training text is in a file or folder, or around it."""
+        # The built-in text is read in its held-out part.
+        if self.data is None or text in (sources.BUILTIN, self.data.held_out):
+            return False
+        here, there = (sources.expanded(place).resolve() for place in (text, self.data.source))
+        return here.is_relative_to(there) or there.is_relative_to(here)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model; an adapter without one uses that of its base."""
+        own = Path(self.source, "tokenizer_config.json").is_file()
+        return loading.load_tokenizer(self.source if own else self.base)
+
+    def load(self, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
+        """Return the model on a device, converted if requested, with the same weights in every process.
+
+        The seed is that of an untrained scheme; without a dtype, it is that of the checkpoint.
+        """
+        # New parameters are drawn on the CPU. The caller's random state must not change.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model, _ = loading.load(self.base, **({} if dtype is None else {"dtype": dtype}))
+            if self.base != self.source:
+                model = adapters.merged(model, self.source)
+            if self.scheme is not None:
+                patch(model, self.scheme)
+        return model.to(device).eval()
+
+
+def subjects(given: Sequence[str]) -> tuple[Subject, ...]:
+    """Return the models for paths or names on the hub, each alone or as `PATH:SCHEME`.
+
+    The folder of a run of `hf-posenc train` stands for its model. Raise `OptionError` if a model is given twice.
+    """
+    if len(set(given)) < len(given):
+        raise OptionError(f"Got the models {', '.join(given)}; each can be given once.")
+    found = []
+    for text in given:
+        source, colon, scheme = text.rpartition(":")
+        # A path may contain a colon itself.
+        if not colon or Path(text).exists():
+            source, scheme = text, ""
+        else:
+            registry.get(scheme)
+        name = Path(source).resolve().name if Path(source).exists() else source
+        found.append(Subject(name + f", {scheme} untrained" * bool(scheme), model_in(source), scheme or None))
+    names = [subject.name for subject in found]
+    return tuple(
+        subject if names.count(subject.name) == 1 else replace(subject, name=text)
+        for subject, text in zip(found, given, strict=True)
+    )
+
+
+def model_in(source: str) -> str:
+    """Return the folder of a built-in model or of the model in a run; other sources unchanged."""
+    source = loading.place(source)
+    return source if Path(source, "config.json").is_file() or not Path(source, MODEL).is_dir() else f"{source}/{MODEL}"
+
+
+@dataclass(frozen=True)
 class Request:
     """An evaluation of models by their names, with the options of `hf-posenc eval`.
 
     Attributes:
-        models: Models as `hf_posenc.recipes.evaluation.subjects.subjects` reads them; the first is the reference.
+        models: Models as `subjects` reads them; the first is the reference.
         measures: Names in `MEASURES`; `None` means those that need no special training.
         text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
             have the same, else "builtin".
@@ -61,7 +138,7 @@ class Request:
     models: tuple[str, ...]
     measures: tuple[str, ...] | None = None
     text: str | None = None
-    column: str = "text"
+    column: str = sources.TEXT
     contexts: tuple[int, ...] | None = None
     trained_length: int | None = None
     samples: int = 16
@@ -78,12 +155,12 @@ class Request:
         check_measures(self.measures or ())
         found = subjects(self.models)
         # A model that is not there is noticed before anything else is read.
-        first, configs = found[0], [load_config(subject.base) for subject in found]
-        tokenizer, kind, device = first.tokenizer(), auto_class(configs[0]), processes().device
+        first, configs = found[0], [loading.load_config(subject.base) for subject in found]
+        tokenizer, kind, device = first.tokenizer(), loading.auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
         sample = "".join(document["text"] for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
         for other, config in zip(found[1:], configs[1:], strict=True):
-            if auto_class(config) is not kind:
+            if loading.auto_class(config) is not kind:
                 raise OptionError(
                     f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are "
                     "not measured by the same things. Evaluate them apart."
@@ -94,10 +171,10 @@ class Request:
                     "compared. Evaluate models with the same tokenizer."
                 )
         ids = token_ids(documents, tokenizer)
-        own = self.trained_length or trained_length(configs[0]) or _USUAL_LENGTH
+        own = self.trained_length or loading.trained_length(configs[0]) or _USUAL_LENGTH
         filled = replace(
             self,
-            measures=self.measures or _USUAL[kind],
+            measures=self.measures or (MEASURES[:4] if kind is AutoModelForCausalLM else MEASURES[:1]),
             contexts=self.contexts or contexts_for(own, len(ids), windows=self.samples)[0],
             trained_length=own,
         )
@@ -107,9 +184,6 @@ class Request:
         dtypes = {config.dtype or torch.float32 for config in configs}
         dtype = functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
         models = {subject.name: functools.partial(subject.load, device, self.seed, dtype) for subject in found}
-        caution = "" if self.text is None else _caution(found, self.text)
-        if caution and console is not None:
-            console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         settings = {
             "models": ", ".join(self.models),
             "text": f"{text}, {len(ids):,} tokens",
@@ -117,26 +191,28 @@ class Request:
             "seed": self.seed,
             "command": command,
             "device": str(device),
-            **({"caution": caution} if caution else {}),
-            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
+        knowing = [subject.name for subject in found if subject.has_trained_on(self.text or sources.BUILTIN)]
+        if knowing:
+            caution = f"{text} is in the training text of {', '.join(knowing)}. Give a text that no model has seen."
+            settings["caution"] = caution
+            if console is not None:
+                console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        settings["versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 
     def made_for(self, tokenizer: Any, ids: Tensor, corrupt: Corruption | None) -> list[Measure]:
         """Return the measures of a request in which nothing is left out, on token ids, int64 `[tokens]`."""
         contexts, symbols = self.contexts or (), ordinary_tokens(ids, tokenizer.all_special_ids)
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
-        length = self.trained_length
-
+        length: dict[str, Any] = {"trained_length": self.trained_length}
         # Two copies make an even number of tokens.
         even = list(dict.fromkeys(context // 2 * 2 for context in contexts))
         known: dict[str, Callable[[], Measure]] = {
-            "perplexity": lambda: ContextPerplexity(
-                ids, contexts, windows=self.samples, corrupt=corrupt, trained_length=length
-            ),
+            "perplexity": lambda: ContextPerplexity(ids, contexts, windows=self.samples, corrupt=corrupt, **length),
             "needle": lambda: NeedleRetrieval(ids, contexts, symbols=symbols, **drawn),
-            "induction": lambda: InductionCopy(symbols, even, trained_length=length, **drawn),
-            "mqar": lambda: AssociativeRecall(symbols, contexts, trained_length=length, **drawn),
+            "induction": lambda: InductionCopy(symbols, even, **drawn, **length),
+            "mqar": lambda: AssociativeRecall(symbols, contexts, **drawn, **length),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
         }
         return [known[name]() for name in self.measures or ()]
@@ -156,10 +232,3 @@ def check_measures(names: Iterable[str]) -> None:
     for name in names:
         if name not in MEASURES:
             raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")
-
-
-def _caution(found: Iterable[Subject], text: str) -> str:
-    """Return a caution about models that know the text, or nothing."""
-    knowing = [subject.name for subject in found if subject.has_trained_on(text)]
-    names = ", ".join(knowing)
-    return f"{text} is in the training text of {names}. Give a text that no model has seen." if names else ""

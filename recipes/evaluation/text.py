@@ -17,8 +17,7 @@ from hf_posenc.recipes.schema.recipe import Data
 def read_text(source: str, column: str = "text") -> sources.Documents:
     """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or of "builtin", which is held out.
 
-    Raises:
-        RecipeError: The file does not exist, holds no text, or has no such column.
+    Raise `RecipeError` if the file does not exist, holds no text, or has no such column.
     """
     if source == sources.BUILTIN:
         return sources.read(Data(column=column))[1]
@@ -30,11 +29,7 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
 
 
 def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
-    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, `most` at most.
-
-    Raises:
-        RecipeError: The tokenizer has no end-of-sequence token.
-    """
+    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, `most` at most."""
     parts = [torch.tensor(row["ids"]) for row in tokenised(documents, tokenizer=tokenizer, most=most)]
     return torch.cat(parts)[:most]
 

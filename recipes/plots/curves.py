@@ -25,7 +25,6 @@ Mark = tuple[float, str]
 _ACROSS, _TICKS, _MARKED = 5, 8, 20
 # Horizontal offset between models at one point, and its maximum over all models, in points.
 _APART, _WIDEST = 2.5, 20.0
-_DPI = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,8 @@ def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
     across = min(_ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     width, height = (7.5, 4.8) if across == 1 else (5.5, 4.8) if across < _ACROSS else (4.0, 3.4)
-    figure = style.figure(width * across, height * down, title, dpi=_DPI)
-    places = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
+    figure = style.figure(width * across, height * down, title, dpi=130)
+    places, _, _ = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for axes, panel in zip(places, panels, strict=True):
         _draw_lines(axes, panel, names)
@@ -74,16 +73,14 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     points = list(dict.fromkeys(point for line in panel.lines.values() for point, _ in line))
     is_named = any(isinstance(point, str) for point in points)
     count = len(panel.lines)
-    apart = min(_APART, _WIDEST / count)
     for index, (name, line) in enumerate(panel.lines.items()):
-        places = [(points.index(point) if is_named else point, found) for point, found in line]
         # Horizontal offsets keep intervals from covering each other.
-        shift = offset_copy(
-            axes.transData, axes.get_figure(root=True), x=apart * (index - (count - 1) / 2), units="points"
-        )
-        known = [(place, found) for place, found in places if found.is_known]
+        apart = min(_APART, _WIDEST / count) * (index - (count - 1) / 2)
+        shift = offset_copy(axes.transData, axes.get_figure(root=True), x=apart, units="points")
+        known = [(points.index(point) if is_named else point, found) for point, found in line if found.is_known]
         colour, marker, dashes = style.look(names.index(name))
-        marker, dashes = (marker, dashes) if len(known) <= _MARKED else ("", "-")
+        if len(known) > _MARKED:
+            marker, dashes = "", "-"
         axes.errorbar(
             [place for place, _ in known],
             [found.mean for _, found in known],
@@ -98,19 +95,19 @@ def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
             label=name,
             transform=shift,
         )
-    _x_axis(axes, sorted(points) if not is_named else points, is_named)
+    _x_axis(axes, points if is_named else sorted(points), is_named)
     shown = [found for line in panel.lines.values() for _, found in line]
     if panel.level is not None:
-        shown.append(Interval(*[panel.level[0]] * 3))
+        value, text = panel.level
+        shown.append(Interval(value, value, value))
+        axes.axhline(value, color=style.GREY, linewidth=1, linestyle=(0, (5, 3)), zorder=0, label=text)
     if panel.is_log:
         _logarithmic(axes, shown)
     else:
-        ends = [end for found in shown for end in (found.mean, found.high) if math.isfinite(end)]
-        top = panel.top or max([*ends, 1e-3])
+        top = panel.top or max(
+            [end for found in shown for end in (found.mean, found.high) if math.isfinite(end)] + [1e-3]
+        )
         axes.set_ylim(-0.03 * top, 1.05 * top)
-    if panel.level is not None:
-        value, text = panel.level
-        axes.axhline(value, color=style.GREY, linewidth=1, linestyle=(0, (5, 3)), zorder=0, label=text)
     low, high = axes.get_xlim()
     if panel.mark is not None and low <= panel.mark[0] <= high:
         place, text = panel.mark

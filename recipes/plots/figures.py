@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
-from hf_posenc.errors import LayerSelectionError, OptionError, suggest
+from hf_posenc.errors import LayerSelectionError, OptionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
@@ -69,7 +70,7 @@ def figures(
         WrappedModelError: The model is inside a wrapper.
     """
     known = all_kinds()
-    wanted = _wanted(what, [OVERVIEW, *known])
+    asked = [what] if isinstance(what, str) else [OVERVIEW, *known] if what is None else list(what)
     if not all(isinstance(query, int) and 1 <= query <= _FARTHEST for query in queries):
         raise OptionError(
             f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
@@ -77,23 +78,26 @@ def figures(
     with patched(model) as native, torch.no_grad():
         every = parts_of(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native=native)
         parts = _chosen(every, layers, heads, tuple(queries))
-        there = {each: kind for each, kind in known.items() if any(kind.fits(part) for part in parts)}
-        missing = [each for each in wanted if each not in (OVERVIEW, *there)]
-        if what is not None and missing:
+        there = {each: kind for each, kind in known.items() if any(map(kind.fits, parts))}
+        missing = [each for each in asked if each not in (OVERVIEW, *there)]
+        if not asked or (what is not None and missing):
             raise OptionError(
-                f"There is no picture {', '.join(map(repr, missing))} of "
+                f"There is no picture {', '.join(map(repr, missing)) or 'without a name'} of "
                 f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: "
                 f"{', '.join([*there, OVERVIEW])}."
             )
         narrow, named = layers is None and heads is None, f"{name}: " if name else ""
         drawn: dict[str, Figure] = {}
-        for kind in wanted:
-            if kind == OVERVIEW:
-                of = type(model).__name__.removeprefix("Posenc")
-                size = f"{model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"
-                drawn[OVERVIEW] = _overview(f"{named}{of}, {size}", parts, list(there.values()))
-            elif kind in there:
-                drawn |= _of_kind(there[kind], parts, named, narrow=narrow)
+        for kind in (there[each] for each in asked if each in there):
+            drawn |= _of_kind(kind, parts, named, narrow=narrow)
+        if OVERVIEW in asked:
+            of = type(model).__name__.removeprefix("Posenc")
+            size = f"{model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"
+            # A row for each picture of each part, of a few layers and heads.
+            fitting = [(kind, part) for part in parts for kind in there.values() if kind.fits(part)]
+            few = [(k, p.narrowed(1, _MAPS) if k.per_layer else p.narrowed(_LAYERS, _HEADS)) for k, p in fitting]
+            rows = [(f"{part.called}: {kind.title(part)}", kind, part) for kind, part in few]
+            drawn[OVERVIEW] = _page(f"{named}{of}, {size}", rows)
     return drawn
 
 
@@ -105,80 +109,65 @@ def kinds() -> dict[str, str]:
 
 def _of_kind(kind: Kind, parts: Sequence[Part], named: str, *, narrow: bool) -> Iterator[tuple[str, Figure]]:
     """Yield the figures of one kind, each with a name that no other figure has."""
-    for part in parts:
-        if not kind.fits(part):
-            continue
+    for part in filter(kind.fits, parts):
         words = [kind.name, part.stack, part.name]
         if sum((other.stack, other.name) == (part.stack, part.name) for other in parts) > 1:
             words.append(str(part.group.id))
         some = part.narrowed(kind.layers, kind.heads) if narrow else part
         for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
-            drawn = replace(some, layers=layers)
-            width, height = kind.size(drawn)
-            made = style.figure(width, height, f"{named}{_title(kind, drawn)}")
-            kind.draw(style.at_the_left(made, width, made.get_figwidth()), drawn)
-            yield "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])]), made
+            shown = replace(some, layers=layers)
+            title = f"{named}{shown.called}: {kind.title(shown)}"
+            name = "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])])
+            yield name, _page(title, [("", kind, shown)])
 
 
-def _overview(head: str, parts: Sequence[Part], kinds: Sequence[Kind]) -> Figure:
-    """Draw one page: a row for each picture of each part, of a few layers and heads."""
-    rows = []
-    for part in parts:
-        for kind in kinds:
-            if kind.fits(part):
-                few = part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS)
-                rows.append((kind, few, kind.size(few), _title(kind, few)))
-    width = max(style.width_of(head), *(max(size[0], style.width_of(title)) for _, _, size, title in rows))
-    heights = [size[1] + _MARGIN for _, _, size, _ in rows]
-    made = style.figure(width, sum(heights) + 0.2, head)
-    lines = made.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for line, (kind, part, size, title) in zip(lines, rows, strict=True):
-        kind.draw(style.at_the_left(line, size[0], width), part)
-        style.entitle(line, title)
+def _page(head: str, rows: Sequence[tuple[str, Kind, Part]]) -> Figure:
+    """Draw pictures below each other, each with its title, at the left of a page that is as wide as the widest."""
+    made = style.figure(1, 1, head)
+    lines = GridSpec(len(rows), 1, figure=made)
+    drawn = []
+    for place, (title, kind, part) in enumerate(rows):
+        line: Any = made.add_subfigure(lines[place])
+        halves = GridSpec(1, 2, figure=line)
+        drawn.append((halves, *kind.draw(line.add_subfigure(halves[0]), part)))
+        if title:
+            style.entitle(line, title)
+    # How large pictures are is known when they are drawn.
+    margins = [_MARGIN * bool(title) for title, _, _ in rows]
+    heights = [height + margin for margin, (_, _, height) in zip(margins, drawn, strict=True)]
+    width = max(*map(style.width_of, (head, *(title for title, _, _ in rows))), *(own for _, own, _ in drawn))
+    lines.set_height_ratios(heights)
+    for halves, own, _ in drawn:
+        halves.set_width_ratios((own, max(width - own, 1e-3)))
+    made.set_size_inches(width, sum(heights) + margins[0])
     return made
 
 
-def _title(kind: Kind, part: Part) -> str:
-    return f"{part.name}{part.state}: {kind.title(part)}"
-
-
 # -- what was asked for ------------------------------------------------------------------------------------------------
-
-
-def _wanted(what: str | Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    if what is None:
-        return list(known)
-    asked = [what] if isinstance(what, str) else list(what)
-    for name in asked:
-        if name not in known:
-            raise OptionError(f"There is no kind of picture {name!r}. {suggest(str(name), known)}")
-    if not asked:
-        raise OptionError(f"Got no kind of picture to draw. {suggest('', known)}")
-    return list(dict.fromkeys(asked))
 
 
 def _chosen(
     parts: Sequence[Part], layers: Sequence[int] | None, heads: Sequence[int] | None, queries: tuple[int, ...]
 ) -> list[Part]:
     """Return the parts of a model with the layers and heads that were asked for."""
-    found = []
-    for part in parts:
-        own = part.layers if layers is None else tuple(layer for layer in part.layers if layer.index in layers)
-        count = part.geometry.heads
-        for head in heads or ():
-            if not 0 <= head < count:
-                raise LayerSelectionError(f"heads={list(heads or ())!r}: the {part.stack} has heads 0 to {count - 1}.")
-        if own:
-            shown = part.heads if heads is None else tuple(heads)
-            found.append(replace(part, layers=own, heads=shown, queries=queries))
     there = {layer.index for part in parts for layer in part.layers}
-    unknown = sorted(set(layers or ()) - there)
-    if unknown or not found or (heads is not None and not heads):
-        raise LayerSelectionError(
-            f"layers={layers!r}, heads={heads!r}: expected some of the layers that have a scheme, "
-            f"{', '.join(map(str, sorted(there)))}, and at least one head."
+    count = min(part.geometry.heads for part in parts)
+    for asked, known in ((layers, there), (heads, set(range(count)))):
+        if asked is not None and not set() < set(asked) <= known:
+            raise LayerSelectionError(
+                f"layers={layers!r}, heads={heads!r}: expected some of the layers that have a scheme, "
+                f"{', '.join(map(str, sorted(there)))}, and of the heads 0 to {count - 1}."
+            )
+    chosen = (
+        replace(
+            part,
+            layers=tuple(layer for layer in part.layers if layers is None or layer.index in layers),
+            heads=part.heads if heads is None else tuple(heads),
+            queries=queries,
         )
-    return found
+        for part in parts
+    )
+    return [part for part in chosen if part.layers]
 
 
 def _inputs(

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import FigureBase
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
 from hf_posenc.recipes.plots import style
-from hf_posenc.recipes.plots.subject import Layer, Part, added, asked
+from hf_posenc.recipes.plots.subject import Layer, Part, asked
 from hf_posenc.structures import Numbers, Picture
 
 
@@ -41,12 +41,8 @@ class Kind(ABC):
         """Return the title of the picture, behind the name of the scheme."""
 
     @abstractmethod
-    def size(self, part: Part) -> tuple[float, float]:
-        """Return width and height in inches, the title included."""
-
-    @abstractmethod
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        """Draw the picture into a figure or a part of one, without the title."""
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
+        """Draw the picture, without the title; return its width and height in inches, with the title."""
 
 
 def all_kinds() -> dict[str, Kind]:
@@ -72,8 +68,8 @@ class ByDistance(Kind):
 
     families: tuple[str, ...]
     what: str
-    # Returns the layers that are drawn, each with its name.
-    panels: Callable[[Part], list[tuple[str, Layer]]]
+    # What tells layers apart.
+    key: Callable[[Layer], object]
 
     def fits(self, part: Part) -> bool:
         return registry.get(part.name).family in self.families
@@ -81,28 +77,16 @@ class ByDistance(Kind):
     def title(self, part: Part) -> str:
         return f"{self.what}, {'around the middle patch' if part.on_grid else 'by distance'}"
 
-    def size(self, part: Part) -> tuple[float, float]:
-        layers = self.panels(part)
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
+        layers = part.distinct(self.key)
         if part.on_grid:
-            return 1.2 + 1.6 * len(part.heads), 0.6 + 1.6 * len(layers)
-        rows, columns = style.shape(len(layers) * len(_queries(part)))
-        return 1.0 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        layers = self.panels(part)
-        if part.on_grid:
-            self._maps(canvas, part, layers)
-            return
-        cells = [(query, *layer) for query in _queries(part) for layer in layers]
-        several, lowest = len(cells) > len(layers), -0.1
+            return self._draw_maps(canvas, part, layers)
+        queries = _queries(part)
+        cells = [(query, *layer) for query in queries for layer in layers]
         ahead = "" if part.geometry.causal else "; below 0: ahead"
-        drawn = style.grid(
-            canvas,
-            len(cells),
-            x=f"distance to the key (tokens{ahead})",
-            y="logit, below its largest (nats)",
-            share_x=False,
-        )
+        x, y = f"distance to the key (tokens{ahead})", "logit, below its largest (nats)"
+        drawn, rows, columns = style.grid(canvas, len(cells), x=x, y=y, share_x=False)
+        lowest = -0.1
         for axes, (query, name, layer) in zip(drawn, cells, strict=True):
             far = torch.arange(query + 1) if query <= 1024 else style.spread(query)
             far = far if part.geometry.causal else torch.cat((-far.flip(0)[:-1], far))
@@ -111,29 +95,32 @@ class ByDistance(Kind):
             values = values - values.amax(-1, keepdim=True)
             lowest = min(lowest, float(values.min()))
             style.lines(axes, far, values, part.heads, log=query > _FAR, width=1.5)
-            style.caption(axes, f"{name}, query at {query}" if part.queries or several else name)
+            style.caption(axes, f"{name}, query at {query}" if part.queries or len(queries) > 1 else name)
         lowest = max(lowest, style.FLOOR)
         drawn[0].set_ylim(1.05 * lowest, -0.05 * lowest)
-        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1], "head")
+        style.legend_beside(drawn[columns - 1], "head")
+        return 1.0 + 2.5 * max(columns, 2), 0.5 + 2.1 * rows
 
-    def _maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> None:
-        maps = torch.stack([_around_the_middle(layer)[list(part.heads)] for _, layer in layers])
+    def _draw_maps(self, canvas: FigureBase, part: Part, layers: list[tuple[str, Layer]]) -> tuple[float, float]:
+        maps = torch.cat([_around_the_middle(layer)[list(part.heads)] for _, layer in layers])
         names = [f"{name}, head {head}" for name, _ in layers for head in part.heads]
-        limit, (rows, columns) = float(maps.abs().max()) or 1.0, maps.shape[2:]
+        limit, (rows, columns) = float(maps.abs().max()) or 1.0, maps.shape[1:]
         left, top = -(columns // 2) - 0.5, -(rows // 2) - 0.5
-        drawn = style.grid(canvas, len(names), len(part.heads), x="column (patches)", y="row (patches)", size=8)
-        for axes, name, values in zip(drawn, names, maps.flatten(0, 1), strict=True):
+        drawn, down, across = style.grid(
+            canvas, len(names), len(part.heads), x="column (patches)", y="row (patches)", size=8
+        )
+        for axes, name, values in zip(drawn, names, maps, strict=True):
             extent = (left, left + columns, top + rows, top)
             image = style.heat(axes, values, style.SIGNED, vmin=-limit, vmax=limit, extent=extent)
             style.caption(axes, name)
         style.bar(canvas, image, drawn, "added to the logit (nats)")
+        return 1.2 + 1.6 * across, 0.8 + 1.6 * down
 
 
 def _added(layer: Layer, query: int, far: Tensor) -> Tensor:
     """Return what positions add to the logits of a query at a position, by distance, float64 `[H, N]`."""
     far = far.to(layer.q.device)
-    places = Positions(torch.full((1, 1), query, device=far.device), query - far[None])
-    return added(layer.scheme, layer.tokens, places, layer.q[0].mean(1), layer.k[0].mean(1))[:, 0]
+    return layer.added(Positions(torch.full((1, 1), query, device=far.device), query - far[None]))[:, 0]
 
 
 def _around_the_middle(layer: Layer) -> Tensor:
@@ -144,8 +131,7 @@ def _around_the_middle(layer: Layer) -> Tensor:
     rows, columns = (int(count) for count in patches.max(dim=0).values + 1)
     middle = slice(1 + rows // 2 * columns + columns // 2, 2 + rows // 2 * columns + columns // 2)
     places = Positions(there.query[:, middle], there.key[:, 1:], there.key_coords[:, middle], patches[None])
-    found = added(layer.scheme, layer.tokens, places, layer.q[0].mean(1), layer.k[0].mean(1))
-    return found[:, 0].view(-1, rows, columns)
+    return layer.added(places)[:, 0].view(-1, rows, columns)
 
 
 def _queries(part: Part) -> tuple[int, ...]:
@@ -164,7 +150,7 @@ BIAS = ByDistance(
     "what an additive scheme adds to the logits, by distance, head and layer",
     ("additive",),
     "bias on the logits",
-    Part.distinct,
+    lambda layer: id(layer.scheme),
 )
 DECAY = ByDistance(
     "decay",
@@ -172,7 +158,7 @@ DECAY = ByDistance(
     ("rotary", "content-relative"),
     "change of the mean logit",
     # Queries and keys also differ where layers share a scheme.
-    lambda part: part.distinct(lambda layer: layer.index),
+    lambda layer: layer.index,
 )
 
 
@@ -191,13 +177,9 @@ class Frequencies(Kind):
     def title(self, part: Part) -> str:
         return "how far apart tokens are for one turn of a plane"
 
-    def size(self, part: Part) -> tuple[float, float]:
-        rows, columns = style.shape(len(part.distinct(_rates)))
-        return 1.4 + 2.5 * max(columns, 2), 0.5 + 2.4 * rows
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        layers = part.distinct(_rates)
-        drawn = style.grid(canvas, len(layers), x="plane, fastest first", y="tokens per turn")
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
+        layers = part.distinct(lambda layer: tuple(_frequencies(layer).flatten().tolist()))
+        drawn, rows, columns = style.grid(canvas, len(layers), x="plane, fastest first", y="tokens per turn")
         native = part.geometry.inv_freq
         for axes, (name, layer) in zip(drawn, layers, strict=True):
             if native is not None:
@@ -205,24 +187,17 @@ class Frequencies(Kind):
                 axes.plot(range(len(own)), own.numpy(), color="0.6", linewidth=4, alpha=0.6, label="native", zorder=0)
             for index, (label, found) in enumerate(_lines(layer).items()):
                 colour, marker, _ = style.look(index + 1)
-                turns = found.masked_fill(found < 2 * math.pi * _STILL, math.nan) / (2 * math.pi)
-                axes.plot(
-                    range(len(found)),
-                    (1 / turns).numpy(),
-                    linestyle="none",
-                    marker=marker,
-                    markersize=4,
-                    alpha=0.8,
-                    color=colour,
-                    label=label,
-                )
+                turns = 2 * math.pi / found.masked_fill(found < 2 * math.pi * _STILL, math.nan)
+                dots: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 4, "alpha": 0.8}
+                axes.plot(range(len(found)), turns.numpy(), color=colour, label=label, **dots)
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(style.thousands)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.axhline(part.length, color=style.GREY, linewidth=0.8, linestyle=":", label="trained length")
             style.caption(axes, name)
             style.open_frame(axes)
-        style.legend_beside(drawn[min(len(drawn), style.COLUMNS) - 1])
+        style.legend_beside(drawn[columns - 1])
+        return 1.4 + 2.5 * max(columns, 2), 0.5 + 2.4 * rows
 
 
 def _lines(layer: Layer) -> dict[str, Tensor]:
@@ -231,11 +206,6 @@ def _lines(layer: Layer) -> dict[str, Tensor]:
     if torch.allclose(found, found[:1], rtol=1e-9, atol=0):
         return {"all heads": found[0]}
     return {f"kv head {group}": row for group, row in enumerate(found)}
-
-
-def _rates(layer: Layer) -> object:
-    """Return the frequencies of a layer, for comparison."""
-    return tuple(_frequencies(layer).flatten().tolist())
 
 
 def _frequencies(layer: Layer) -> Tensor:
@@ -272,11 +242,15 @@ class Table(Kind):
     def title(self, part: Part) -> str:
         return "table of positions"
 
-    def size(self, part: Part) -> tuple[float, float]:
-        return 9.5, 3.6
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
-        table = _table(part)
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
+        rows = min(part.scheme.end_of_positions() or part.length, _ROWS)
+        positions, coords = torch.arange(rows, device=part.layers[0].q.device)[None], None
+        if part.scheme.axes:
+            places = part.layers[0].tokens.positions
+            positions, coords = places.key, places.key_coords
+        shape = (1, positions.shape[1], part.geometry.hidden_size)
+        none = torch.zeros(shape, dtype=torch.float64, device=positions.device)
+        table = part.scheme.embed(none, positions, coords)[0].cpu()
         left, right = canvas.subplots(1, 2, width_ratios=(1.6, 1))
         # A few large entries would leave the rest grey; torch takes quantiles of 16 million numbers at most.
         limit = float(table.abs().flatten()[:: 1 + table.numel() // 10**7].quantile(0.995)) or 1.0
@@ -286,22 +260,14 @@ class Table(Kind):
         image = style.heat(right, unit @ unit.T, style.SIGNED, vmin=-1, vmax=1, origin="lower")
         style.bar(canvas, image, right, "cosine", 10)
         place = "patch (0 is the class token)" if part.geometry.axes > 1 else "position (tokens)"
-        titles = ((left, "added to the token embeddings", "channel"), (right, "likeness of positions", place))
-        for axes, title, y in titles:
+        for axes, title, y in (
+            (left, "added to the token embeddings", "channel"),
+            (right, "likeness of positions", place),
+        ):
             style.caption(axes, title)
             axes.set_xlabel(place, fontsize=9)
             axes.set_ylabel(y, fontsize=9)
-
-
-def _table(part: Part) -> Tensor:
-    """Return what is added to the embeddings of the tokens, by position, float64 `[S, E]`."""
-    rows = min(part.scheme.end_of_positions() or part.length, _ROWS)
-    positions, coords = torch.arange(rows, device=part.layers[0].q.device)[None], None
-    if part.scheme.axes:
-        places = part.layers[0].tokens.positions
-        positions, coords = places.key, places.key_coords
-    none = torch.zeros(1, positions.shape[1], part.geometry.hidden_size, dtype=torch.float64, device=positions.device)
-    return part.scheme.embed(none, positions, coords)[0].cpu()
+        return 9.5, 3.6
 
 
 TABLE = Table("table", "what an absolute scheme adds to the embeddings, and how alike positions are by it")
@@ -331,12 +297,7 @@ class Declared(Kind):
 class Strips(Declared):
     """Rows of heads over the tokens of a text, a strip for each layer; and several such columns side by side."""
 
-    def size(self, part: Part) -> tuple[float, float]:
-        strip, columns = 0.3 + 0.11 * min(len(part.heads), 16), len(self.picture(part).numbers)
-        width = columns * max(1.25 * style.side(part.text), 3)
-        return 1.3 + width, 0.9 + style.TOKEN_LABELS + strip * len(part.layers)
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
         columns = self.picture(part).numbers
         drawn = canvas.subplots(len(part.layers), len(columns), squeeze=False, sharex=True, sharey=True)
         step = math.ceil(len(part.heads) / 8)
@@ -351,7 +312,7 @@ class Strips(Declared):
             for row, (layer, values) in enumerate(zip(part.layers, found, strict=True)):
                 axes = drawn[row, side]
                 image = style.heat(axes, values, scale=scale, aspect="auto")
-                style.caption(axes, f"layer {layer.index}" if row else f"{title}, layer {layer.index}")
+                style.caption(axes, f"{title}, layer {layer.index}" if title and not row else f"layer {layer.index}")
                 shown = part.heads[::step]
                 axes.set_yticks(range(0, len(part.heads), step), [str(head) for head in shown], fontsize=7)
                 if side == 0:
@@ -359,36 +320,34 @@ class Strips(Declared):
             style.token_ticks(drawn[-1, side], part.text, x=True)
             drawn[-1, side].set_xlabel("token", fontsize=8)
             style.bar(canvas, image, drawn[:, side], numbers.label, fraction=0.04, format="%g")
+        width, strip = len(columns) * max(1.25 * style.side(part.text), 3), 0.3 + 0.11 * min(len(part.heads), 16)
+        return 1.3 + width, 0.9 + style.TOKEN_LABELS + strip * len(part.layers)
 
 
 class Maps(Declared):
     """Queries over keys, a map for each head of one layer, with the tokens at the outer edges."""
 
     layers, heads, per_layer = 4, 8, True
-    _most: ClassVar[int] = 4
 
     def title(self, part: Part) -> str:
         return f"{super().title(part)}, layer {part.layers[0].index}"
 
-    def size(self, part: Part) -> tuple[float, float]:
-        (rows, columns), side = style.shape(len(part.heads), self._most), style.side(part.text)
-        return 1.9 + columns * (side + 0.15), 0.5 + style.TOKEN_LABELS + rows * (side + 0.25)
-
-    def draw(self, canvas: FigureBase, part: Part) -> None:
+    def draw(self, canvas: FigureBase, part: Part) -> tuple[float, float]:
         (numbers,), tokens = self.picture(part).numbers, part.text
         found = self.values(numbers, part.layers[0])[list(part.heads)]
         if part.geometry.causal:
             found = found.masked_fill(found.new_ones(found.shape[-2:]).triu(1).bool(), math.nan)
         scale = style.scale_of(numbers, [found])
-        drawn = style.grid(canvas, len(part.heads), self._most, x="key", y="query", size=8)
+        drawn, rows, columns = style.grid(canvas, len(part.heads), 4, x="key", y="query", size=8)
         for place, (axes, head, values) in enumerate(zip(drawn, part.heads, found, strict=True)):
             image = style.heat(axes, values, scale=scale)
             style.caption(axes, f"head {head}")
             style.open_frame(axes)
             # Panels share their axes: labels of the outer ones are those of all.
-            columns = min(len(drawn), self._most)
             style.token_ticks(axes, tokens, x=place + columns >= len(drawn), y=place % columns == 0)
         style.bar(canvas, image, drawn, numbers.label, fraction=0.04, format="%g")
+        side = style.side(tokens)
+        return 1.9 + columns * (side + 0.15), 0.5 + style.TOKEN_LABELS + rows * (side + 0.25)
 
 
 class Attention(Maps):

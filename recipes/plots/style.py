@@ -57,14 +57,6 @@ def entitle(canvas: FigureBase, title: str) -> None:
     canvas.suptitle(title, fontsize=10.5, x=0.01, ha="left")
 
 
-def at_the_left(canvas: FigureBase, width: float, whole: float) -> FigureBase:
-    """Return where a picture keeps its width, in inches, on a canvas whose width is that of the whole."""
-    if width > whole - 0.5:
-        return canvas
-    part: FigureBase = canvas.subfigures(1, 2, squeeze=False, width_ratios=(width, whole - width))[0, 0]
-    return part
-
-
 def caption(axes: Axes, text: str) -> None:
     """Write the small title of one panel."""
     axes.set_title(text, fontsize=9, loc="left", color=GREY)
@@ -126,12 +118,6 @@ def token_ticks(axes: Axes, tokens: Sequence[str], *, x: bool = False, y: bool =
 # -- panels ------------------------------------------------------------------------------------------------------------
 
 
-def shape(count: int, most: int = COLUMNS) -> tuple[int, int]:
-    """Return rows and columns of a grid of panels."""
-    columns = min(count, most)
-    return math.ceil(count / columns), columns
-
-
 def grid(
     canvas: FigureBase,
     count: int,
@@ -142,9 +128,10 @@ def grid(
     share_x: bool = True,
     share_y: bool = True,
     size: float = 9,
-) -> list[Axes]:
-    """Return panels in rows of at most so many; labels are written at the outer ones."""
-    rows, columns = shape(count, most)
+) -> tuple[list[Axes], int, int]:
+    """Return panels in rows of at most so many, and the numbers of rows and columns; the outer panels have labels."""
+    columns = min(count, most)
+    rows = math.ceil(count / columns)
     panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
     for place, axes in enumerate(panels):
         axes.set_visible(place < count)
@@ -154,7 +141,7 @@ def grid(
         if place + columns >= count:
             axes.set_xlabel(x, fontsize=size)
             axes.tick_params(labelbottom=True)
-    return panels[:count]
+    return panels[:count], rows, columns
 
 
 def lines(axes: Axes, distances: Tensor, values: Tensor, labels: Sequence[object], *, log: bool, width: float) -> None:

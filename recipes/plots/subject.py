@@ -41,13 +41,17 @@ class Layer:
     v: Tensor
     weights: Tensor
 
+    def added(self, positions: Positions) -> Tensor:
+        """Return what positions add to the logits of the mean query and the mean key, float64 `[H, Q, K]`."""
+        return added(self.scheme, self.tokens, positions, self.q[0].mean(1), self.k[0].mean(1))
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """The layers of one stack that have one scheme: what a picture is of.
 
     Attributes:
-        state: Words of the title behind the name of the scheme.
+        called: Name of the scheme and its state, for titles.
         text: The tokens that the stack reads, as they are written along axes.
         layers: Layers that are drawn, as are the query heads.
         queries: Positions of queries, where a picture is of one; empty lets the picture choose.
@@ -55,7 +59,7 @@ class Part:
 
     stack: str
     group: record.Group
-    state: str
+    called: str
     text: Sequence[str]
     layers: tuple[Layer, ...]
     heads: tuple[int, ...]
@@ -90,8 +94,8 @@ class Part:
         """Return the same with at most so many layers and heads, evenly spread."""
         return replace(self, layers=_some(self.layers, layers), heads=_some(self.heads, heads))
 
-    def distinct(self, key: Callable[[Layer], object] = lambda layer: id(layer.scheme)) -> list[tuple[str, Layer]]:
-        """Return a layer for each different key, by default each scheme, with the names of all layers that have it."""
+    def distinct(self, key: Callable[[Layer], object]) -> list[tuple[str, Layer]]:
+        """Return a layer for each different key, with the names of all layers that have it."""
         users: dict[object, list[Layer]] = {}
         for layer in self.layers:
             users.setdefault(key(layer), []).append(layer)
@@ -116,36 +120,30 @@ def parts_of(
                 layers = tuple(seen[stack, index] for index in share.layers)
                 text = _written(tokenizer, inputs[stack].get("input_ids"), layers[0].q.shape[2])
                 heads = tuple(range(layers[0].scheme.geometry.heads))
-                found.append(Part(stack, group, f"{state}, {stack}{faded}", text, layers, heads))
+                called = f"{group.scheme}{state}, {stack}{faded}"
+                found.append(Part(stack, group, called, text, layers, heads))
     return sorted(found, key=lambda part: (list(inputs).index(part.stack), part.layers[0].index))
 
 
 @contextlib.contextmanager
 def patched(model: Any) -> Iterator[bool]:
-    """Set a model to evaluation, and make a stock one compute by a scheme, for a while; yield whether it is stock.
-
-    Raises:
-        WrappedModelError: The model is inside a wrapper.
-        ArchitectureError: It is of no known architecture.
-        NotPatchedError: A stock model has an encoding that no scheme reproduces.
-    """
+    """Set a model to evaluation, and make a stock one compute by a scheme, for a while; yield whether it is stock."""
     refuse_wrapped(model, "Draw the plain model: an adapter is merged by model.merge_and_unload().")
-    if surgery.is_patched(model):
-        with evaluating(model):
-            yield False
-        return
-    name = native_scheme(model)
-    if name is None:
-        raise NotPatchedError(
-            f"The {type(model).__name__} is not patched, and no scheme computes its own encoding. Call hf_posenc.patch "
-            "first."
-        )
-    patch(model, name)
+    is_stock = not surgery.is_patched(model)
+    if is_stock:
+        name = native_scheme(model)
+        if name is None:
+            raise NotPatchedError(
+                f"The {type(model).__name__} is not patched, and no scheme computes its own encoding. Call "
+                "hf_posenc.patch first."
+            )
+        patch(model, name)
     try:
         with evaluating(model):
-            yield True
+            yield is_stock
     finally:
-        unpatch(model)
+        if is_stock:
+            unpatch(model)
 
 
 def layer_names(indices: Sequence[int]) -> str:

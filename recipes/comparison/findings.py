@@ -17,26 +17,25 @@ from transformers import default_data_collator
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import intervals
-from hf_posenc.recipes.comparison.contestants import NATIVE, ORIGINAL, Contestant
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
 from hf_posenc.recipes.evaluation import report as results
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
-from hf_posenc.recipes.evaluation.request import Request, check_measures
-from hf_posenc.recipes.evaluation.subjects import Subject
+from hf_posenc.recipes.evaluation.request import Request, Subject, check_measures
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import trained_dtype
 
+# The native model with the same training, which is the control, and the model as it was given.
+NATIVE, ORIGINAL = "native", "original"
 FINDINGS = "results.json"
-# Pairs of timed training steps.
-_ROUNDS = 9
-# The first steps load kernels and allocate memory.
-_UNTIMED = 2
+# Timed pairs of training steps, after some that load kernels and allocate memory.
+_ROUNDS, _UNTIMED = 9, 2
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Cost:
     its backward pass. Parameters are the new ones. Cache bytes are per token, over all layers, without keys and values.
     """
 
-    step_ratios: tuple[float, ...]
-    memory_ratio: float
-    parameters: int
-    cache_bytes: int
+    step_ratios: tuple[float, ...] = (1.0,)
+    memory_ratio: float = 1.0
+    parameters: int = 0
+    cache_bytes: int = 0
 
     @property
     def time(self) -> Interval:
@@ -65,10 +64,6 @@ class Cost:
     @property
     def _logarithms(self) -> Tensor:
         return torch.tensor(self.step_ratios, dtype=torch.float64).log()
-
-
-# The native model has no additional cost.
-_FREE = Cost((1.0,), 1.0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +85,11 @@ class Findings:
         """Perplexity by context length."""
         return self.report["perplexity"].models[self.name][0]
 
+    @property
+    def windows(self) -> int:
+        """Number of windows of text."""
+        return self.perplexity.samples.shape[-1]
+
     def ratio(self, context: int, other: Findings) -> Interval:
         """Return the perplexity as a share of that of another model, paired by window."""
         return self.perplexity.relative_to(other.perplexity).at(context)
@@ -102,15 +102,13 @@ class Findings:
 class Examiner:
     """Measurement of models by the same measures on the same text.
 
-    The text, lengths and batches of the control, the native contestant, are those of all; perplexity is measured, too.
-
-    Raises:
-        OptionError: A measure is unknown, or the text is too short.
+    The text, lengths and batches of the control are those of all; perplexity is measured, too. Raise `OptionError` if a
+    measure is unknown, or the text is too short.
     """
 
     def __init__(
         self,
-        control: Contestant,
+        control: Recipe,
         config: Any,
         tokenizer: Any,
         data: Prepared,
@@ -120,78 +118,58 @@ class Examiner:
         console: Console | None = None,
     ) -> None:
         check_measures(measures)
-        length = control.recipe.training.length
-        assert length is not None
-        self.trained = trained_length(config) or length
+        assert control.training.length is not None
+        self.trained = trained_length(config) or control.training.length
         try:
-            contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
+            self.contexts, _ = contexts_for(self.trained, len(data.held_out), windows=samples)
         except RecipeError:  # It names keys that all contestants share.
-            contexts = ()
-        if self.trained not in contexts:
+            self.contexts = ()
+        if self.trained not in self.contexts:
             raise OptionError(
                 f"The trained length is {self.trained} tokens, and the held-out text has {len(data.held_out):,}; "
                 f"expected at least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
             )
-        self._native, self._console = control.recipe.model, console
-        self._dtype = trained_dtype(control.recipe.adapter)  # that of the contestants
-        self.contexts, self._device = contexts, processes().device
         every = tuple(dict.fromkeys(("perplexity", *measures)))
-        request = Request((NATIVE,), every, contexts=contexts, trained_length=self.trained, samples=samples)
+        request = Request((NATIVE,), every, contexts=self.contexts, trained_length=self.trained, samples=samples)
         self._measures = request.made_for(tokenizer, data.held_out, data.corrupt)
-        size = control.recipe.training.micro_batch_size or control.recipe.training.batch_size
+        self._native, self._console, self._device = control.model, console, processes().device
+        self._dtype = trained_dtype(control.adapter)  # that of the contestants
+        size = control.training.micro_batch_size or control.training.batch_size
         collate = data.collate or default_data_collator
-        self._batch = collate([example for example, _ in zip(data.train, range(size), strict=False)])
+        batch = collate([example for example, _ in zip(data.train, range(size), strict=False)])
+        self._batch = {name: tensor.to(self._device) for name, tensor in batch.items()}
 
-    def untrained(self, folder: Path) -> Findings:
-        """Return the findings of the original model."""
+    def examine(self, name: str, recipe: Recipe, folder: Path) -> Findings:
+        """Return the findings of a finished run, or of the `ORIGINAL` model, which are kept in a folder."""
         path = folder / FINDINGS
         if not path.is_file():
             folder.mkdir(exist_ok=True)
-            model = load(self._native, **self._dtype)[0].to(self._device)
-            results.save(self._findings(ORIGINAL, model, _FREE, start="as it was given"), path)
-        return _load(path)
+            known: dict[str, Any]
+            if name == ORIGINAL:
+                model = load(self._native, **self._dtype)[0].to(self._device)
+                known = {"start": "as it was given"}
+            else:
+                model = Subject(name, str(folder / MODEL)).load(self._device)
+                known = {"start": record_of(folder)["start"], "start_ratio": _start_ratio(folder)}
+            report = evaluate({name: model}, self._measures, console=self._console)
+            results.save(Findings(name, report, self._cost(recipe, model), **known), path)
+        found: Findings = results.load(Findings, path, "Remove it to measure again.")
+        return found
 
-    def examine(self, contestant: Contestant) -> Findings:
-        """Return the findings of a finished run."""
-        path = contestant.folder / FINDINGS
-        if not path.is_file():
-            model = Subject(contestant.name, str(contestant.folder / MODEL)).load(self._device)
-            found = self._findings(
-                contestant.name,
-                model,
-                self._cost(contestant, model),
-                start=record_of(contestant.folder)["start"],
-                start_ratio=_start_ratio(contestant.folder),
-            )
-            results.save(found, path)
-        return _load(path)
-
-    def _findings(self, name: str, model: Any, price: Cost, **known: Any) -> Findings:
-        return Findings(name, evaluate({name: model}, self._measures, console=self._console), price, **known)
-
-    def _cost(self, contestant: Contestant, model: Any) -> Cost:
-        conversion = contestant.recipe.conversion
+    def _cost(self, recipe: Recipe, model: Any) -> Cost:
+        conversion = recipe.conversion
         if conversion.scheme is None:
-            return _FREE
-        native, _ = load(self._native, dtype=next(model.parameters()).dtype)
-        native.to(self._device)
+            return Cost()
+        native = load(self._native, dtype=next(model.parameters()).dtype)[0].to(self._device)
         # At the end of training, a handover is over.
         ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
         planned = plan(native, conversion.scheme, **ended.keywords)
-        batch = {name: tensor.to(self._device) for name, tensor in self._batch.items()}
         for each in (model, native):
             each.train().requires_grad_(True)
-        with enough_threads(native, batch["input_ids"].numel()):
-            ratios = step_ratios(model, native, batch)
-        memory = kept_bytes(model, batch) / kept_bytes(native, batch)
-        for each in (model, native):
-            each.eval()
+        with enough_threads(native, self._batch["input_ids"].numel()):
+            ratios = step_ratios(model, native, self._batch)
+        memory = kept_bytes(model, self._batch) / kept_bytes(native, self._batch)
         return Cost(tuple(ratios), memory, planned.parameters, planned.cache_bytes_per_token)
-
-
-def _load(path: Path) -> Findings:
-    found: Findings = results.load(Findings, path, "Remove it to measure again.")
-    return found
 
 
 def _start_ratio(folder: Path) -> float | None:
@@ -214,27 +192,22 @@ def step_ratios(model: nn.Module, native: nn.Module, batch: Mapping[str, Tensor]
     on the machine affects both. The weights do not change. Both models are in training mode.
     """
     runs = [(each, torch.optim.AdamW(each.parameters(), lr=0.0, weight_decay=0.0)) for each in (model, native)]
-    ratios = []
-    for number in range(_UNTIMED + rounds):
-        own, other = (_seconds(each, optimizer, batch) for each, optimizer in runs)
-        if number >= _UNTIMED:
-            ratios.append(own / other)
-    return ratios
+    seconds = [[_seconds(each, optimizer, batch) for each, optimizer in runs] for _ in range(_UNTIMED + rounds)]
+    return [own / other for own, other in seconds[_UNTIMED:]]
 
 
 def _seconds(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> float:
-    _wait()
-    before = time.perf_counter()
+    before = _now()
     model(**batch, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    _wait()
-    return time.perf_counter() - before
+    return _now() - before
 
 
-def _wait() -> None:
+def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def kept_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
