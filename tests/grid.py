@@ -18,8 +18,8 @@ from hf_posenc.scheme import Scheme
 
 # Files whose tests cross schemes with other things.
 CROSSED = {
-    "test_adapters", "test_attend", "test_cache_bytes", "test_checkpoints_on_disk", "test_device_map", "test_encoders",
-    "test_engine", "test_families", "test_fitting", "test_heads", "test_in_use", "test_matching", "test_matrix",
+    "test_adapters", "test_attend", "test_cache", "test_checkpoints_on_disk", "test_device_map",
+    "test_engine", "test_families", "test_fitting", "test_in_use", "test_matching", "test_matrix",
     "test_pages", "test_peft", "test_strength", "test_trl", "test_vit",
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
@@ -31,7 +31,7 @@ ALONE = {"test_attend", "test_engine"}
 TRAINED = 3
 OTHER_PAIRS = {"test_matrix": 6, "test_strength": 12}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
-ONE_MORE = {"test_encoders", "test_families", "test_vit"}
+ONE_MORE = {"test_families", "test_vit"}
 
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",

@@ -12,18 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import SAME, moved
+from models import IMAGES, SAME, moved
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForMaskedImageModeling,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTForMaskedImageModeling,
-    ViTModel,
-)
+from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -34,69 +26,30 @@ from hf_posenc.recipes.loading import load
 from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
-HEADS = {
-    ViTModel: AutoModel,
-    ViTForImageClassification: AutoModelForImageClassification,
-    ViTForMaskedImageModeling: AutoModelForMaskedImageModeling,
-}
 SIDE, PATCH = 16, 4
 PATCHES = (SIDE // PATCH) ** 2
 # Larger than the trained size, and with more columns than rows.
 WIDE = (20, 32)
 
 
-def config(**changes: Any) -> ViTConfig:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    image = {"image_size": SIDE, "patch_size": PATCH, "encoder_stride": PATCH, "num_channels": 2}
-    return ViTConfig(**{**sizes, **image, "initializer_range": 0.1, "num_labels": 3, **changes})
-
-
-def make(kind: type = ViTForImageClassification, **changes: Any) -> PreTrainedModel:
+def make(**changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    settings = config(**changes)
-    settings._attn_implementation = changes.get("attn_implementation", "sdpa")
-    return kind(settings).eval()
+    return ViTForImageClassification(ViTConfig(**{**IMAGES, **changes})).eval()
 
 
 def images(height: int = SIDE, width: int = SIDE, rows: int = 2) -> Tensor:
     return torch.randn(rows, 2, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def patched(name: str, kind: type = ViTForImageClassification, **options: Any) -> PreTrainedModel:
+def patched(name: str, **options: Any) -> PreTrainedModel:
     """Return a model whose new parameters are away from a start at which many schemes do nothing."""
-    return moved(hf_posenc.patch(make(kind), name, **options))
+    return moved(hf_posenc.patch(make(), name, **options))
 
 
 @torch.no_grad()
 def states(model: PreTrainedModel, pixels: Tensor | None = None, **call: Any) -> Tensor:
     """Return the hidden states of all tokens, `[B, 1 + patches, E]`."""
-    body = getattr(model, "vit", model)
-    return body(images() if pixels is None else pixels, **call).last_hidden_state
-
-
-def loss(model: PreTrainedModel) -> Tensor:
-    """Return a loss that every patch has a part in."""
-    hidden = torch.arange(PATCHES)[None].expand(2, -1) % 3 == 0
-    return model(images(), bool_masked_pos=hidden).loss
-
-
-@pytest.mark.parametrize("scheme", ["learned", "sinusoidal", "alibi", "rope", "tape"])
-@pytest.mark.parametrize("kind", HEADS)
-def test_every_head(kind: type, scheme: str) -> None:
-    model = make(kind)
-    with torch.no_grad():
-        before = model(images())[0]
-        assert hf_posenc.patch(model, scheme) is model
-        assert type(model).__name__ == f"Posenc{kind.__name__}"
-        after = model(images())[0]
-        assert after.shape == before.shape
-        assert torch.equal(after, before) == (scheme == "learned")
-        hf_posenc.verify(model)
-        with hf_posenc.disabled(model):
-            assert torch.equal(model(images())[0], before)
-        hf_posenc.unpatch(model)
-        assert type(model) is kind
-        assert torch.equal(model(images())[0], before)
+    return model.vit(images() if pixels is None else pixels, **call).last_hidden_state
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -118,20 +71,8 @@ def test_declared_exact_starts_over_the_table_are_exact(scheme: str) -> None:
     assert plan.cache_bytes_per_token == 0
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_every_head_is_loaded_by_its_auto_class(kind: type, tmp_path: Path) -> None:
-    model = patched("fire", kind)
-    model.save_pretrained(tmp_path)
-    loaded = HEADS[kind].from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
-    with torch.no_grad():
-        assert torch.equal(loaded(images())[0], model(images())[0])
-
-
 def test_a_checkpoint_with_the_names_of_old_releases_is_converted(tmp_path: Path) -> None:
     """transformers writes the names that ViT checkpoints on the hub have, and renames them on loading."""
-    from safetensors.torch import load_file
-
     make().save_pretrained(tmp_path / "stock")
     assert any("encoder.layer.0" in name for name in load_file(tmp_path / "stock" / "model.safetensors"))
     stock = ViTForImageClassification.from_pretrained(tmp_path / "stock")
@@ -234,16 +175,6 @@ def test_absolute_schemes_hand_over() -> None:
     assert 0.4 < dropped < 0.6
 
 
-def test_layers_compose() -> None:
-    model = hf_posenc.patch(make(), "alibi", layers=[0])
-    hf_posenc.patch(model, "rope", layers=[1])
-    assert {group[:2] for group in hf_posenc.verify(model).groups} == {("alibi", "remove"), ("rope", "remove")}
-    warnings = hf_posenc.plan(make(), "alibi", layers=[0]).warnings
-    assert any("leaves the 1 layers that are not patched without positions" in text for text in warnings)
-    with pytest.raises(hf_posenc.LayerSelectionError, match="takes all 2 layers"):
-        hf_posenc.patch(make(), "sinusoidal", layers=[0])
-
-
 def test_hidden_patches_change_nothing() -> None:
     mask = torch.ones(2, 1 + PATCHES, dtype=torch.long)
     mask[0, 9:] = 0
@@ -254,11 +185,6 @@ def test_hidden_patches_change_nothing() -> None:
         before = states(model, attention_mask=mask)
         torch.testing.assert_close(states(model, other, attention_mask=mask)[:, :9], before[:, :9], **SAME)
         assert not torch.allclose(before, states(model), atol=1e-3)
-
-
-def test_coordinates_are_rows_and_columns() -> None:
-    coords = grid_coords(2, 3, torch.device("cpu"))
-    assert coords.tolist() == [[[0, 0], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]]
 
 
 @pytest.fixture
@@ -292,6 +218,7 @@ def test_schemes_get_raster_positions_and_grid_coordinates(seen: list[Tokens]) -
 def test_coordinates_may_be_given() -> None:
     model = patched("alibi")
     grid = grid_coords(4, 4, torch.device("cpu"))
+    assert grid_coords(2, 3, grid.device).tolist() == [[[0, 0], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]]
     before = states(model)
     assert torch.equal(states(model, position_coords=grid), before)
     each = torch.cat((grid, 2 * grid))
@@ -393,40 +320,11 @@ def test_forms_for_images_act_in_the_model(scheme: str) -> None:
         torch.testing.assert_close(of_layer, wanted.expand_as(of_layer), atol=1e-6, rtol=1e-5)
 
 
-def test_other_schemes_read_the_raster_order() -> None:
-    options = {"init": "paper"}
-    image = hf_posenc.build("fire", image_geometry(), **options)
-    text = hf_posenc.build("fire", image_geometry(axes=1), **options)
-    text.load_state_dict(image.state_dict())
-    np.testing.assert_array_equal(image_bias(image, 3, 5), image_bias(text, 3, 5))
-
-
-def test_text_forms_are_as_they_were_beside_an_image() -> None:
-    text = hf_posenc.build("alibi", image_geometry(axes=1))
-    got = image_bias(text, 3, 5)
-    assert got[0, 2, 9] == pytest.approx(-7 / 4)
-    assert got[0, 0, 4] == pytest.approx(-1)
-    assert text.axes == 0
-
-
 # -- around the model --------------------------------------------------------------------------------------------------
 
 
 def test_plan_of_a_config_that_names_no_class() -> None:
-    assert hf_posenc.plan(config(), "alibi").architecture == "vit"
-
-
-def test_adapters_carry_schemes_of_images(tmp_path: Path) -> None:
-    from peft import PeftModel, get_peft_model
-
-    model = get_peft_model(patched("fire"), hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], r=2))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-        before = model(images()).logits
-        model.save_pretrained(tmp_path)
-        assert torch.equal(PeftModel.from_pretrained(make(), tmp_path)(images()).logits, before)
+    assert hf_posenc.plan(ViTConfig(**IMAGES), "alibi").architecture == "vit"
 
 
 def test_embeddings_and_layers_stay_whole_on_a_device() -> None:
@@ -444,7 +342,7 @@ def test_no_hook_stays_after_an_error() -> None:
 
 def test_convert_keeps_what_prepares_the_images(tmp_path: Path) -> None:
     stock, out = tmp_path / "stock", tmp_path / "out"
-    ViTForImageClassification(config()).save_pretrained(stock)
+    make().save_pretrained(stock)
     (stock / "preprocessor_config.json").write_text('{"do_resize": false}')
     result = CliRunner().invoke(cli.app, ["convert", str(stock), "nope", str(out)])
     assert result.exit_code == 0, result.output
@@ -453,6 +351,6 @@ def test_convert_keeps_what_prepares_the_images(tmp_path: Path) -> None:
 
 
 def test_recipes_refuse_models_of_images(tmp_path: Path) -> None:
-    ViTForImageClassification(config()).save_pretrained(tmp_path)
+    make().save_pretrained(tmp_path)
     with pytest.raises(hf_posenc.RecipeError, match="is a vit, which writes no text"):
         load(str(tmp_path))

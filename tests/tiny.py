@@ -107,7 +107,9 @@ def call(model: PreTrainedModel, tokens: Tensor | None = None) -> dict[str, Tens
     tokens = ids() if tokens is None else tokens
     if "DoubleHeads" in name:
         return {"input_ids": tokens.view(2, 2, -1), "mc_token_ids": torch.tensor([[3, 5], [7, 2]])}
-    if name in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
+    if name.endswith("MultipleChoice"):
+        return {"input_ids": tokens.view(2, 2, -1)}
+    if name.lstrip("UM") in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}
     return {"input_ids": tokens}
 
