@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError, ShapeError
-from hf_posenc.operands import LARGEST_COUNT, Block
+from hf_posenc.operands import Block
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.scheme import Scheme
 
@@ -143,13 +143,6 @@ def check_mask(mask: Tensor | None) -> None:
             "Got a 4-D attention_mask of floating zeros and ones, which would be added to logits and hide nothing. "
             "Pass it as bool (True may be seen), or with 0 and -inf."
         )
-
-
-def largest(positions: Tensor) -> int:
-    """Return the largest position; while a graph is traced, which has no numbers, one that none exceeds."""
-    if torch.compiler.is_compiling():
-        return LARGEST_COUNT
-    return int(positions.max()) if positions.numel() else 0
 
 
 def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:

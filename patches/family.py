@@ -26,7 +26,6 @@ from hf_posenc.patches.probe import (
     Facts,
     FamilyAttention,
     blank_module,
-    kinds,
     kinds_vary,
     masks_have_windows,
     read_facts,
@@ -68,9 +67,10 @@ class RotaryBody(PosencBody):
             # Passed separately, since layers without a scheme need the rotation at full strength.
             assert context.positions is not None
             inputs, found = call.get("inputs_embeds"), {}
+            kinds = dict.fromkeys(self.config.layer_types if kinds_vary(type(self.rotary_emb)) else [""])
             if inputs is None:  # of these only device and dtype count, and some bodies take ids only
                 inputs = self.get_input_embeddings().weight.new_empty(0, device=context.positions.device)
-            for kind in kinds(self.config, type(self.rotary_emb)):
+            for kind in kinds:
                 cos, sin = self.rotary_emb(inputs, context.positions * native, **of_kind(kind))
                 # Some types of rotation (YaRN) also make queries and keys longer.
                 whole = getattr(self.rotary_emb, f"{kind}_attention_scaling" if kind else "attention_scaling")

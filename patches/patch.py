@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -237,11 +236,10 @@ def prepare(
         options = {**neutral, **options}
     taken = {group.id for group in kept}
     number = next(number for number in range(len(taken) + 1) if number not in taken)
-    parts = {name: Part(layers, options) for name, layers in chosen.items()}
-    draft = Group(number, scheme, cast("Native", native), parts)
-    built = surgery.build_group(architecture, model, draft, info)
+    group = Group(number, scheme, cast("Native", native), {n: Part(part, options) for n, part in chosen.items()})
+    built = surgery.build_group(architecture, model, group, info)
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
-    group = Group(draft.id, scheme, draft.native, resolved)
+    group = replace(group, stacks=resolved)
     return Preparation(architecture, group, built, kept, _warnings(architecture, bodies, group, kept, built))
 
 
@@ -384,25 +382,13 @@ def refuse_wrapped(model: object, advice: str = "Patch the plain model first, th
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
-    if any(name.startswith("peft.") for name in _class_names(model)) or _has_adapters(model):
-        raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
     for name, module in model.named_modules():
-        kinds = _class_names(module)
+        kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+        if any(kind.startswith("peft.") for kind in kinds):
+            raise WrappedModelError(f"Got a model with PEFT adapters ({type(model).__name__}). {advice}")
         # Compiled code would keep the old behaviour.
         if _OPTIMIZED in kinds or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"whose {name.removesuffix('._orig_mod')} is compiled" if name else "compiled"
             raise WrappedModelError(f"Got a model {what} with torch.compile. {advice}")
         if any("torch.distributed.fsdp" in kind for kind in kinds):
             raise WrappedModelError(f"Got a model sharded with FSDP ({type(module).__name__}). {advice}")
-
-
-def _class_names(module: object) -> set[str]:
-    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    if getattr(model, "_hf_peft_config_loaded", False):
-        return True
-    # A tuner cannot be in the model unless its package is loaded.
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())

@@ -169,12 +169,8 @@ def _without_rotation(forward: Any) -> Any:
     return found
 
 
-def kinds(config: Any, rotary: Any) -> list[str]:
-    """Return the types of layers with a rotation of their own; one, without a name, if all layers rotate alike."""
-    return [*dict.fromkeys(config.layer_types)] if kinds_vary(rotary) else [""]
-
-
 def kinds_vary(rotary: Any) -> bool:
+    """Whether each type of layer has a rotation of its own."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
-from hf_posenc.operands import Positions, Projection, Tokens, check_coords
+from hf_posenc.operands import LARGEST_COUNT, Positions, Projection, Tokens, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import (
@@ -25,7 +25,6 @@ from hf_posenc.patches.context import (
     Switch,
     check_mask,
     is_this_thread,
-    largest,
     real_tokens,
     resolve_positions,
     same_sequence,
@@ -381,14 +380,14 @@ class PosencBody(Switch):
         positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
-        reach = largest(positions)
+        traced = torch.compiler.is_compiling()  # A graph has no numbers: none exceeds the largest count.
+        reach = LARGEST_COUNT if traced else int(positions.max()) if positions.numel() else 0
         real = call.pop(REAL, None)
         if real is None:
             real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
         context = self.context(positions, reach, real, coords, ruled=ruled)
         token_cache.refuse_packed(cache)
-        traced = torch.compiler.is_compiling()
         # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
         readable = not traced or (isinstance(past, int) and mask is None)
         if ruled and given is not None and length > 1 and readable and bool(past == 0):

@@ -134,40 +134,34 @@ def build_group(
         part = group.stacks.get(name)
         if part is None:
             continue
-        built[name] = {}
-        shared: Scheme | None = None
+        schemes = built[name] = {}
         with where:
             geometries = [architecture.geometry(body, layer) for layer in part.layers]
-        own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
-        uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
-        for layer, geometry in zip(part.layers, geometries, strict=True):
-            if shared is not None:
-                built[name][layer] = shared
-                continue
-            with where:
-                geometry = replace(
-                    geometry, first=layer == part.layers[0], last=layer == part.layers[-1], uniform=uniform
-                )
+            own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
+            uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
+            first, last = part.layers[0], part.layers[-1]
+            for layer, geometry in zip(part.layers, geometries, strict=True):
+                if layer != first and schemes[first].shared:
+                    schemes[layer] = schemes[first]
+                    continue
+                geometry = replace(geometry, first=layer == first, last=layer == last, uniform=uniform)
                 if is_new and geometry.native is not None:
                     blank = geometry.native.weight.to("meta")
                     geometry = replace(geometry, native=replace(geometry.native, weight=blank))
-                scheme = make(info, geometry, part.options)
-            if scheme.shared:
-                shared = scheme
-            elif layer != part.layers[0]:
-                take_common(scheme)
-            built[name][layer] = scheme
+                schemes[layer] = make(info, geometry, part.options)
+                if layer != first:
+                    take_common(schemes[layer])
         count = len(architecture.attentions(body))
-        acts = built[name][part.layers[0]].overrides("embed")
+        acts = schemes[first].overrides("embed")
         if acts and (width := architecture.embedding_size(body)) != geometries[0].hidden_size:
             raise ArchitectureError(
                 f"{group.scheme} adds positions of width {geometries[0].hidden_size} to the embeddings, and those of "
                 f"{type(body).__name__} have {width}. Choose a scheme that acts inside of attention."
             )
-        if acts and len(built[name]) < count:
+        if acts and len(schemes) < count:
             raise LayerSelectionError(
                 f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all "
-                f"{count} layers, got {len(built[name])}. Leave out layers=."
+                f"{count} layers, got {len(schemes)}. Leave out layers=."
             )
     return built
 

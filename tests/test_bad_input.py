@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -229,6 +230,9 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
     ],
     errors.DirectionError: [
         (t5, to("fox_pro"), "causal attention ... stacks='decoder'"),
+        (altered(lambda m: setattr(m.config, "is_causal", False)), to("alibi"), "is_causal=False ... earlier ones"),
+        (alibi, run(is_causal=False), "is_causal=False ... Leave it out"),
+        (altered(lambda m: setattr(m.config, "is_causal", False), gpt2_alibi), run(), "is_causal=False"),
         (lambda: transformers.T5EncoderModel(t5().config), to("fox_pro"),
             "causal attention, got Geometry(causal=False) ... Choose another scheme"),
     ],
@@ -329,6 +333,8 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             decoder_input_ids=IDS), "QuantisedLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: llama()(IDS, use_cache=True).past_key_values),
             "holds 7 tokens without their positions ... Start with an empty cache"),
+        (alibi, lambda m: m.generate_batch([[1, 2, 3]]), "continuous batching ... Use generate with a batch"),
+        (gpt2_alibi, lambda m: m.init_continuous_batching(), "continuous batching ... Use generate with a batch"),
         (alibi, tune_prefix, "holds 2 tokens ... PEFT's prefix tuning ... use prompt tuning"),
         (patched(llama, "fox_pro", shift_history=2), take_too_much_back, "Cannot take 3 tokens back ... shift_history"),
     ],
@@ -450,54 +456,33 @@ def fail_at(patcher: pytest.MonkeyPatch, step: str, count: int) -> None:
     patcher.setattr(surgery, step, failing)
 
 
-# The count of each step that the least of the models takes.
-STEPS_OF_PATCH = [("swap", 1), ("swap", 4), ("attach", 1), ("_placed", 1), ("drop_shared", 1), ("settle_native", 1)]
-
-
-@pytest.mark.parametrize(("step", "count"), STEPS_OF_PATCH, ids=str)
-@pytest.mark.parametrize("make", [llama, gpt2, t5, twice_patched])
-@pytest.mark.parametrize("scheme", ["fire", "learned"])
-def test_patch_that_fails_half_way_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], scheme: str, step: str, count: int
-) -> None:
-    model = make()
-    with unchanged(model), monkeypatch.context() as patcher:
-        fail_at(patcher, step, 1 if make is twice_patched else count)
-        with pytest.raises(Failure):
-            patch(model, scheme)
-    # And nothing is left that would stand in the way of the next attempt.
-    hf_posenc.verify(patch(model, scheme))
-
-
-def test_patch_that_fails_after_the_first_stack_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, attach = t5(), surgery.attach
-
-    def half(architecture: Any, whole: Any, group: Any, built: Any) -> None:
-        attach(architecture, whole, group, {"encoder": built["encoder"]})
-        assert surgery.OWN in whole.encoder.block[0].layer[0].SelfAttention._modules
-        raise Failure
-
-    monkeypatch.setattr(surgery, "attach", half)
-    with unchanged(model), pytest.raises(Failure):
-        patch(model, "fire")
-
-
+# The count of each step is one that the least of the models takes.
+STEPS_OF_PATCH = [("swap", 1), ("swap", 3), ("attach", 1), ("_placed", 1), ("drop_shared", 1), ("settle_native", 1)]
 STEPS_OF_UNPATCH = [("drop_shared", 1), ("settle_native", 1), ("restore", 2), ("restore", 5)]
-PATCHED = {"fire": patched(llama, "fire"), "learned": patched(gpt2, "learned"), "fire_s": patched(t5, "fire_s")}
+FAILURES = [
+    *itertools.product((llama, gpt2, t5, twice_patched), (to("fire"), to("learned")), STEPS_OF_PATCH),
+    (t5, to("learned"), ("_placed", 2)),  # after the first stack
+    *itertools.product(
+        (patched(llama, "fire"), patched(gpt2, "learned"), patched(t5, "fire_s"), twice_patched),
+        (hf_posenc.unpatch,),
+        STEPS_OF_UNPATCH,
+    ),
+]
 
 
-@pytest.mark.parametrize(("step", "count"), STEPS_OF_UNPATCH, ids=str)
-@pytest.mark.parametrize("make", [*PATCHED.values(), twice_patched], ids=[*PATCHED, "two groups"])
-def test_unpatch_that_fails_half_way_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], step: str, count: int
+@pytest.mark.parametrize(("make", "act", "step"), FAILURES)
+def test_what_fails_half_way_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], act: Act, step: tuple[str, int]
 ) -> None:
     model = make()
     with unchanged(model), monkeypatch.context() as patcher:
-        fail_at(patcher, step, count)
+        fail_at(patcher, *step)
         with pytest.raises(Failure):
-            hf_posenc.unpatch(model)
-    hf_posenc.verify(model)
-    assert not surgery.is_patched(hf_posenc.unpatch(model))
+            act(model)
+    # And nothing is left that would stand in the way of the next attempt.
+    act(model)
+    assert surgery.is_patched(model) != (act is hf_posenc.unpatch)
+    hf_posenc.verify(model if surgery.is_patched(model) else patch(model, "fire"))
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, t5])

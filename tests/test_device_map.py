@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import disk_offload
-from models import ARCHITECTURES, DIRECTORIES, auto, in_turn, logits, stacks_for, stock, tokens
+from models import DIRECTORIES, auto, in_turn, logits, stacks_for, stock, tokens
 from variants import VARIANTS, identify
 
 import hf_posenc
@@ -28,17 +28,6 @@ def _offloaded(model: Any, architecture: str, source: Path, folder: Path) -> Any
         if not any(name.startswith(block + ".") for block in blocks)
     }
     return auto(architecture).from_pretrained(source, device_map=rest | covered, offload_folder=folder, **TWO).eval()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_device(architecture: str) -> None:
-    ids = tokens(architecture, 2, 15)
-    model = auto(architecture).from_pretrained(DIRECTORIES[architecture], device_map="cpu", **TWO).eval()
-    found = []
-    for candidate in (model, stock(architecture)):
-        torch.manual_seed(3)
-        found.append(logits(hf_posenc.patch(candidate, "fire"), architecture, ids))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("architecture", "scheme"), CASES)
@@ -62,24 +51,18 @@ def test_layers_on_disk(architecture: str, scheme: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, architecture, ids), expected)
 
 
-@pytest.mark.parametrize("length", [15, 100], ids=["short", "long"])
-@pytest.mark.parametrize(("architecture", "scheme"), CASES)
-def test_a_patched_model_is_put_on_disk(architecture: str, scheme: str, length: int, tmp_path: Path) -> None:
-    """Which is read in other places, where there are so many tokens that attention goes by blocks."""
-    model = hf_posenc.patch(stock(architecture), scheme, **stacks_for(architecture, scheme))
-    _check_on_disk(model, architecture, length, tmp_path)
+# With options, some schemes have modules of their own, with weights. With many tokens, attention goes by blocks, which
+# reads them in other places.
+ON_DISK = [(*case, {}, length) for case in CASES for length in (15, 100)]
+ON_DISK += [("llama", name, options, 100) for name in VARIANTS for options in VARIANTS[name] if options]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "options"), [(name, options) for name in VARIANTS for options in VARIANTS[name] if options], ids=identify
-)
-def test_parts_of_schemes_are_put_on_disk(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """With options, some have modules of their own, with weights."""
-    _check_on_disk(hf_posenc.patch(stock("llama"), scheme, **options), "llama", 100, tmp_path)
-
-
-def _check_on_disk(model: Any, architecture: str, length: int, folder: Path) -> None:
+@pytest.mark.parametrize(("architecture", "scheme", "options", "length"), ON_DISK, ids=identify)
+def test_a_patched_model_is_put_on_disk(
+    architecture: str, scheme: str, options: dict[str, Any], length: int, tmp_path: Path
+) -> None:
+    model = hf_posenc.patch(stock(architecture), scheme, **stacks_for(architecture, scheme), **options)
     ids = tokens(architecture, 2, length)
     expected = logits(model, architecture, ids)
-    disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     torch.testing.assert_close(logits(model, architecture, ids), expected)

@@ -374,37 +374,27 @@ def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "_FOUND", {})  # What an earlier test has read.
     monkeypatch.setattr(probe, "_probe", lambda *given, found=probe._probe: runs.append(given) or found(*given))
 
-    def read() -> hf_posenc.Geometry:
-        return architecture.facts(body, 0).geometry
+    def read(*replaced: tuple[Any, str, Any]) -> hf_posenc.Geometry:
+        with monkeypatch.context() as patch:
+            for thing, name, value in replaced:
+                (patch.setitem if isinstance(thing, dict) else patch.setattr)(thing, name, value)
+            return architecture.facts(body, 0).geometry
 
     with torch.inference_mode():
         read().inv_freq.zero_()
     assert (read().inv_freq.any(), len(runs)) == (True, 1)
     assert (read().head_dim, read().layout) == (16, "half")
-    with monkeypatch.context() as patch:
-        patch.setattr(body.config, "head_dim", 8)
-        assert read().head_dim == 8
-    with monkeypatch.context() as patch:
-        patch.setattr(body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-        assert read().inv_freq[0] == 0.5
-    assert len(runs) == 3
-
-    def with_(thing: Any, name: str, value: Any) -> hf_posenc.Geometry:
-        with monkeypatch.context() as patch:
-            patch.setattr(thing, name, value)
-            return read()
-
-    assert with_(modeling, "apply_rotary_pos_emb", turn_neighbours).layout == "interleaved"
-    assert with_(rotary, "compute_default_rope_parameters", ones).inv_freq.tolist() == [1.0] * 8
+    assert read((body.config, "head_dim", 8)).head_dim == 8
+    linear = (body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    assert read(linear).inv_freq[0] == 0.5
+    assert read(linear, (ROPE_INIT_FUNCTIONS, "linear", ones)).inv_freq.tolist() == [1.0] * 8
+    assert read((modeling, "apply_rotary_pos_emb", turn_neighbours)).layout == "interleaved"
+    assert read((rotary, "compute_default_rope_parameters", ones)).inv_freq.tolist() == [1.0] * 8
     with pytest.raises(ArchitectureError, match="in another way than in pairs"):
-        with_(modeling.rotate_half, "__code__", (lambda x: -x).__code__)
+        read((modeling.rotate_half, "__code__", (lambda x: -x).__code__))
     forward = architecture.attention.forward
     with pytest.raises(ArchitectureError, match="by another function"):
-        with_(architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call))
-    with monkeypatch.context() as patch:
-        patch.setattr(body.config, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-        patch.setitem(ROPE_INIT_FUNCTIONS, "linear", ones)
-        assert read().inv_freq.tolist() == [1.0] * 8
+        read((architecture.attention, "forward", lambda self, *given, **call: forward(self, *given, **call)))
     assert (read().layout, len(runs)) == ("half", 8)
 
 

@@ -21,12 +21,11 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
     Trainer,
-    TrainingArguments,
 )
 
 import hf_posenc
 from hf_posenc import Geometry, build
-from hf_posenc.errors import ArchitectureError, CacheError, DirectionError, NotPatchedError, OptionError
+from hf_posenc.errors import ArchitectureError, NotPatchedError, OptionError
 from hf_posenc.operands import Block, Positions, Tokens
 from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
@@ -42,7 +41,7 @@ decoders = pytest.mark.parametrize("architecture", EXACT)
 @decoders
 def test_a_smoothed_loss_is_that_of_the_stock_model(architecture: str, tmp_path: Path) -> None:
     ids = models.tokens(architecture, 2, 16)
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to="none", use_cpu=True)
+    arguments = models.arguments(tmp_path, label_smoothing_factor=0.1)
 
     def smoothed(model: PreTrainedModel) -> Tensor:
         with torch.no_grad():
@@ -67,15 +66,9 @@ def test_a_smoothed_loss_is_that_of_the_stock_model(architecture: str, tmp_path:
 def test_what_goes_with_the_step_does_not_go_with_the_best_weights(
     callback: Any, scheme: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    rows = [{"input_ids": row, "labels": row} for row in models.tokens("llama", 4, 8)]
-    best = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_steps": 1,
-    }
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, **best)
+    rows, every_step = models.windows("llama", 4, 8), {"save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", **every_step}
+    arguments = models.arguments(tmp_path, max_steps=2, **best)
     model = hf_posenc.patch(models.stock("llama"), scheme, **options)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
     with pytest.raises(OptionError, match=f"{type(callback).__name__} with load_best_model_at_end=True"):
@@ -97,34 +90,11 @@ def test_lora_on_all_linear_layers_runs_and_merges(scheme: str) -> None:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-@decoders
-def test_causal_attention_only(architecture: str) -> None:
-    ids = models.tokens(architecture, 1, 6)
-    both_ways = models.stock(architecture)
-    both_ways.config.is_causal = False
-    with pytest.raises(DirectionError, match="is_causal=False"):
-        hf_posenc.patch(both_ways, "alibi")
-    model = hf_posenc.patch(models.stock(architecture), "alibi")
-    with pytest.raises(DirectionError, match="is_causal=False"):
-        model(ids, is_causal=False)
-    model.config.is_causal = False
-    with pytest.raises(DirectionError, match="is_causal=False"):
-        model(ids)
-
-
 def test_a_stack_that_was_left_out_has_a_cache_as_before() -> None:
     model = models.moved(hf_posenc.patch(models.stock("t5"), "alibi", stacks="encoder"), 0.3)
     ids = models.tokens("t5", 2, 7)
     got, want = (model.generate(ids, max_new_tokens=6, min_new_tokens=6, use_cache=use) for use in (True, False))
     assert torch.equal(got, want)
-
-
-@decoders
-def test_continuous_batching_is_refused(architecture: str) -> None:
-    model = hf_posenc.patch(models.stock(architecture), "alibi")
-    for call in (model.generate_batch, model.init_continuous_batching):
-        with pytest.raises(CacheError, match="continuous batching"):
-            call([[1, 2, 3]])
 
 
 @decoders

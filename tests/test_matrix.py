@@ -42,6 +42,8 @@ from hf_posenc.patches.architecture import architectures
 # What is tested here shows in two layers as in all of a checkpoint.
 stock = functools.partial(models.stock, num_hidden_layers=2)
 
+# The strengths of the model's own encoding and of a scheme, among options.
+STRENGTHS = "strengths"
 # What a model makes of options, and those of `patch`; each runs through the same tests as a scheme of its own.
 IN_MODELS: list[tuple[str, dict[str, Any]]] = [
     ("alibi", {"learned_slopes": True, "shared": False}),
@@ -81,6 +83,8 @@ IN_MODELS: list[tuple[str, dict[str, Any]]] = [
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
 # Options change a scheme and nothing of an architecture: each set runs on one, in turn.
 IN_TURN = [(architecture, *choice) for architecture, choice in in_turn(IN_MODELS)]
+# Models on the way from their own encoding to each scheme, in turn.
+HALF_WAY = [(a, name, {"native": "keep", STRENGTHS: (0.5, 0.25)}) for a, (name, _) in in_turn(DEFAULTS)]
 CASES = [(architecture, *choice) for architecture in ARCHITECTURES for choice in DEFAULTS] + IN_TURN
 
 
@@ -93,6 +97,7 @@ def _id(case: tuple[str, str, dict[str, Any]]) -> str:
 PARAMETERS = [pytest.param(case, id=_id(case), marks=[pytest.mark.grid] if case[2] else []) for case in CASES]
 # Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation.
 DEFAULT = [p for p in PARAMETERS if not p.values[0][2]]
+BETWEEN = PARAMETERS + [pytest.param(case, id=_id(case)) for case in HALF_WAY]
 by_scheme = pytest.mark.parametrize("case", DEFAULT, indirect=True)
 
 
@@ -143,7 +148,12 @@ def _shared(case: tuple[str, str, dict[str, Any]]) -> tuple[PreTrainedModel, str
 def _started(case: tuple[str, str, dict[str, Any]], **config: Any) -> tuple[PreTrainedModel, str]:
     architecture, name, options = case
     torch.manual_seed(1)
-    return hf_posenc.patch(stock(architecture, **config), name, **options), architecture
+    given = {key: value for key, value in options.items() if key != STRENGTHS}
+    model = hf_posenc.patch(stock(architecture, **config), name, **given)
+    if STRENGTHS in options:
+        native, scheme = options[STRENGTHS]
+        hf_posenc.set_strength(model, native=native, scheme=scheme)
+    return model, architecture
 
 
 def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 8, **options: Any) -> Tensor:
@@ -152,7 +162,7 @@ def _decoded(model: PreTrainedModel, ids: Tensor, new: int = 8, **options: Any) 
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-@everywhere(PARAMETERS)
+@everywhere(BETWEEN)
 def test_gradients_reach_every_parameter(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
     model.train()
@@ -181,6 +191,7 @@ def test_training_moves_every_new_parameter(case: tuple[str, str, dict[str, Any]
     assert [name for name, p in fresh.items() if torch.equal(p, before[name])] == []
 
 
+@pytest.mark.parametrize("case", BETWEEN, indirect=True)
 def test_caches_equal_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
     ids = tokens(architecture, 2, 11)
@@ -231,6 +242,7 @@ def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", BETWEEN, indirect=True)
 def test_packed_rows_equal_separate_rows(case: tuple[str, str, dict[str, Any]], backend: str) -> None:
     model, architecture = _patched(case)
     model.set_attn_implementation(backend)
@@ -360,7 +372,7 @@ def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
         assert torch.equal(logits(model, architecture, ids), before)
 
 
-@everywhere(PARAMETERS)
+@everywhere(BETWEEN)
 def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 15)
@@ -401,7 +413,7 @@ def test_attentions_of_all_layers_and_their_gradients(case: tuple[str, str, dict
         assert weights.grad.abs().sum() > 0
 
 
-@everywhere(PARAMETERS)
+@everywhere(BETWEEN)
 def test_backends_agree(case: tuple[str, str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     model, architecture = _patched(case)
     ids = tokens(architecture, 2, 37)
