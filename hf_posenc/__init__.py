@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from hf_posenc.patches.architecture import register_architecture as register_architecture
     from hf_posenc.patches.export.stock import export_stock as export_stock
     from hf_posenc.patches.patch import disabled as disabled
+    from hf_posenc.patches.patch import drop_native as drop_native
     from hf_posenc.patches.patch import patch as patch
+    from hf_posenc.patches.patch import set_strength as set_strength
     from hf_posenc.patches.patch import unpatch as unpatch
     from hf_posenc.patches.plan import explain as explain
     from hf_posenc.patches.plan import plan as plan
     from hf_posenc.patches.plan import verify as verify
-    from hf_posenc.patches.strength import drop_native as drop_native
-    from hf_posenc.patches.strength import set_strength as set_strength
     from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
     from hf_posenc.registry import build as build
     from hf_posenc.registry import describe as describe
@@ -62,9 +62,8 @@ _NAMES = {
     "patches.adapters": "PosencLoraConfig",
     "patches.architecture": "register_architecture",
     "patches.export.stock": "export_stock",
-    "patches.patch": "disabled patch unpatch",
+    "patches.patch": "disabled drop_native patch set_strength unpatch",
     "patches.plan": "explain plan verify",
-    "patches.strength": "drop_native set_strength",
     "recipes.evaluation.measure": "evaluate",
     "registry": "build describe",
     "scheme": "Scheme SchemeInfo register_scheme",

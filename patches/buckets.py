@@ -19,7 +19,7 @@ from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.cache import self_attention
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.family import Family, classes_of, register_family
-from hf_posenc.patches.seams import CONTEXT, LayerCall, PosencAttention, PosencBody, tokens_in
+from hf_posenc.patches.seams import CONTEXT, COORDS, LayerCall, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes.families.additive import Buckets
 
@@ -70,9 +70,10 @@ class BucketBody(PosencBody):
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
 
-    def given_coords(self, call: dict[str, Any]) -> Tensor | None:
-        coords = super().given_coords(call)
-        return None if self.is_decoder else coords
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+        if self.is_decoder:
+            call.pop(COORDS, None)
+        return super().prepare(call)
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)

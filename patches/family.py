@@ -101,7 +101,7 @@ class TableBody(PosencBody):
     callers pass are rows, as in transformers.
     """
 
-    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         table = table_of(self)
         ids: Any = call.get("input_ids")
         inputs = call.get("inputs_embeds") if ids is None else ids
@@ -117,7 +117,7 @@ class TableBody(PosencBody):
                 f"Got input_ids with padding ({table.padding_idx}) and no attention_mask; expected one: padding has no "
                 "position in the stock model, and would get one here. Pass the attention_mask of the tokenizer."
             )
-        call = super().prepare(call, coords)
+        call = super().prepare(call)
         if counts and CONTEXT in call:
             assert ids is not None
             call["position_ids"] = (

@@ -1,4 +1,4 @@
-"""`patch`, `unpatch`, `disabled`, and evaluation mode for a while: the operations on a loaded model.
+"""The operations on a loaded model: `patch`, `unpatch`, `set_strength`, `drop_native`, `disabled` and evaluation mode.
 
 All of a patch is computed and checked (`prepare`) before the model is touched.
 """
@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.errors import (
@@ -28,7 +29,7 @@ from hf_posenc.errors import (
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.record import Group, Native, Part
+from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.seams import check_backend
 from hf_posenc.scheme import Scheme
@@ -131,6 +132,74 @@ def unpatch(model: Model) -> Model:
     return model
 
 
+def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
+    """Set the strengths of a kept native encoding and of the schemes over it, in place.
+
+    Strength scales the angles of a rotary encoding, and the values of a table or a bias; a scheme's effect at each seam
+    is interpolated from none to full. Layers without a scheme keep the encoding at full strength, except for a table
+    that enters before the first layer. The strengths are saved and loaded with the model.
+
+    Args:
+        model: A model patched with `native="keep"`.
+        native: Strength of the model's own encoding, from 0 to 1.
+        scheme: Strength of the schemes, from 0 to 1.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        OptionError: A strength is out of range, or the model's own encoding was removed.
+    """
+    groups = _groups(model, "set_strength")
+    for name, value in (("native", native), ("scheme", scheme)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise OptionError(f"set_strength: {name}={value!r}: expected a number from 0 to 1.")
+    if any(group.native == "remove" for group in groups):
+        raise OptionError(
+            "set_strength: the model's own encoding was removed, so there is nothing to hand over from. Patch with "
+            "native='keep'."
+        )
+    architecture = of_model(model)
+    if native != 1 and not architecture.native_fades:
+        raise OptionError(
+            f"set_strength: the {architecture.native} of {architecture.name} cannot be at part of its strength, got "
+            f"native={native!r}. Leave it at 1, or teach the architecture to (Architecture.native_fades)."
+        )
+    _write(model, groups, Strengths(float(native), float(scheme)))
+
+
+def drop_native(model: PreTrainedModel) -> None:
+    """Remove a kept native encoding, in place; the schemes stay, at full strength.
+
+    After `set_strength(model, native=0)` this changes no output. The result is that of `patch(..., native="remove")`,
+    except for the options and the training of the schemes.
+
+    Args:
+        model: A patched model.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+    """
+    groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
+    architecture = of_model(model)
+    with surgery.all_or_nothing(model):
+        for _, _, _, attention in surgery.patched_layers(architecture, model):
+            attention.posenc_keeps_native = False
+        surgery.settle_native(architecture, model)
+        _write(model, groups, FULL)
+
+
+def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
+    surgery.check_patched(caller, model)
+    belonging.refuse_part(of_model(model), model)
+    return record.from_config(model.config)
+
+
+def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
+    with surgery.all_or_nothing(model):
+        surgery.set_strengths(of_model(model), model, strengths)
+        belonging.rename(model)
+        surgery.write_record(model, groups, strengths)
+
+
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Give a patched model its original function for a while, for instance as the teacher of a distillation.
@@ -225,7 +294,7 @@ def prepare(
             "Use the same, or unpatch first."
         )
     strengths = record.strengths_from_config(model.config)
-    if kept and strengths != record.FULL:
+    if kept and strengths != FULL:
         raise OptionError(
             f"Other layers are in the middle of a handover (native={strengths.native:g}, scheme={strengths.scheme:g}), "
             "and all layers share their strengths. Bring both to 1 (hf_posenc.set_strength) first, or drop_native."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
-from hf_posenc.operands import LARGEST_COUNT, Positions, Projection, Tokens, check_coords
+from hf_posenc.operands import LARGEST_COUNT, Block, Positions, Projection, Tokens, check_coords
+from hf_posenc.ops.softmax import grouped_matmul
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import (
@@ -31,9 +32,9 @@ from hf_posenc.patches.context import (
     sequences,
     this_thread,
 )
-from hf_posenc.patches.strength import Blended
 from hf_posenc.patches.surgery import OWN, SHARED
 from hf_posenc.scheme import Scheme
+from hf_posenc.structures import Bias
 
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
 # classes have nothing but "eager" (softcaps, sinks) choose too.
@@ -50,6 +51,8 @@ CONTENT = "content"
 CONTEXT = "posenc"
 # The keyword under which a step of generation says which of its tokens are no padding, where the mask does not.
 REAL = "posenc_real"
+# The keyword under which callers pass coordinates.
+COORDS = "position_coords"
 
 
 def check_backend(name: str | None) -> None:
@@ -339,13 +342,12 @@ class PosencBody(Switch):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
-        coords = self.given_coords(call)
         if self.is_disabled():
             token_cache.check_disabled(call.get("past_key_values"))
-            call.pop(REAL, None)
+            call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
-        call = self.prepare(call, coords)
+        call = self.prepare(call)
         output = self.run(call)
         context: Context | None = call.get(CONTEXT)
         if context is not None and context.packed is not None:
@@ -356,8 +358,9 @@ class PosencBody(Switch):
         """Call the stock forward with the arguments that `prepare` returned."""
         return super().forward(**call)  # type: ignore[misc]
 
-    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
+        coords: Tensor | None = call.pop(COORDS, None)
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
@@ -453,11 +456,6 @@ class PosencBody(Switch):
         """Return the positions of the new tokens, where the model counts them in a way of its own."""
         return None
 
-    def given_coords(self, call: dict[str, Any]) -> Tensor | None:
-        """Take the coordinates that the caller passed out of the arguments, if there are any."""
-        coords: Tensor | None = call.pop("position_coords", None)
-        return coords
-
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         """Put positions and context into the arguments of the stock forward."""
         return call | {"position_ids": context.positions, CONTEXT: context}
@@ -476,3 +474,62 @@ def tokens_in(cache: Cache | None) -> int | Tensor:
     held: int | Tensor = token_cache.self_attention(cache).get_seq_length()
     # A static cache counts in a tensor that its layers are about to change.
     return held.clone() if isinstance(held, torch.Tensor) else held
+
+
+class Blended(Scheme):
+    """A scheme whose effect at every seam is interpolated, from none (0) to full (1).
+
+    It holds the scheme for one call; what a scheme hands to the cache or to the next layer is not blended.
+    """
+
+    def __init__(self, scheme: Scheme, strength: float) -> None:
+        super().__init__(scheme.geometry)
+        self.scheme, self.strength = scheme, strength
+        self.reads_keys, self.history, self.window = scheme.reads_keys, scheme.history, scheme.window
+
+    def overrides(self, seam: str) -> bool:
+        return self.scheme.overrides(seam)
+
+    def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
+        return self._between(inputs, self.scheme.embed(inputs, positions, coords))
+
+    def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
+        there = self.scheme.project(tokens, q, k, v)
+        return replace(there, q=self._between(q, there.q), k=self._between(k, there.k), v=self._between(v, there.v))
+
+    def recall(self, k: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        there = self.scheme.recall(k, state)
+        if there is k:
+            return k
+        # A scheme whose keys differ by query head has more of them.
+        return self._between(k.repeat_interleave(there.shape[1] // k.shape[1], dim=1), there)
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        return self._between(logits, self.scheme.score(logits, q, k, block))
+
+    def weigh(self, logits: Tensor, block: Block) -> Tensor:
+        keys = logits.shape[-1]
+        weights = self.scheme.weigh(logits, block)
+        here = self._between(super().weigh(logits, block), weights[..., :keys])
+        return torch.cat((here, self.strength * weights[..., keys:]), dim=-1) if weights.shape[-1] > keys else here
+
+    def mix(self, weights: Tensor, v: Tensor, block: Block) -> Tensor:
+        there, width = self.scheme.mix(weights, v, block), v.shape[-1]
+        here = self._between(grouped_matmul(weights[..., : v.shape[2]], v), there[..., :width])
+        return torch.cat((here, there[..., width:]), dim=-1) if there.shape[-1] > width else here
+
+    def added(self) -> Bias | None:
+        there = self.scheme.added()
+        return None if there is None else there.scaled(self.strength)
+
+    def carry(self, output: Tensor, tokens: Tokens) -> Tensor | None:
+        return self.scheme.carry(output, tokens)
+
+    def finish(self, output: Tensor, hidden: Tensor | None) -> Tensor:
+        return self._between(output[..., : self.geometry.head_dim], self.scheme.finish(output, hidden))
+
+    def feed(self, carried: Tensor, fed: Tensor) -> Tensor:
+        return self.scheme.feed(carried, fed)
+
+    def _between(self, nothing: Tensor, there: Tensor) -> Tensor:
+        return there if there is nothing else torch.lerp(nothing.to(there), there, self.strength)

@@ -16,7 +16,7 @@ from hf_posenc.operands import Geometry, NativeTable, check_coords
 from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, this_thread
 from hf_posenc.patches.family import Family, add_family
-from hf_posenc.patches.seams import CONTEXT, PosencBody
+from hf_posenc.patches.seams import CONTEXT, COORDS, PosencBody
 
 
 class PosencViTEmbeddings(Switch, ViTEmbeddings):
@@ -52,8 +52,8 @@ class ViTBody(PosencBody):
     token comes first.
     """
 
-    def prepare(self, call: dict[str, Any], coords: Tensor | None) -> dict[str, Any]:
-        pixels = call.get("pixel_values")
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+        pixels, coords = call.get("pixel_values"), call.pop(COORDS, None)
         if pixels is None:
             return call  # The stock forward says what is wrong.
         if call.get("position_ids") is not None:

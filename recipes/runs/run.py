@@ -28,10 +28,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_posenc.errors import RecipeError, StorageError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
-from hf_posenc.patches.patch import disabled, native_scheme, patch
+from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.patches.strength import set_strength
 from hf_posenc.recipes import memory
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_posenc import registry
 from hf_posenc.errors import NotPatchedError, OptionError
-from hf_posenc.patches.strength import drop_native, set_strength
+from hf_posenc.patches.patch import drop_native, set_strength
 from hf_posenc.patches.surgery import is_of_scheme, is_patched
 from hf_posenc.schemes.families.rotary import Annealed
 
