@@ -194,14 +194,6 @@ def auto_name(config_class: type, head: str) -> str | None:
     return min(names, key=lambda name: name == "AutoModelForPreTraining", default=None)
 
 
-def supported() -> str:
-    """Return the names of all architectures that can be patched, and how to add one, for messages."""
-    return (
-        f"Supported: {', '.join(sorted(architectures()))}. A decoder of transformers may need one line, "
-        "hf_posenc.patches.family.add_family(name, globals()); see docs/own_architecture.md"
-    )
-
-
 def of_model(model: object) -> Architecture:
     """Return the architecture of a model, patched or not.
 
@@ -227,4 +219,7 @@ def _of(kind: type | None, what: str) -> Architecture:
     for architecture in architectures().values():
         if kind in architecture.twins or kind in architecture.twins.values():
             return architecture
-    raise ArchitectureError(f"Cannot patch {what}. {supported()}.")
+    raise ArchitectureError(
+        f"Cannot patch {what}. Supported: {', '.join(sorted(architectures()))}. A decoder of transformers may need one "
+        "line, hf_posenc.patches.family.add_family(name, globals()); see docs/own_architecture.md."
+    )

@@ -89,7 +89,7 @@ class BucketBody(PosencBody):
         first, *rest = [block.layer[0].SelfAttention for block in self.block]
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(first) and any(not is_patched(attention) for attention in rest)
-        context = replace(context, passes_native_bias=passes, native_strength=self.strengths().native)
+        context = replace(context, passes_native_bias=passes, native_strength=self.posenc_strengths.native)
         return call | {CONTEXT: with_native_score(context, first)}
 
 

@@ -39,15 +39,13 @@ class Switch(Mixin):
     """Mixin of modules that run their stock forward where `disabled` says so."""
 
     posenc_replica_disabled: bool = False
+    # Strengths of the model's own encoding and of the schemes; whether the former was removed.
+    posenc_strengths: Strengths = FULL
+    posenc_removed: bool = False
 
     def is_disabled(self) -> bool:
         """Whether the running thread has disabled the patch of this module."""
         return id(self) in DISABLED.modules or self.posenc_replica_disabled
-
-    def strengths(self) -> Strengths:
-        """Return how strong the model's own encoding and the schemes are."""
-        found: Strengths = vars(self).get("posenc_strengths", FULL)
-        return found
 
     def _replicate_for_data_parallel(self) -> Any:
         # The threads that run replicas compute a part of the caller's forward.

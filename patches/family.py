@@ -62,7 +62,7 @@ class RotaryBody(PosencBody):
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
-        native = self.strengths().native
+        native = self.posenc_strengths.native
         if native != 1:
             # Passed separately, since layers without a scheme need the rotation at full strength.
             assert context.positions is not None
@@ -88,8 +88,8 @@ class PosencPositionTable(Switch, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.is_disabled():
             return super().forward(input)
-        if not vars(self).get("posenc_removed"):
-            added, native = super().forward(input), self.strengths().native
+        if not self.posenc_removed:
+            added, native = super().forward(input), self.posenc_strengths.native
             return added if native == 1 else added * native
         return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype, device=input.device)
 
@@ -153,7 +153,7 @@ class TableBody(PosencBody):
         table, reach = table_of(self), context.reach
         rows = table.num_embeddings - first_row(table)
         # A traced graph has no numbers.
-        if reach >= rows and not torch.compiler.is_compiling() and not vars(table).get("posenc_removed"):
+        if reach >= rows and not torch.compiler.is_compiling() and not getattr(table, "posenc_removed", False):
             raise PositionError(
                 f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
                 "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."

@@ -121,8 +121,6 @@ def unpatch(model: Model) -> Model:
             surgery.restore(attention)
         surgery.drop_shared(architecture, model, [])
         surgery.settle_native(architecture, model)
-        for body in architecture.stacks(model).values():
-            vars(body).pop("posenc_frozen", None)
         for module in model.modules():
             if surgery.is_patched(module):
                 surgery.restore(module)

@@ -416,7 +416,7 @@ class PosencBody(Switch):
         config = self.config
         # A model that has no other implementation than eager was not asked to be dense.
         dense = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
-        strength = self.strengths().scheme
+        strength = self.posenc_strengths.scheme
         return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
 
     def embedders(self) -> list[Scheme]:

@@ -177,7 +177,7 @@ def take_common(scheme: Scheme) -> Scheme | None:
 def install(
     architecture: Architecture, model: nn.Module, built: Sequence[tuple[Group, Schemes]], strengths: Strengths = FULL
 ) -> None:
-    """Put the schemes of groups into a model, whose classes are swapped, and settle all that depends on them."""
+    """Give a model its patched classes and the schemes of groups, and settle all that depends on them."""
     for name, body in architecture.stacks(model).items():
         attentions = architecture.attentions(body)
         layers = sorted({layer for _, schemes in built for layer in schemes.get(name, ())})

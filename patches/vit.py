@@ -28,19 +28,19 @@ class PosencViTEmbeddings(Switch, ViTEmbeddings):
         self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, interpolate_pos_encoding: bool | None = False
     ) -> Any:
         if not self.is_disabled():
-            fits = vars(self).get("posenc_removed") or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
+            fits = self.posenc_removed or tuple(pixel_values.shape[-2:]) == tuple(self.image_size)
             interpolate_pos_encoding = interpolate_pos_encoding or fits
         return super().forward(pixel_values, bool_masked_pos, interpolate_pos_encoding)
 
     def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Any:
         if self.is_disabled():
             return super().interpolate_pos_encoding(embeddings, height, width)
-        if vars(self).get("posenc_removed"):
+        if self.posenc_removed:
             return embeddings.new_zeros(1)
         table: Tensor = self.position_embeddings
         if (height, width) != tuple(self.image_size):
             table = super().interpolate_pos_encoding(embeddings, height, width)
-        native = self.strengths().native
+        native = self.posenc_strengths.native
         return table if native == 1 else table * native
 
 
@@ -77,8 +77,8 @@ class ViTBody(PosencBody):
         patch: tuple[int, int] = tuple(self.embeddings.patch_embeddings.patch_size)
         rows, columns = height // patch[0], width // patch[1]
         # With the table, transformers checks the size.
-        free = vars(self.embeddings).get("posenc_removed") and (height, width) != tuple(self.embeddings.image_size)
-        if free and (rows * patch[0], columns * patch[1]) != (height, width):
+        removed, trained = getattr(self.embeddings, "posenc_removed", False), tuple(self.embeddings.image_size)
+        if removed and (height, width) not in (trained, (rows * patch[0], columns * patch[1])):
             raise ShapeError(
                 f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x "
                 f"{patch[1]}. Resize or pad them."

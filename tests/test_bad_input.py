@@ -160,12 +160,16 @@ def take_too_much_back(model: Any) -> None:
     cache.crop(-3)
 
 
-def forward_with_flex(model: Any) -> None:
-    model.config._attn_implementation = "flex_attention"
-    try:
-        model(IDS)
-    finally:
-        model.config._attn_implementation = "sdpa"
+def run_with(**changes: Any) -> Act:
+    """Call it while its config is changed."""
+
+    def act(model: Any) -> None:
+        with pytest.MonkeyPatch.context() as patcher:
+            for name, value in changes.items():
+                patcher.setattr(model.config, name, value, raising=False)
+            model(IDS)
+
+    return act
 
 
 def half_way(model: Any) -> None:
@@ -232,7 +236,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (t5, to("fox_pro"), "causal attention ... stacks='decoder'"),
         (altered(lambda m: setattr(m.config, "is_causal", False)), to("alibi"), "is_causal=False ... earlier ones"),
         (alibi, run(is_causal=False), "is_causal=False ... Leave it out"),
-        (altered(lambda m: setattr(m.config, "is_causal", False), gpt2_alibi), run(), "is_causal=False"),
+        (gpt2_alibi, run_with(is_causal=False), "is_causal=False ... Leave it out"),
         (lambda: transformers.T5EncoderModel(t5().config), to("fox_pro"),
             "causal attention, got Geometry(causal=False) ... Choose another scheme"),
     ],
@@ -291,7 +295,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (altered(lambda m: m.set_attn_implementation("flex_attention")), to("alibi"),
             '"flex_attention" ... set_attn_implementation(\'sdpa\')'),
         (alibi, lambda m: m.set_attn_implementation("flex_attention"), "\"flex_attention\" ... 'eager'"),
-        (alibi, forward_with_flex, "\"flex_attention\" ... 'eager'"),
+        (alibi, run_with(_attn_implementation="flex_attention"), "\"flex_attention\" ... 'eager'"),
     ],
     errors.ShapeError: [
         (alibi, run(IDS[:1, :4], attention_mask=torch.tensor([[-torch.inf, 0.0, 0.0, 0.0]])),
