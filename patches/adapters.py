@@ -11,7 +11,6 @@ import contextlib
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from huggingface_hub import hf_hub_download
@@ -47,18 +46,20 @@ class PosencAdapter:
     )
     any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
+    # In memory only: the model's config, and for an adapter that is read, whether its weights are still to come, and
+    # their path if known.
+    _model_config = _weights = cast("Any", None)
+    _pending = False
+
     def __post_init__(self) -> None:
-        self._model_config: Any = None
-        # For an adapter that is read from a folder: whether its weights are still to come, and their path if known.
-        self._pending = self.posenc is not None
-        self._weights: Path | None = None
-        if self._pending:
-            if not record.from_config(SimpleNamespace(posenc=self.posenc)):
+        if self.posenc is not None:
+            self._pending = True
+            if not record.from_config(self):
                 raise CheckpointError(
                     f"The entry 'posenc' of adapter_config.json is damaged ({self.posenc!r}). Restore the file "
                     "from the original adapter, or save the adapter again."
                 )
-            self.posenc = dict(cast("dict[str, Any]", self.posenc))
+            self.posenc = dict(self.posenc)
             vars(self)["task_type"] = self.posenc.pop("locked", vars(self)["task_type"])
         super().__post_init__()  # type: ignore[misc]
         if not self._pending:
@@ -109,12 +110,9 @@ class PosencAdapter:
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json`, and bind the weights in the folder to it."""
         found = kwargs.get("auto_mapping_dict")
-        if found:
-            # By this entry `AutoPeftModel` loads the base, stock or converted.
-            name = auto_name(type(self._model_config), found["base_model_class"])
-            kwargs["auto_mapping_dict"] = (
-                {"base_model_class": name, "parent_library": "transformers"} if name else found
-            )
+        # By this entry `AutoPeftModel` loads the base, stock or converted.
+        if found and (name := auto_name(type(self._model_config), found["base_model_class"])):
+            kwargs["auto_mapping_dict"] = {"base_model_class": name, "parent_library": "transformers"}
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
         binding.bind(Path(save_directory))
 
@@ -180,9 +178,8 @@ class PosencTuner:
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("adapter_names") is not None and any(
-            _ours(config) and config.has_schemes for config in self.peft_config.values()
-        ):
+        ours = [config for config in self.peft_config.values() if _ours(config)]
+        if kwargs.get("adapter_names") is not None and any(config.has_schemes for config in ours):
             raise OptionError(
                 "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a "
                 "whole batch. Run one batch for each adapter, after set_adapter."
@@ -258,23 +255,27 @@ def agree(model: Any, config: Any) -> Any:
     """
     if not isinstance(config, PosencAdapter):
         config = _adopt(copy.copy(config))
-    own = getattr(getattr(model, "config", None), "posenc", None)
+    own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
     if own is not None:
         surgery.check_record(of_model(model), model)
-    if own is not None and config.posenc is not None:
-        _check_same(config.posenc, own)
-    elif config.posenc is not None:
-        _convert(model, config.posenc)
-        if _has_parameters(model) and not config.has_schemes:
+        if wanted is not None and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
             raise OptionError(
-                f"The adapter was trained on a model with the schemes {_names(config.posenc)}, whose weights it "
-                "does not hold, and the model has none. Load it onto the converted model."
+                f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
+                "options, layers or strengths. Load it onto the stock model, which it converts, or onto one converted "
+                "in the same way, with the same hf_posenc.set_strength."
             )
-    elif own is None:
+    elif wanted is None:
         raise NotPatchedError(
             f"{type(config).__name__}: the {type(model).__name__} is not patched, so there is no scheme to carry. Call "
             "hf_posenc.patch(model, ...) first, or use a configuration of PEFT."
         )
+    else:
+        _convert(model, wanted)
+        if _has_parameters(model) and not config.has_schemes:
+            raise OptionError(
+                f"The adapter was trained on a model with the schemes {_names(wanted)}, whose weights it does not "
+                "hold, and the model has none. Load it onto the converted model."
+            )
     if config.has_schemes:
         config.modules_to_save = sorted({*config.saved, *_SCHEMES})  # own ones and shared ones go together
     if config.scheme_only and not _has_parameters(model):
@@ -282,13 +283,18 @@ def agree(model: Any, config: Any) -> Any:
             f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
             "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
-    weights = binding.fingerprint(model, config.saved)
-    if config._pending and not config.any_base:
-        _check_base(config, model, weights)
+    weights, base = binding.fingerprint(model, config.saved), config.base_model_name_or_path
+    parts = binding.differing(config.base_weights or {}, weights) if config._pending and not config.any_base else []
+    if parts:
+        raise CheckpointError(
+            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
+            f" ({' and '.join(parts)} differ). Load it onto its own base{f', {base!r}' if base else ''}; or pass "
+            "any_base=True to PeftModel.from_pretrained, if you mean this one."
+        )
     config.base_weights = weights
     # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
     config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
-    if config.base_model_name_or_path == belonging.UNSAVED:
+    if base == belonging.UNSAVED:
         config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
     return config
 
@@ -322,26 +328,6 @@ def merged(model: Any, folder: str) -> Any:
     """Load a saved adapter, of any type that PEFT has, onto its model, and merge it; raise if it does not fit."""
     with reading(f"The adapter in {folder}", advice=DAMAGED):
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
-
-
-def _check_same(wanted: dict[str, Any], own: dict[str, Any]) -> None:
-    if any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
-        raise OptionError(
-            f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
-            "options, layers or strengths. Load it onto the stock model, which it converts, or onto one converted in "
-            "the same way, with the same hf_posenc.set_strength."
-        )
-
-
-def _check_base(config: Any, model: nn.Module, weights: dict[str, list[str]]) -> None:
-    parts = binding.differing(config.base_weights or {}, weights)
-    if parts:
-        own = f", {config.base_model_name_or_path!r}" if config.base_model_name_or_path else ""
-        raise CheckpointError(
-            f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
-            f" ({' and '.join(parts)} differ). Load it onto its own base{own}; or pass "
-            "any_base=True to PeftModel.from_pretrained, if you mean this one."
-        )
 
 
 def _has_parameters(model: nn.Module) -> bool:
@@ -383,8 +369,6 @@ def _ours(config: Any) -> bool:
 def _adopt(config: Any) -> Any:
     """Give a configuration of PEFT the class for converted models, in place."""
     config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
-    config.posenc = config.base_weights = config._model_config = config._weights = None
-    config.any_base = config._pending = False
     return config
 
 
@@ -410,8 +394,7 @@ def register_all() -> None:
 def _twin(mixin: type, stock: type) -> type:
     """Return a class of PEFT with a mixin; it is stored in this module, so that it can be pickled."""
     name = f"Posenc{stock.__name__}"
-    globals()[name] = type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
-    found: type = globals()[name]
+    found = globals()[name] = type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
     return found
 
 

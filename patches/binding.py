@@ -51,7 +51,7 @@ def read(weights: Path) -> dict[str, tuple[int, ...]]:
             f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was "
             "edited or exchanged. Restore both, or save the adapter again."
         )
-    return {name.removeprefix("base_model.model."): tensor.shape for name, tensor in tensors.items()}
+    return {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
@@ -81,7 +81,7 @@ def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]
     """
     digests = {part: (hashlib.sha256(), hashlib.sha256()) for part in ("matrices", "rest")}
     unreadable = set()
-    for name, module, parameter in _base_parameters(model):
+    for name, module, parameter in _base_parameters(model, "", set()):
         place = name.rpartition(".")[0]
         if any(place.endswith(end) or f".{end}." in f".{name}" for end in held):
             continue
@@ -106,23 +106,20 @@ def differing(wanted: Mapping[str, Collection[str]], found: Mapping[str, Collect
     return [part for part, own in wanted.items() if own and found.get(part) and set(own).isdisjoint(found[part])]
 
 
-def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter of a model once, as if there were no adapters in it."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-        if isinstance(module, BaseTunerLayer):
-            module = module.get_base_layer()
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            module = module.original_module
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield prefix + name, module, parameter
-        for name, child in module.named_children():
-            yield from walk(child, f"{prefix}{name}.")
-
-    return walk(model, "")
+def _base_parameters(
+    module: nn.Module, prefix: str, seen: set[nn.Parameter]
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield each parameter of a module that is not seen yet, as if there were no adapters in it."""
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        module = module.original_module
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter not in seen:
+            seen.add(parameter)
+            yield prefix + name, module, parameter
+    for name, child in module.named_children():
+        yield from _base_parameters(child, f"{prefix}{name}.", seen)
 
 
 def _refuse_pickled(folder: Path) -> None:

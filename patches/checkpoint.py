@@ -14,17 +14,16 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, TypeAdapter
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.modeling_utils import _add_variant
+from transformers.modeling_utils import _add_variant, str_to_torch_dtype
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -42,17 +41,6 @@ _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
 DAMAGED = " It is missing, truncated or damaged: download or save it again."
-
-
-@dataclass(frozen=True)
-class _Index:
-    """The index of shards: anything, and the file of each tensor."""
-
-    metadata: dict[str, Any]
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]
-
-
-_INDEX = TypeAdapter(_Index)
 
 
 class PosencConfig:
@@ -206,28 +194,21 @@ def check_index(folder: Path, variant: str | None) -> None:
     weights, file = (folder / _add_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     if file.is_file() and not weights.is_file():
         with reading(str(file), advice=DAMAGED):
-            _INDEX.validate_json(file.read_bytes())
+            index = json.loads(file.read_bytes())
+            if not (isinstance(index["metadata"], dict) and [Path(name) for name in index["weight_map"].values()]):
+                raise ValueError("no file of any tensor")
 
 
-class Stored(NamedTuple):
-    """Shape of a tensor in a file, and whether it holds floating-point numbers."""
-
-    shape: tuple[int, ...]
-    floating: bool
-
-
-def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Stored]]:
-    """Return the metadata of a safetensors file and its tensors by name, from its header alone."""
+def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata of a safetensors file and its tensors, without values, by name, from its header alone."""
     with safe_open(path, framework="pt") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        tensors = {
-            name: Stored(tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
-            for name, part in parts.items()
-        }
+        kinds = {name: str_to_torch_dtype[part.get_dtype()] for name, part in parts.items()}
+        tensors = {n: torch.empty(part.get_shape(), dtype=kinds[n], device="meta") for n, part in parts.items()}
         return dict(file.metadata() or {}), tensors
 
 
-def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Stored]:
+def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Tensor]:
     """Return all tensors in the weight files of a converted checkpoint by name; `shards` is those in its index."""
     for name in shards:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
@@ -235,7 +216,7 @@ def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> d
                 f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore "
                 "model.safetensors.index.json."
             )
-    found: dict[str, Stored] = {}
+    found: dict[str, Tensor] = {}
     stamps: dict[str, str | None] = {}
     for path in map(str, files):
         if not path.endswith(".safetensors"):
@@ -272,14 +253,13 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
             f"The checkpoint {source} is not that of a converted model. Load it with "
             f"{type(model).__name__.removeprefix('Posenc')} and use hf_posenc.patch."
         )
+    if not files and not state_dict:
+        return  # That asks for a freshly initialised model.
+    stored = state_dict
     if files:
         _check_one(Path(files[0]))
         shards = (load_config.sharded_metadata or {}).get("weight_map", {}).values()
         stored = _read_headers(files, shards, model.config)
-    elif state_dict:
-        stored = {n: Stored(tuple(x.shape), x.is_floating_point()) for n, x in state_dict.items()}
-    else:
-        return  # An empty state dict asks for a freshly initialised model.
     wanted = model.state_dict(keep_vars=True)
     targets = {name: _target(name, model, wanted, mapping) for name in stored}
     found = {target: stored[name] for name, (target, _) in targets.items()}
@@ -293,12 +273,12 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
     model._adjust_missing_and_unexpected_keys(left)
     lists = [
         owed(model, left.missing_keys, mapping),
-        _of_layers(model, left.unexpected_keys),
+        _of_layers(model, left.unexpected_keys, wanted),
         [
             misshapen(name, tensor.shape, _shape(wanted[name]))
             for name, tensor in found.items()
             if name in wanted
-            and (tensor.shape != _shape(wanted[name]) or wanted[name].is_floating_point() > tensor.floating)
+            and (tensor.shape != _shape(wanted[name]) or wanted[name].is_floating_point() > tensor.is_floating_point())
         ],
     ]
     if load_config.hf_quantizer is not None or any(merged for _, merged in targets.values()):
@@ -337,15 +317,11 @@ def owed(model: Any, missing: Collection[str], mapping: Iterable[Any] = ()) -> l
     return [name for name in missing if name in had or is_of_scheme(name)]
 
 
-def _of_layers(model: Any, unknown: Iterable[str]) -> list[str]:
+def _of_layers(model: Any, unknown: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """Return the unknown tensors that belong to schemes, or to layers beyond those of the model."""
-    architecture, prefix = of_model(model), f"{model.base_model_prefix}."
-    names = {id(module): name for name, module in model.named_modules()}
-    lists = {
-        names[id(layer)].rpartition(".")[0].removeprefix(prefix) + "."
-        for body in architecture.stacks(model).values()
-        for layer in architecture.layers(body)
-    }
+    prefix = f"{model.base_model_prefix}."
+    # Layers are modules in a list, so their names begin with that of the list and a number.
+    lists = {found[0] for name in wanted if (found := re.match(r".*?\.(?=\d+\.)", name.removeprefix(prefix)))}
     return [n for n in unknown if is_of_scheme(n) or n.removeprefix(prefix).startswith(tuple(lists))]
 
 
@@ -386,21 +362,20 @@ def check_complete(
     function of that name; users may accept it (`ignore_mismatched_sizes`), except in schemes. Without a `remedy` the
     advice is that of checkpoints.
     """
-    kinds = (
-        ("misses", missing, _INCOMPLETE, _INCOMPLETE),
-        ("has unknown", unknown, _FOREIGN, _FOREIGN),
-        ("has misshapen", misshapen, _FOREIGN, _ACCEPT),
-    )
-    for whose in ("positional scheme", "model"):
-        for what, names, *remedies in kinds:
-            ours = sorted(name for name in names if is_of_scheme(name) == (whose == "positional scheme"))
-            if not ours or (whose == "model" and names is misshapen and accepts_misshapen):
-                continue
-            more = f" and {len(ours) - 3} more" if len(ours) > 3 else ""
-            raise CheckpointError(
-                f"The {source} {what} weights of the {whose}: {', '.join(ours[:3])}{more}. "
-                f"{remedy or remedies[whose == 'model']}."
-            )
+    for whose, is_ours, fitting in (("positional scheme", True, _FOREIGN), ("model", False, _ACCEPT)):
+        taken = [] if accepts_misshapen and not is_ours else misshapen
+        kinds = (
+            ("misses", missing, _INCOMPLETE),
+            ("has unknown", unknown, _FOREIGN),
+            ("has misshapen", taken, fitting),
+        )
+        for what, names, advice in kinds:
+            found = sorted(name for name in names if is_of_scheme(name) == is_ours)
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            if found:
+                raise CheckpointError(
+                    f"The {source} {what} weights of the {whose}: {', '.join(found[:3])}{more}. {remedy or advice}."
+                )
 
 
 def misshapen(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:

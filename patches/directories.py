@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -23,6 +22,8 @@ class OutputError(PosencError):
 
 # Prefix of files and folders that are being written or removed.
 UNFINISHED = ".unfinished"
+# Directories that are being written, which a process that ends without unwinding must remove.
+BEING_WRITTEN: set[Path] = set()
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -115,9 +116,7 @@ def whole_files(out: Path, part_of: Callable[[str], object]) -> Iterator[Path]:
         # In `out`, which may be all that can be written, so on the same file system.
         with _temporary(out / f".{secrets.token_hex(4)}", out) as folder:
             yield folder
-            written = [path.name for path in folder.iterdir()]
-            for name in written:
-                os.replace(folder / name, out / name)
+            written = _move(folder, out)
             renewed = {part_of(name) for name in written} - {None}
             for path in out.iterdir():
                 if path.name not in written and part_of(path.name) in renewed:
@@ -126,15 +125,10 @@ def whole_files(out: Path, part_of: Callable[[str], object]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_directory(
-    out: Path,
-    replaceable: Callable[[Path], bool] = lambda folder: False,
-    guard: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Iterator[Path]:
+def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
     """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails.
 
-    `replaceable` says whether an `out` that is there, and not empty, may be replaced. What `guard` makes of the path of
-    the directory is entered before that is made, and left when it is gone.
+    `replaceable` says whether an `out` that is there, and not empty, may be replaced.
 
     Raises:
         OutputError: `out` exists and must be kept, or cannot be made.
@@ -143,18 +137,15 @@ def whole_directory(
     if not out.parent.is_dir():
         raise OutputError(f"There is no directory {given.parent} to write {given.name} in. Make it first.")
     is_empty = out.is_dir() and not any(out.iterdir())
-    is_file = out.exists() and not out.is_dir()
-    if is_file or (out.is_dir() and not is_empty and not replaceable(out)):
-        what = "is a file" if is_file else "is not empty"
+    if out.exists() and not is_empty and not (out.is_dir() and replaceable(out)):
+        what = "is not empty" if out.is_dir() else "is a file"
         raise OutputError(f"{given} exists and {what}. Choose another name, or remove it first.")
     # On the same file system, so that it can be renamed. An empty directory may be the current one, or a mounted one.
-    place = (out if is_empty else out.parent) / f".{out.name}.{secrets.token_hex(4)}"
-    with storing(out), guard(place), _temporary(place, out) as folder:
+    with _temporary((out if is_empty else out.parent) / f".{out.name}.{secrets.token_hex(4)}", out) as folder:
         yield folder
         _make_readable(folder)
         if is_empty:
-            for path in folder.iterdir():
-                os.replace(path, out / path.name)
+            _move(folder, out)
             return
         if out.is_dir():
             shutil.rmtree(out)
@@ -164,17 +155,29 @@ def whole_directory(
 @contextlib.contextmanager
 def _temporary(folder: Path, final: Path) -> Iterator[Path]:
     """Make a directory for a while; errors about its files name the final one."""
+    BEING_WRITTEN.add(folder)
     try:
         with storing(final):
-            folder.mkdir()
-    except OSError as error:
-        raise OutputError(f"{final} cannot be written: {error.strerror or error}. Choose another folder.") from error
-    try:
-        yield folder
+            try:
+                folder.mkdir()
+            except OSError as error:
+                raise OutputError(
+                    f"{final} cannot be written: {error.strerror or error}. Choose another folder."
+                ) from error
+            yield folder
     except StorageError as error:
         raise StorageError(str(error).replace(str(folder), str(final))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        BEING_WRITTEN.discard(folder)
+
+
+def _move(folder: Path, out: Path) -> list[str]:
+    """Move all that is in a directory into another, and return the names."""
+    names = [path.name for path in folder.iterdir()]
+    for name in names:
+        os.replace(folder / name, out / name)
+    return names
 
 
 def _make_readable(place: Path) -> None:

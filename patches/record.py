@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 
 from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError
@@ -19,13 +19,14 @@ FORMAT_VERSION = 1
 Native = Literal["remove", "keep"]
 _Count = Annotated[int, Strict(), Field(ge=0)]
 _Strength = Annotated[float, Strict(), Field(ge=0, le=1)]
+# A record that is read has no other keys.
+_NO_MORE = with_config(ConfigDict(extra="forbid"))
 
 
+@_NO_MORE
 @dataclass(frozen=True)
 class Part:
     """A group's share of one stack: the indices of its layers, sorted, and the scheme's options, resolved for it."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     layers: tuple[_Count, ...]
     options: dict[str, Any]
@@ -35,6 +36,7 @@ class Part:
             raise ValueError(f"layers {list(self.layers)}")
 
 
+@_NO_MORE
 @dataclass(frozen=True)
 class Group:
     """The layers that one call of `patch` gave one scheme.
@@ -46,8 +48,6 @@ class Group:
         stacks: The group's share of each stack.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
     id: _Count
     scheme: str
     native: Native
@@ -58,11 +58,10 @@ class Group:
         return {(name, layer) for name, part in self.stacks.items() for layer in part.layers}
 
 
+@_NO_MORE
 @dataclass(frozen=True)
 class Strengths:
     """The strengths of a model's own encoding, where it is kept, and of its schemes: 1 is full, 0 is none."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     native: _Strength = 1.0
     scheme: _Strength = 1.0
@@ -71,11 +70,10 @@ class Strengths:
 FULL = Strengths()
 
 
+@_NO_MORE
 @dataclass(frozen=True)
 class _Record:
     """The entry `posenc` as it is written."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     format_version: Annotated[int, Strict()]
     groups: Annotated[list[Group], Field(min_length=1)]
@@ -100,10 +98,7 @@ _RECORD = TypeAdapter(_Record)
 
 def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, Any]:
     """Return the record, the entry `posenc` of a config, as plain data for JSON."""
-    written = [asdict(group) for group in groups]
-    for group in written:
-        for part in group["stacks"].values():
-            part["layers"] = list(part["layers"])
+    written = json.loads(json.dumps([asdict(group) for group in groups]))  # lists for tuples, as they are read
     found = {"format_version": FORMAT_VERSION, "plugin_version": __version__, "groups": written}
     return found if strengths == FULL else {**found, "strengths": asdict(strengths)}
 
@@ -119,20 +114,18 @@ def digest(posenc: Mapping[str, Any]) -> str:
 
 def from_config(config: Any) -> list[Group]:
     """Read the groups from a config, none if it was never patched; raise `CheckpointError` for a damaged record."""
-    found = _read(config)
-    return [] if found is None else found.groups
+    return _read(config).groups
 
 
 def strengths_from_config(config: Any) -> Strengths:
     """Read the strengths from a config; full where it names none. Errors are those of `from_config`."""
-    found = _read(config)
-    return FULL if found is None else found.strengths
+    return _read(config).strengths
 
 
-def _read(config: Any) -> _Record | None:
+def _read(config: Any) -> _Record:
     record = getattr(config, "posenc", None)
     if not record:
-        return None
+        return _Record(FORMAT_VERSION, [])
     version = record.get("format_version") if isinstance(record, Mapping) else None
     if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointError(

@@ -110,32 +110,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.hub.commits.append(("branch", branch))
                 self.answer_json({})
             case ["api", "models", _, _, "preupload", _]:
-                self.answer_json(
-                    {
-                        "files": [
-                            {
-                                "path": file["path"],
-                                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                                "shouldIgnore": False,
-                            }
-                            for file in json.loads(body)["files"]
-                        ]
-                    }
-                )
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
+                pairs = zip(paths, modes, strict=True)
+                self.answer_json({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in pairs]})
             case [_, _, "info", "lfs", "objects", "batch"]:
-                self.answer_json(
-                    {
-                        "transfer": "basic",
-                        "objects": [
-                            {
-                                "oid": wanted["oid"],
-                                "size": wanted["size"],
-                                "actions": {"upload": {"href": f"{self.here}/storage/{wanted['oid']}"}},
-                            }
-                            for wanted in json.loads(body)["objects"]
-                        ],
-                    }
-                )
+                objects = json.loads(body)["objects"]
+                for wanted in objects:
+                    wanted["actions"] = {"upload": {"href": f"{self.here}/storage/{wanted['oid']}"}}
+                self.answer_json({"transfer": "basic", "objects": objects})
             case ["api", "models", owner, name, "commit", branch]:
                 if branch != "main":
                     self.hub.commits.append(("on", branch))

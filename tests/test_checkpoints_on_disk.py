@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,11 @@ from safetensors.torch import load_file
 from tiny import GATED, HEADS, auto, call, converted, parameters, same, stock
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
     GPT2DoubleHeadsModel,
-    LlamaForCausalLM,
 )
 
 import hf_posenc
@@ -77,13 +72,6 @@ def test_every_head_comes_back_bit_equal_through_every_class(name: str, kind: An
     assert same(names["model"], model)
 
 
-@pytest.mark.parametrize("make", [lambda: converted("llama"), lambda: converted("gpt2"), gated])
-def test_sharded(make: Callable[[], Any], tmp_path: Path) -> None:
-    model = make()
-    assert same(saved(model, tmp_path, max_shard_size="20KB"), model)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "scheme"), [("llama", "learned"), ("gpt2", "fire"), ("t5", "fire")])
 def test_half_precision_leaves_schemes_in_float32(name: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -124,13 +112,7 @@ def test_the_encoder_alone_of_a_converted_t5(make: Callable[[], Any], tmp_path: 
 
 FRESH_HEADS: list[tuple[str, Any, set[str]]] = [
     ("llama", AutoModelForSequenceClassification, {"score.weight"}),
-    ("gpt2", AutoModelForTokenClassification, {"classifier.weight", "classifier.bias"}),
     ("gpt2", AutoModelForQuestionAnswering, {"qa_outputs.weight", "qa_outputs.bias"}),
-    (
-        "t5",
-        AutoModelForSequenceClassification,
-        {f"classification_head.{part}.{end}" for part in ("dense", "out_proj") for end in ("weight", "bias")},
-    ),
     ("t5", AutoModelForTokenClassification, {"classifier.weight", "classifier.bias"}),
 ]
 
@@ -166,11 +148,8 @@ def test_a_head_that_takes_nothing_of_the_checkpoint_is_refused(tmp_path: Path) 
 
 # The start of schemes that have no randomness in it, and the bounds of the others.
 STARTS: list[tuple[str, dict[str, Any], Callable[[Any], bool]]] = [
-    ("fire", {}, lambda s: s.c.item() == pytest.approx(0.1) and s.L_multiplier.item() == 1 and s.init_L.item() == 512),
     ("fire_s", {"gate": True}, lambda s: not s.gate_weight.any() and 0 < s.mlp[0].weight.abs().max() <= 1),
-    ("kerple", {"weighted": True}, lambda s: 0 < s.bias_p.max() <= 2 and 0 < s.wei_p.max() <= 2),
     ("t5", {"init": "normal"}, lambda s: 0.05 < s.weight.std() < 0.5),
-    ("learned", {"init": "normal", "num_positions": 64}, lambda s: 0.015 < s.wpe.weight.std() < 0.025),
     ("learned", {"init": "zero", "num_positions": 64}, lambda s: not s.wpe.weight.any()),
 ]
 
@@ -221,16 +200,13 @@ def test_groups_of_layers_come_back(tmp_path: Path) -> None:
     assert not [key for key in load_file(tmp_path / "one" / "model.safetensors") if "hf_posenc_shared" in key]
 
 
-@pytest.mark.parametrize("native", ["remove", "keep"])
-def test_groups_of_stacks_come_back(native: Any, tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("t5"), "kerple", stacks="encoder", native=native)
-    assert same(saved(model, tmp_path / "encoder"), model)
-    hf_posenc.patch(model, "fire", stacks="decoder", layers="every:2", native=native)
-    loaded = saved(model, tmp_path / "both")
+def test_groups_of_stacks_come_back(tmp_path: Path) -> None:
+    model = hf_posenc.patch(stock("t5"), "kerple", stacks="encoder", native="keep")
+    hf_posenc.patch(model, "fire", stacks="decoder", layers="every:2", native="keep")
+    loaded = saved(model, tmp_path)
     assert same(loaded, model)
     hf_posenc.verify(loaded)
-    assert native_table(loaded).requires_grad is (native == "keep")
-    assert loaded.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.requires_grad
+    assert native_table(loaded).requires_grad
 
 
 def native_table(model: Any) -> Any:
@@ -264,29 +240,24 @@ def test_the_removed_native_table_stays_frozen_and_kept(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unpatched_checkpoints_are_stock_byte_for_byte(name: str, tmp_path: Path) -> None:
-    loaded = saved(converted(name), tmp_path / "ours")
-    assert hf_posenc.unpatch(loaded) is loaded
-    # Into the folder of the converted model, which leaves no way back to it.
-    loaded.save_pretrained(tmp_path / "ours")
-    stock(name).save_pretrained(tmp_path / "theirs")
-    for file in ("config.json", "generation_config.json", "model.safetensors"):
-        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
-    assert type(auto(name).from_pretrained(tmp_path / "ours")) is type(stock(name))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_saving_what_was_loaded_keeps_every_byte(name: str, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    saved(converted(name), first).save_pretrained(second)
+    first, second, theirs = (tmp_path / part for part in ("first", "second", "theirs"))
+    loaded = saved(converted(name), first)
+    loaded.save_pretrained(second)
     files = {path.name for path in first.iterdir()}
     assert files == {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_hf_posenc.py"}
     assert files == {path.name for path in second.iterdir()}
     for file in files - {"README.md"}:
         assert (second / file).read_bytes() == (first / file).read_bytes(), file
     # The card of a loaded model bears the name of where it came from.
-    ours, theirs = ((folder / "README.md").read_text(encoding="utf-8") for folder in (first, second))
-    assert ours.split("<!-- hf_posenc begin -->")[1] == theirs.split("<!-- hf_posenc begin -->")[1]
+    cards = ((folder / "README.md").read_text(encoding="utf-8") for folder in (first, second))
+    assert len({card.split("<!-- hf_posenc begin -->")[1] for card in cards}) == 1
+    # Unpatched it is the stock model, also in the folder of the converted one.
+    hf_posenc.unpatch(loaded).save_pretrained(first)
+    stock(name).save_pretrained(theirs)
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (first / file).read_bytes() == (theirs / file).read_bytes(), file
+    assert type(auto(name).from_pretrained(first)) is type(stock(name))
 
 
 LOCKS = {"llama": "rope_parameters", "gpt2": "activation_function", "t5": "feed_forward_proj"}
@@ -297,35 +268,18 @@ def test_what_is_in_a_config(name: str, tmp_path: Path) -> None:
     model = converted(name)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert config["model_type"] == f"hf_posenc_{name}"
-    assert config["architectures"] == [type(model).__name__]
+    assert (config["model_type"], config["architectures"]) == (f"hf_posenc_{name}", [type(model).__name__])
     assert "hf_posenc" in str(config[LOCKS[name]])
     assert config["posenc"]["locked"] == getattr(model.config, LOCKS[name])
-    assert config["posenc"]["format_version"] == 1
-    assert config["posenc"]["plugin_version"] == hf_posenc.__version__
+    assert (config["posenc"]["format_version"], config["posenc"]["plugin_version"]) == (1, hf_posenc.__version__)
     (group,) = config["posenc"]["groups"]
-    assert group["scheme"] == "fire"
-    assert group["stacks"]["decoder"] == {
-        "layers": [0, 1, 2],
-        "options": {
-            "init_c": 0.1,
-            "threshold": 512.0,
-            "width": 32,
-            "init": "paper",
-            "normalizer": "both",
-            "directed": False,
-            "gate": False,
-            "shared": False,
-        },
-    }
+    part = group["stacks"]["decoder"]
+    assert (group["scheme"], part["layers"], part["options"]["threshold"]) == ("fire", [0, 1, 2], 512.0)
     for key, target in config["auto_map"].items():
         module, _, kind = target.partition(".")
         assert module == "modeling_hf_posenc"
         assert hasattr(transformers, key)
         assert kind in {twin.__name__ for twin in architectures()[name].twins.values()}
-    # The others can read what the user may read.
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir() if path.suffix != ".safetensors"}
-    assert len(modes) == 1
     # By itself, too.
     model.config.save_pretrained(tmp_path / "alone")
     alone = AutoConfig.from_pretrained(tmp_path / "alone")
@@ -375,7 +329,6 @@ def test_a_card_that_cannot_be_read_is_left_alone(
         ("llama", "fire", {}, ("`fire` (arXiv 2310.04418), instead of", "threshold=512.0", "start: break")),
         ("llama", "fire", {"native": "keep"}, ("`fire`", "over the model's own", "start: exact with native kept")),
         ("llama", "alibi", {"layers": [0, 2]}, ("decoder, layers 0, 2;",)),
-        ("gpt2", "learned", {}, ("`learned`", "num_positions=64", "start: exact\n")),
         ("t5", "t5", {}, ("- encoder, layers 0-2; options: gate=False", "- decoder, layers 0-2;", "start: exact\n")),
     ],
 )
@@ -384,12 +337,9 @@ def test_the_card_names_scheme_options_start_and_how_to_load(
 ) -> None:
     converted(name, scheme, **arguments).save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    loader = auto(name).__name__
-    how = (f"from transformers import {loader}\n", f"{loader}.from_pretrained(", "import hf_posenc", "hf-posenc")
-    for part in (*parts, *how):
+    for part in (*parts, f"from transformers import {auto(name).__name__}\n", "library_name: transformers"):
         assert part in card, card
-    metadata = card.split("---\n")[1]
-    assert all(part in metadata for part in ("library_name: transformers", "- hf_posenc", f"- {scheme}"))
+    assert all(part in card.split("---\n")[1] for part in ("- hf_posenc", f"- {scheme}"))
 
 
 @pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\ntags:\n- mine\n---\n\n"])
@@ -408,15 +358,3 @@ def test_an_existing_card_keeps_its_text(metadata: str, tmp_path: Path) -> None:
     assert (twice.count("## Positional encoding"), "`fire`" in twice) == (1, False)
     converted("llama", "kerple").save_pretrained(tmp_path)
     assert path.read_text(encoding="utf-8") == twice
-
-
-def test_two_architectures_side_by_side(tmp_path: Path) -> None:
-    for name in NAMES:
-        converted(name).save_pretrained(tmp_path / name)
-    loaded = {name: type(AutoModel.from_pretrained(tmp_path / name)).__name__ for name in NAMES}
-    assert loaded == {"llama": "PosencLlamaModel", "gpt2": "PosencGPT2Model", "t5": "PosencT5Model"}
-    # Converted models leave their stock classes as they are.
-    for name in NAMES:
-        assert type(auto(name).from_config(stock(name).config)) is type(stock(name))
-    assert type(AutoModelForCausalLM.from_config(stock("llama").config)) is LlamaForCausalLM
-    assert AutoModelForSeq2SeqLM.from_config(stock("t5").config).config.model_type == "t5"

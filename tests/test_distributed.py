@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from models import text_file, tiny
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -102,15 +101,6 @@ def numbers(content: object) -> list[float]:
     if isinstance(content, list):
         return [number for value in content for number in numbers(value)]
     return [content] if isinstance(content, float) else []
-
-
-@pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
-def test_configs_are_those_of_accelerate(name: str) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = library.find_config(name)
-    config = load_config_from_file(str(path))
-    assert config.to_dict().keys() >= yaml.safe_load(path.read_text(encoding="utf-8")).keys()
 
 
 def seeded(architecture: str, scheme: str) -> Any:

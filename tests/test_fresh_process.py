@@ -173,19 +173,11 @@ def test_trust_with_the_package_loads_through_the_stub_and_saves_again(folder: P
     assert modules == {"modeling_hf_posenc.py", "__init__.py"}
 
 
-# Elsewhere hf_posenc is imported first; here the Auto classes are there before it, and of one architecture its models.
-LOADED = """
-from transformers import AutoModel, AutoModelForSeq2SeqLM, LlamaForCausalLM
-import hf_posenc
-import transformers
-for name in ("llama", "gpt2", "t5"):
-    compute(name, auto(name).from_pretrained(folder / name))
-    attempt(name, lambda: AutoModel.from_pretrained(folder / name))
-"""
-
-
 @pytest.mark.grid
-def test_with_the_package_imported_plain_auto_classes_load_bit_equal(folder: Path) -> None:
-    outcomes = run(LOADED, folder)
-    assert [kind for _, kind in outcomes.values()] == ["PosencLlamaModel", "PosencGPT2Model", "PosencT5Model"]
+def test_the_package_may_be_imported_after_the_auto_classes_and_some_models(folder: Path) -> None:
+    run(
+        "from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM\nimport hf_posenc\n"
+        "for name in ('llama', 'gpt2', 't5'):\n    compute(name, auto(name).from_pretrained(folder / name))",
+        folder,
+    )
     check_bit_equal(folder)

@@ -33,40 +33,6 @@ pytestmark = [
 ]
 
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]}
-SAVED = ["hf_posenc", "hf_posenc_shared"]
-
-
-# test_adapters.py has every scheme. Here are schemes of layers, shared ones, and ones of both.
-@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "fire"), ("gpt2", "t5"), ("t5", "disentangled")])
-def test_lora_and_scheme_in_one_adapter(architecture: str, scheme: str, tmp_path: Path) -> None:
-    ids = tokens(architecture, 2, 19)
-
-    def base() -> torch.nn.Module:
-        start = stock(architecture)
-        torch.manual_seed(4)
-        return hf_posenc.patch(start, scheme)
-
-    plain = logits(base(), architecture, ids)
-    config = LoraConfig(
-        target_modules=TARGETS[architecture],
-        modules_to_save=SAVED,
-        fan_in_fan_out=architecture == "gpt2",
-    )
-    model = get_peft_model(base(), config)
-    torch.testing.assert_close(logits(model, architecture, ids), plain)
-    trained = logits(moved(model, 0.05, only=""), architecture, ids)
-    assert (trained - plain).abs().max() > 1e-4
-
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(base(), tmp_path).eval()
-    assert torch.equal(logits(loaded, architecture, ids), trained)
-    merged = loaded.merge_and_unload()
-    torch.testing.assert_close(logits(merged, architecture, ids), trained, atol=1e-4, rtol=1e-4)
-    hf_posenc.verify(merged)
-    merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(
-        logits(type(merged).from_pretrained(tmp_path / "merged"), architecture, ids), logits(merged, architecture, ids)
-    )
 
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **changes: Any) -> Trainer:
@@ -81,7 +47,7 @@ def trainer(model: Any, folder: Path, callbacks: Any = None, **changes: Any) -> 
 
 
 CONFIGS: dict[str, Any] = {
-    "peft": lambda: LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=SAVED),
+    "peft": lambda: LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["hf_posenc", "hf_posenc_shared"]),
     "lora": lambda: PosencLoraConfig(target_modules=["q_proj", "v_proj"]),
     "scheme": lambda: PosencLoraConfig(target_modules=[]),
 }
@@ -275,10 +241,14 @@ def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
 def test_scheme_weights_that_a_plain_adapter_trains_are_kept(shared: bool, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
     base = hf_posenc.patch(stock("llama"), "fire", shared=shared)
-    model = moved(get_peft_model(base, LoraConfig(modules_to_save=["hf_posenc"], **TWO)), 0.05, only="")
+    plain = logits(base, "llama", ids)
+    model = get_peft_model(base, LoraConfig(modules_to_save=["hf_posenc"], **TWO))
+    torch.testing.assert_close(logits(model, "llama", ids), plain)
+    trained = logits(moved(model, 0.05, only=""), "llama", ids)
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(stock("llama"), tmp_path).eval()
-    assert torch.equal(logits(loaded, "llama", ids), logits(model, "llama", ids))
+    assert torch.equal(logits(loaded, "llama", ids), trained)
+    torch.testing.assert_close(logits(loaded.merge_and_unload(), "llama", ids), trained, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -352,8 +322,9 @@ def test_the_adapter_of_a_recipe(architecture: str) -> None:
 def test_adapters_that_a_recipe_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotPatchedError, match="no scheme to carry"):
         attach(stock("llama"), Adapter(kind="scheme"))
-    with pytest.raises(OptionError, match="'alibi' has no parameters"):
-        attach(hf_posenc.patch(stock("llama"), "alibi"), Adapter(kind="scheme"))
+    for scheme in ("alibi", "nope"):
+        with pytest.raises(OptionError, match=f"'{scheme}' has no parameters"):
+            attach(hf_posenc.patch(stock("llama"), scheme), Adapter(kind="scheme"))
     assert quantization(Adapter(kind="lora")) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install bitsandbytes"):

@@ -39,15 +39,8 @@ SCHEME = Adapter(kind="scheme", four_bit=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights, whose sizes are multiples of the blocks of 64 that are quantised together."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(vocab_size=1024, num_attention_heads=4, num_key_value_heads=2, **sizes)
     path = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -81,14 +74,12 @@ def test_qlora(scheme: str, adapter: Adapter, folder: Path, tmp_path: Path) -> N
     assert all("hf_posenc" in name or (adapter is LORA and "lora_" in name) for name in trained)
     assert {p.dtype for p in trained.values()} == {torch.float32}
     assert model.base_model.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
-    optimizer = torch.optim.Adam(trained.values(), lr=3e-2)
-    losses = []
+    optimizer, losses = torch.optim.Adam(trained.values(), lr=3e-2), []
     for _ in range(4):
-        value = loss(model, "llama", ids)
         optimizer.zero_grad()
-        value.backward()
+        losses.append(loss(model, "llama", ids))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(value.item())
     assert losses[-1] < losses[0]
     after = logits(model.eval(), "llama", ids)
     assert torch.equal(Teacher.within(model)({"input_ids": ids}).logits, native)
@@ -106,15 +97,9 @@ def test_qlora(scheme: str, adapter: Adapter, folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["lora", "scheme"])
 def test_a_recipe_trains_over_four_bits(kind: str, tmp_path: Path) -> None:
-    changes = [
-        "training.steps=2",
-        "training.batch_size=2",
-        "training.length=32",
-        "data.limit=50",
-        "distillation.share=0.5",
-    ]
-    changes += ["evaluation.windows=2", "evaluation.contexts=[64]", "adapter.four_bit=true", f"adapter.kind={kind}"]
-    outcome = run.train(Recipe.read("swap", ["scheme=kerple", *changes]), tmp_path / "out")
+    changes = f"""scheme=kerple adapter.four_bit=true adapter.kind={kind} training.steps=2 training.batch_size=2
+        training.length=32 data.limit=50 distillation.share=0.5 evaluation.windows=2 evaluation.contexts=[64]""".split()
+    outcome = run.train(Recipe.read("swap", changes), tmp_path / "out")
     assert AutoPeftModelForCausalLM.from_pretrained(outcome.model).peft_config
 
 

@@ -38,6 +38,15 @@ ADAPTERS: dict[str, Any] = {
     "posenc": lambda: PosencLoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "scheme": lambda: PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM"),
 }
+# What all trainers here are told.
+QUIET: dict[str, Any] = {
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    "bf16": False, "dataloader_pin_memory": False,
+}  # fmt: skip
+
+
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
 
 
 def converted(scheme: str) -> Any:
@@ -45,29 +54,21 @@ def converted(scheme: str) -> Any:
     return hf_posenc.patch(AutoModelForCausalLM.from_pretrained(DIRECTORIES["llama"]), scheme)
 
 
-def sft(model: Any, folder: Path, config: PeftConfig | None, *, packing: bool, steps: int = 30) -> Any:
+def logged(trainer: Any, key: str) -> list[float]:
+    """Train, and return what was logged under a key."""
+    trainer.train()
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def sft(model: Any, folder: Path, config: PeftConfig | None, *, packing: bool) -> Any:
     from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(
-        output_dir=str(folder / "run"),
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        max_length=48,
-        packing=packing,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        dataloader_pin_memory=False,
-    )
+    sizes: dict[str, Any] = {"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_length": 48}
     return SFTTrainer(
         model=model,
-        args=arguments,
+        args=SFTConfig(output_dir=str(folder / "run"), packing=packing, **sizes, **QUIET),
         train_dataset=Dataset.from_dict({"text": 40 * SENTENCES}),
-        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+        processing_class=tokenizer(),
         peft_config=config,
     )
 
@@ -79,13 +80,10 @@ def test_sft(adapter: str, scheme: str, packing: bool, tmp_path: Path) -> None:
     trainer = sft(converted(scheme), tmp_path, ADAPTERS[adapter](), packing=packing)
     before = {name: p.detach().clone() for name, p in new_parameters(trainer.model).items() if p.requires_grad}
     assert before
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = logged(trainer, "loss")
     assert sum(losses[-5:]) < sum(losses[:5])
     after = new_parameters(trainer.model)
-    # PEFT leaves what it trains under its name of it.
     assert all(not torch.equal(after[name], value) for name, value in before.items())
-
     ids = tokens("llama", 2, 15)
     wanted = logits(trainer.model.eval(), "llama", ids)
     trainer.save_model(str(tmp_path / "saved"))
@@ -103,8 +101,7 @@ def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None
     batch = next(iter(trainer.get_train_dataloader()))
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     assert len(starts) > 4
-    labels = batch.pop("labels")
-    assert (labels[0, starts] == -100).all()
+    assert (batch.pop("labels")[0, starts] == -100).all()
     with torch.no_grad():
         together = model(**batch, use_cache=False).logits[0]
         for start, end in zip(starts, [*starts[1:], None], strict=True):
@@ -113,6 +110,8 @@ def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None
 
 
 # -- trainers that load a reference model by the name in the config ----------------------------------------------------
+
+TWO_STEPS: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-6, **QUIET}
 
 
 def preferences(model: Any, folder: Path, reference: Any = None) -> list[float]:
@@ -123,43 +122,26 @@ def preferences(model: Any, folder: Path, reference: Any = None) -> list[float]:
     trainer = DPOTrainer(
         model=model,
         ref_model=reference,
-        args=DPOConfig(output_dir=str(folder / "dpo"), max_length=48, **STEPS),
+        args=DPOConfig(output_dir=str(folder / "dpo"), max_length=48, **TWO_STEPS),
         train_dataset=Dataset.from_dict({key: 8 * value for key, value in rows.items()}),
-        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+        processing_class=tokenizer(),
     )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer, "loss")
 
 
-def rewards(model: Any, folder: Path, reference: None = None) -> list[float]:
+def rewards(model: Any, folder: Path) -> list[float]:
     """Return the divergences from the reference of two GRPO steps."""
     from trl import GRPOConfig, GRPOTrainer
 
+    sizes: dict[str, Any] = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=GRPOConfig(
-            output_dir=str(folder / "grpo"), num_generations=2, max_completion_length=8, beta=0.04, **STEPS
-        ),
+        args=GRPOConfig(output_dir=str(folder / "grpo"), **sizes, **TWO_STEPS),
         train_dataset=Dataset.from_dict({"prompt": ["Once upon a time"] * 8}),
-        processing_class=AutoTokenizer.from_pretrained(DIRECTORIES["llama"]),
+        processing_class=tokenizer(),
     )
-    trainer.train()
-    return [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
-
-
-STEPS: dict[str, Any] = {
-    "max_steps": 2,
-    "logging_steps": 1,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-6,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "dataloader_pin_memory": False,
-}
+    return logged(trainer, "kl")
 
 
 @pytest.mark.parametrize(("train", "start"), [(preferences, math.log(2)), (rewards, 0.0)])
@@ -167,11 +149,8 @@ def test_the_reference_is_the_patched_model_or_an_error(train: Any, start: float
     with pytest.raises(hf_posenc.CheckpointError, match=r"was not saved\. Save it and load the folder"):
         train(converted("fire"), tmp_path)
     converted("fire").save_pretrained(tmp_path / "saved")
-    AutoTokenizer.from_pretrained(DIRECTORIES["llama"]).save_pretrained(tmp_path / "saved")
+    tokenizer().save_pretrained(tmp_path / "saved")
     for model in (AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), str(tmp_path / "saved")):
         assert train(model, tmp_path)[0] == pytest.approx(start, abs=1e-5)
-
-
-def test_a_copy_serves_as_reference(tmp_path: Path) -> None:
     model = converted("fire")
     assert preferences(model, tmp_path, copy.deepcopy(model))[0] == pytest.approx(math.log(2), abs=1e-5)

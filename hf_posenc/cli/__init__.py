@@ -4,6 +4,6 @@ Heavy modules are imported inside the commands, so that help and the tables of s
 """
 
 from hf_posenc.cli import convert, evaluate, train
-from hf_posenc.cli.application import app, whole_directory
+from hf_posenc.cli.application import app
 
-__all__ = ["app", "convert", "evaluate", "train", "whole_directory"]
+__all__ = ["app", "convert", "evaluate", "train"]

@@ -11,7 +11,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -43,29 +42,23 @@ class Commands(TyperGroup):
         # PEFT asks transformers for a name that is deprecated there, which is no concern of a user.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         try:
-            return super().invoke(ctx)
+            with handled(_leave_nothing, signal.SIGTERM):
+                return super().invoke(ctx)
         except (PosencError, OSError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"hf-posenc: {in_syntax_of(ctx.invoked_subcommand, message)}", err=True)
             raise typer.Exit(1) from error
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="Replace the positional encoding of a Hugging Face model, train it, and measure the effect.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-
-# Commands whose settings are keys of a recipe.
-_WITH_KEYS = ("train", "resume", "compare")
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def in_syntax_of(command: str | None, message: str) -> str:
-    """Return a message with the keywords of `patch` as a command takes them."""
-    keys = ("conversion.{}={}", "conversion.options.{}={}") if command in _WITH_KEYS else ("--{} {}", "-o {}={}")
-    return restated(message, *keys)
+    """Return a message with the keywords of `patch` as a command takes them: some have the keys of a recipe."""
+    has_keys = command in ("train", "resume", "compare")
+    return restated(
+        message, *(("conversion.{}={}", "conversion.options.{}={}") if has_keys else ("--{} {}", "-o {}={}"))
+    )
 
 
 def show(result: Any, *, as_json: bool) -> None:
@@ -73,16 +66,8 @@ def show(result: Any, *, as_json: bool) -> None:
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else in_syntax_of(None, str(result)))
 
 
-# Width of a terminal, in characters, that is needed for all columns of a table.
-_WIDE = 120
-
-
 def print_table(
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    wide: Container[str] = (),
-    as_json: bool = False,
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, wide: Container[str] = (), as_json: bool = False
 ) -> None:
     """Print a table, without its `wide` columns in a narrow terminal, or a list of objects in JSON."""
     if as_json:
@@ -96,7 +81,7 @@ def print_table(
     console = Console()
     # Output for a file or another program is not wrapped to the terminal.
     width = console.width if console.is_terminal else 200
-    shown = [index for index, header in enumerate(headers) if width >= _WIDE or header not in wide]
+    shown = [index for index, header in enumerate(headers) if width >= 120 or header not in wide]
     table = Table(*(headers[index] for index in shown), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(row[index]) for index in shown))
@@ -169,8 +154,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
             end(number)
 
     def end(number: int) -> None:
-        # Python swallows an exception raised while an object is deleted. A run can be killed at any moment, so no
-        # cleanup is needed.
+        # A run can be killed at any moment, so no cleanup is needed.
         if console.is_terminal:
             os.write(1, b"\x1b[?25h\n")  # progress bars hide the cursor
         if is_main():
@@ -182,32 +166,21 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
         yield
 
 
-def whole_directory(
-    out: Path, replaceable: Callable[[Path], bool] = lambda folder: False
-) -> AbstractContextManager[Path]:
-    """Write a directory whole or not at all, and remove a partial one on a termination signal, too."""
-    # The handler must be installed as soon as the folder exists.
-    return directories.whole_directory(out, replaceable, _removed_when_terminated)
-
-
-@contextlib.contextmanager
-def _removed_when_terminated(folder: Path) -> Iterator[None]:
-    """Remove a folder and end the process on a termination signal, as job schedulers send it."""
-
-    def stop(number: int, frame: object) -> None:
-        # Python swallows an exception raised while an object is deleted, so an exception is not enough.
+def _leave_nothing(number: int, frame: object) -> None:
+    """Remove what is half written, and end the process on a termination signal, as job schedulers send it."""
+    # Python swallows an exception raised while an object is deleted, so an exception is not enough.
+    for folder in directories.BEING_WRITTEN:
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(128 + number)
-
-    with handled(stop, signal.SIGTERM):
-        yield
+    os._exit(128 + number)
 
 
-def listing(folder: Path) -> str:
-    """Return the top-level names in a folder and the total size of its files."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    names = sorted({path.relative_to(folder).parts[0] + "/" * (path.parent != folder) for path in files})
-    return f"{', '.join(names)} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)"
+def say_wrote(out: Path, report: str | None = None) -> None:
+    """Print the names in a folder that was written, the total size of its files, and where its report is."""
+    files = [path for path in out.rglob("*") if path.is_file()]
+    names = sorted({path.relative_to(out).parts[0] + "/" * (path.parent != out) for path in files})
+    typer.echo(f"wrote {out}: {', '.join(names)} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)")
+    if report is not None:
+        typer.echo(f"\nTo read it: {out / report}")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as input of commands."""
+"""Checkpoints as input and output of commands."""
 
 from __future__ import annotations
 
@@ -6,63 +6,36 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from hf_posenc.cli.application import say_wrote
 from hf_posenc.errors import ArchitectureError, CheckpointError
 from hf_posenc.patches.directories import reading
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-
-
-def load_model(model: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """Return the model of a checkpoint, in the class named by its config."""
-    kind = _model_class(config)
-    with reading(f"The weights of {model}"):
-        loaded: PreTrainedModel = kind.from_pretrained(model, dtype=dtype)
-    return loaded
+_TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
+_PROCESSOR = "preprocessor_config.json"
 
 
-def _model_class(config: PreTrainedConfig) -> Any:
-    """Return the class named by a config, or else the class of a language model."""
+def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
+    """Return the model of a checkpoint, in the class named by its config, or else as a language model."""
     from hf_posenc.patches.architecture import of_config
-    from hf_posenc.recipes.loading import auto_class
+    from hf_posenc.recipes.loading import auto_class, load_config, place
 
+    config = load_config(name)
     known = {kind.__name__: kind for pair in of_config(config).twins.items() for kind in pair}
-    named = [known[name] for name in config.architectures or [] if name in known]
+    named = [known[head] for head in config.architectures or () if head in known]
     if config.architectures and not named:
         raise ArchitectureError(
             f"The checkpoint holds a {config.architectures[0]}, which cannot be patched. "
             f"Known: {', '.join(sorted(known))}."
         )
-    return named[0] if named else auto_class(config)
-
-
-def find_tokenizer(model: str) -> Any:
-    """Return the tokenizer of a checkpoint, or `None` if it has none."""
-    from transformers.utils import cached_file
-
-    from hf_posenc.recipes.loading import load_tokenizer
-
-    with reading(f"The tokenizer of {model}"):
-        if not any(cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES):
-            return None
-    return load_tokenizer(model)
-
-
-def copy_companions(model: str, folder: Path) -> tuple[bool, str]:
-    """Copy tokenizer and image processor into a folder; return whether there is a tokenizer, and a line if neither."""
-    from transformers.utils import cached_file
-
-    tokenizer, name = find_tokenizer(model), "preprocessor_config.json"
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    with reading(f"The image processor of {model}"):
-        processor = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-        if processor:
-            shutil.copyfile(processor, folder / name)
-    is_bare = tokenizer is None and not processor
-    return tokenizer is not None, f"{model} has no tokenizer, so none was written.\n" if is_bare else ""
+    kind: Any = named[0] if named else auto_class(config)
+    with reading(f"The weights of {name}"):
+        loaded: PreTrainedModel = kind.from_pretrained(place(name), dtype=dtype)
+    return loaded
 
 
 def load_converted(directory: Path, otherwise: str) -> PreTrainedModel:
@@ -70,23 +43,50 @@ def load_converted(directory: Path, otherwise: str) -> PreTrainedModel:
     from hf_posenc.patches import record
     from hf_posenc.recipes.loading import load_config
 
-    config = load_config(str(directory))
-    if not record.from_config(config):
+    if not record.from_config(load_config(str(directory))):
         raise CheckpointError(
             f"{directory} is not a converted checkpoint: its config.json names no scheme. {otherwise}"
         )
-    return load_model(str(directory), config, "auto")
+    return load_model(str(directory))
 
 
-def how_to_load(model: PreTrainedModel, out: Path, has_tokenizer: bool) -> str:
-    """Return the lines of Python that load a written checkpoint."""
-    from hf_posenc.patches.architecture import auto_name
+def find_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a checkpoint, or `None` if it has none."""
+    from hf_posenc.recipes.loading import load_tokenizer
 
-    name = auto_name(type(model.config), type(model).__name__) or "AutoModel"
+    with reading(f"The tokenizer of {name}"):
+        has_tokenizer = any(_cached(name, file) for file in _TOKENIZER)
+    return load_tokenizer(name) if has_tokenizer else None
+
+
+def copy_companions(name: str, folder: Path) -> None:
+    """Copy the tokenizer and the image processor of a checkpoint, where there are any, into a folder."""
+    tokenizer = find_tokenizer(name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    with reading(f"The image processor of {name}"):
+        processor = _cached(name, _PROCESSOR)
+        if processor:
+            shutil.copyfile(processor, folder / _PROCESSOR)
+
+
+def _cached(name: str, file: str) -> Any:
+    """Return the path of a file of a checkpoint, from the hub's cache or a folder; `None` if there is no such file."""
+    from transformers.utils import cached_file
+
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def say_how_to_load(out: Path, kind: str, *imports: str) -> None:
+    """Print what a written checkpoint holds, and the lines of Python that load it."""
+    say_wrote(out)
+    has_tokenizer, has_processor = any((out / file).is_file() for file in _TOKENIZER), (out / _PROCESSOR).is_file()
+    if not has_tokenizer and not has_processor:
+        typer.echo("The checkpoint has no tokenizer, so none was written.")
     lines = [
-        "    import hf_posenc",
-        f"    from transformers import {name}{', AutoTokenizer' if has_tokenizer else ''}",
-        f'    model = {name}.from_pretrained("{out}")',
-        f'    tokenizer = AutoTokenizer.from_pretrained("{out}")',
+        *imports,
+        f"from transformers import {kind}{', AutoTokenizer' * has_tokenizer}",
+        f'model = {kind}.from_pretrained("{out}")',
+        *[f'tokenizer = AutoTokenizer.from_pretrained("{out}")'] * has_tokenizer,
     ]
-    return "\n".join(lines if has_tokenizer else lines[:-1])
+    typer.echo("\n    ".join(("\nTo load it:\n", *lines)))

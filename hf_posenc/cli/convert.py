@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, listing, print_table, quiet, show, whole_directory, words
-from hf_posenc.cli.checkpoints import copy_companions, how_to_load, load_converted, load_model
+from hf_posenc.cli.application import AsJson, app, print_table, quiet, say_wrote, show, words
+from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import LayerSelectionError, OptionError
+from hf_posenc.patches.directories import whole_directory
 
 if TYPE_CHECKING:
     from hf_posenc.patches.patch import Layers
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')
-]
+Model = Annotated[str, Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')]
+Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not exist.")]
 
 
 def _scheme_names(incomplete: str) -> list[str]:
@@ -30,20 +31,14 @@ def _scheme_names(incomplete: str) -> list[str]:
 
 
 SchemeName = Annotated[
-    str,
-    typer.Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names),
+    str, Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names)
 ]
-Converted = Annotated[Path, typer.Argument(metavar="DIR", help="A converted checkpoint.")]
-NativeSetting = Annotated[Literal["remove", "keep"], typer.Option(help="Remove or keep the model's own encoding.")]
-LayerChoice = Annotated[
-    str | None, typer.Option("--layers", metavar="TEXT", help='"0,2,5", "0:8" or "every:4". Default: all layers.')
-]
-StackChoice = Annotated[
-    str | None, typer.Option("--stacks", metavar="TEXT", help='"encoder" or "decoder". Default: both.')
-]
+Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint.")]
+NativeSetting = Annotated[Literal["remove", "keep"], Option(help="Remove or keep the model's own encoding.")]
+LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
+StackChoice = Annotated[str | None, Option("--stacks", help='"encoder" or "decoder". Default: both.')]
 Options = Annotated[
-    list[str] | None,
-    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme; repeatable."),
+    list[str] | None, Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme; repeatable.")
 ]
 
 
@@ -85,10 +80,8 @@ def plan(
     from hf_posenc.recipes.loading import load_config
 
     quiet()
-    options = _scheme_options(scheme, option)
-    config = load_config(model)
-    found = planning.plan(config, scheme, native=native, layers=_layers(layers), stacks=_stacks(stacks), **options)
-    show(found, as_json=as_json)
+    selection = _selection(scheme, native, layers, stacks, option)
+    show(planning.plan(load_config(model), scheme, **selection), as_json=as_json)
 
 
 @app.command()
@@ -96,10 +89,10 @@ def layers(
     model: Model,
     scheme: SchemeName,
     option: Options = None,
-    text: Annotated[str, typer.Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = "builtin",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens per window, by default 512 or fewer.")] = None,
-    spare: Annotated[int | None, typer.Option(min=0, help="Layers to leave as they are; default: a quarter.")] = None,
+    text: Annotated[str, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = "builtin",
+    steps: Annotated[int, Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
+    length: Annotated[int | None, Option(min=2, help="Tokens per window, by default 512 or fewer.")] = None,
+    spare: Annotated[int | None, Option(min=0, help="Layers to leave as they are; default: a quarter.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what it costs to convert each layer alone, and name the cheapest hybrid."""
@@ -122,8 +115,7 @@ def layers(
     batch = max(1, 2048 // size)
     ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
     windows = ids[: len(ids) // size * size].view(-1, size)
-    architecture = of_model(loaded)
-    count = sum(len(architecture.attentions(body)) for body in architecture.stacks(loaded).values())
+    count = sum(len(of_model(loaded).attentions(body)) for body in of_model(loaded).stacks(loaded).values())
     if spare is not None and spare >= count:
         raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")
     console = Console(stderr=True)
@@ -139,56 +131,51 @@ def layers(
             batch_size=batch,
             progress=lambda done: bar.update(task, completed=done),
         )
-    rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
-    headers = ("stack", "layer", "distance", "cost (nats per token)")
-    print_table(headers, rows)
-    spared = len(found.layers) // 4 if spare is None else spare
-    if not spared:
-        return
-    cheapest = found.cheapest(spared)
-    typer.echo(f"\nWithout the {spared} most expensive:\n")
-    for stack, picked in cheapest.items():
-        which = f"--stacks {stack} " * (len(cheapest) > 1)
-        if picked:
-            typer.echo(f"    {which}--layers {','.join(map(str, picked))}")
+    rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
+    print_table(("stack", "layer", "distance", "cost (nats per token)"), rows)
+    spared = count // 4 if spare is None else spare
+    if spared:
+        cheapest = found.cheapest(spared)
+        typer.echo(f"\nWithout the {spared} most expensive:\n")
+        for stack, picked in cheapest.items():
+            which = f"--stacks {stack} " * (len(cheapest) > 1)
+            if picked:
+                typer.echo(f"    {which}--layers {','.join(map(str, picked))}")
 
 
 @app.command()
 def convert(
     model: Model,
     scheme: SchemeName,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    out: Out,
     native: NativeSetting = "remove",
     layers: LayerChoice = None,
     stacks: StackChoice = None,
     option: Options = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Data type of the weights; auto keeps the stored one."),
+        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Data type; auto keeps the stored one.")
     ] = "auto",
 ) -> None:
     """Convert a checkpoint and save it. The printed plan says whether it needs training afterwards."""
     from hf_posenc.patches import patch as patching
     from hf_posenc.patches import plan as planning
+    from hf_posenc.patches.architecture import auto_name
     from hf_posenc.recipes.loading import load_config, place
 
     quiet()
-    model = place(model)
-    options = _scheme_options(scheme, option)
-    selection: dict[str, Any] = {"native": native, "layers": _layers(layers), "stacks": _stacks(stacks), **options}
+    selection = _selection(scheme, native, layers, stacks, option)
     with whole_directory(out) as folder:
-        config = load_config(model)
-        show(planning.plan(config, scheme, **selection), as_json=False)
-        loaded = load_model(model, config, dtype)
-        patching.patch(loaded, scheme, **selection)
+        show(planning.plan(load_config(model), scheme, **selection), as_json=False)
+        loaded = patching.patch(load_model(model, dtype), scheme, **selection)
         verification = planning.verify(loaded)
         loaded.save_pretrained(folder)
-        has_tokenizer, note = copy_companions(model, folder)
-    typer.echo(f"\n{verification}\n\nwrote {out}: {listing(out)}\n{note}")
-    typer.echo(f"To load it:\n\n{how_to_load(loaded, out, has_tokenizer)}")
+        copy_companions(place(model), folder)
+    typer.echo(f"\n{verification}\n")
+    kind = auto_name(type(loaded.config), type(loaded).__name__) or "AutoModel"
+    say_how_to_load(out, kind, "import hf_posenc")
 
 
 @app.command()
@@ -203,9 +190,7 @@ def verify(directory: Converted, as_json: AsJson = False) -> None:
 @app.command()
 def explain(
     directory: Converted,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the sequence to run: by default 256 or fewer.")
-    ] = None,
+    length: Annotated[int | None, Option(min=1, help="Tokens of the sequence: by default 256 or fewer.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which executor computes the attention of each layer of a converted checkpoint."""
@@ -219,44 +204,27 @@ def explain(
 @app.command()
 def export(
     directory: Converted,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    max_head_dim: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum head width for schemes whose layers or heads have different frequencies. Default: unchanged.",
-        ),
-    ] = None,
-    max_positions: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Length of the table of positions or distances, for schemes without a maximum length."
-        ),
-    ] = None,
+    out: Out,
+    max_head_dim: Annotated[int | None, Option(min=1, help="Largest width of heads. Default: unchanged.")] = None,
+    max_positions: Annotated[int | None, Option(min=1, help="Length of a table of positions or distances.")] = None,
 ) -> None:
     """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
-    from hf_posenc.patches.export.stock import stock_twin
+    from hf_posenc.patches.export.stock import export_stock
 
     quiet()
     with whole_directory(out) as folder:
         model = load_converted(directory, "It is a stock one already.")
-        stock, report = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
-        stock.save_pretrained(folder)
-        _, note = copy_companions(str(directory), folder)
-    typer.echo(f"{report}\n\nwrote {out}: {listing(out)}\n{note}")
-    typer.echo(
-        f"To load it:\n\n    from transformers import {report.model}\n"
-        f'    model = {report.model}.from_pretrained("{out}")'
-    )
+        report = export_stock(model, folder, max_head_dim=max_head_dim, max_positions=max_positions)
+        copy_companions(str(directory), folder)
+    typer.echo(f"{report}\n")
+    say_how_to_load(out, report.model)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory to write; an earlier demo there is replaced.")] = Path(
-        "posenc-demo"
-    ),
-    scheme: Annotated[str, typer.Option(help="Target scheme.")] = "fire",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
+    out: Annotated[Path, Option(help="Folder to write; an earlier demo there is replaced.")] = Path("posenc-demo"),
+    scheme: Annotated[str, Option(help="Target scheme.")] = "fire",
+    steps: Annotated[int, Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
 ) -> None:
     """Convert and adapt a tiny built-in model, in about two minutes and without network."""
     quiet()
@@ -268,7 +236,7 @@ def demo(
     registry.get(scheme)
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
         recipe.run(folder, Console(), scheme=scheme, steps=steps)
-    typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / recipe.RUN / 'report.html'}")
+    say_wrote(out, f"{recipe.RUN}/report.html")
 
 
 # -- parsing of options ------------------------------------------------------------------------------------------------
@@ -288,8 +256,12 @@ def _layers(text: str | None) -> Layers:
         ) from None
 
 
-def _stacks(text: str | None) -> list[str] | None:
-    return None if text is None else list(words("--stacks", text, str))
+def _selection(
+    scheme: str, native: str, layers: str | None, stacks: str | None, option: list[str] | None
+) -> dict[str, Any]:
+    """Return the keywords of `patch` that the options of a command give."""
+    chosen = None if stacks is None else list(words("--stacks", stacks, str))
+    return {**_scheme_options(scheme, option), "native": native, "layers": _layers(layers), "stacks": chosen}
 
 
 def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:

@@ -7,51 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, is_main, listing, quiet, resumable, whole_directory, words
+from hf_posenc.cli.application import AsJson, app, is_main, quiet, resumable, say_wrote, words
 from hf_posenc.cli.checkpoints import find_tokenizer, load_model
 from hf_posenc.cli.convert import Model
+from hf_posenc.cli.train import Overrides
+from hf_posenc.patches.directories import whole_directory
 
 
 @app.command("eval")
 def evaluate(
     context: typer.Context,
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL...",
-            help="Directories of models, adapters or runs, or names on the hub; PATH:SCHEME converts first, untrained.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; an earlier report is replaced.")] = Path(
-        "posenc-eval"
-    ),
+    models: Annotated[list[str], Argument(help="Models, adapters or runs; PATH:SCHEME converts first, untrained.")],
+    out: Annotated[Path, Option(help="Folder to write; an earlier report is replaced.")] = Path("posenc-eval"),
+    # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
     measures: Annotated[
-        str | None,
-        typer.Option(
-            # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
-            metavar="NAMES",
-            help="Some of perplexity, needle, induction, mqar, generation. Default: the first four.",
-        ),
+        str | None, Option(help="Some of perplexity, needle, induction, mqar, generation. Default: the first four.")
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="A .txt, .jsonl or .parquet file or folder, or builtin. Default: what the runs held out, or builtin.",
-        ),
-    ] = None,
-    column: Annotated[str, typer.Option(help="Column of the text, in files with columns.")] = "text",
-    contexts: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBERS", help="Context lengths. Default: up to eight times the trained length."),
-    ] = None,
-    trained_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per window in training. Default: from the first model's config.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows or examples per forward.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
+    text: Annotated[str | None, Option(help="A file or folder, or builtin. Default: what the runs held out.")] = None,
+    column: Annotated[str, Option(help="Column of the text, in files with columns.")] = "text",
+    contexts: Annotated[str | None, Option(help="Context lengths. Default: up to 8 times the trained length.")] = None,
+    trained_length: Annotated[int | None, Option(min=1, help="Tokens per window in training.")] = None,
+    samples: Annotated[int, Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
+    batch_size: Annotated[int, Option(min=1, help="Windows or examples per forward.")] = 8,
+    seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
@@ -85,33 +65,19 @@ def evaluate(
     elif main:
         # The first section is enough for the terminal; the report has the rest.
         typer.echo(report.sections[0].markdown())
-        typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.md'}")
+        say_wrote(out, "report.md")
 
 
 @app.command()
 def compare(
     context: typer.Context,
     model: Model,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Override keys of all recipes, such as data.source=text.txt."),
-    ] = None,
-    schemes: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Comma-separated schemes, recipes or YAML files. Default: the usual ones."),
-    ] = None,
-    budget: Annotated[int, typer.Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder. Finished runs there are reused.")] = Path(
-        "posenc-comparison"
-    ),
-    measures: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Measures in addition to perplexity, as in eval. Default: induction, for causal models.",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=2, help="Windows or examples of each kind.")] = 32,
+    overrides: Overrides = None,
+    schemes: Annotated[str | None, Option(help="Schemes, recipes or YAML files, separated by commas.")] = None,
+    budget: Annotated[int, Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
+    out: Annotated[Path, Option(help="Output folder. Finished runs there are reused.")] = Path("posenc-comparison"),
+    measures: Annotated[str | None, Option(help="Measures besides perplexity. Default: induction, if causal.")] = None,
+    samples: Annotated[int, Option(min=2, help="Windows or examples of each kind.")] = 32,
 ) -> None:
     """Adapt a model to several schemes under one budget, compare the results, and recommend a scheme."""
     quiet()
@@ -134,7 +100,7 @@ def compare(
             command=context.obj,
         )
     typer.echo("\n".join(("", *found.verdict.sentences, "")))
-    typer.echo(f"wrote {out}: {listing(out)}\n\nTo read it: {out / 'report.html'}")
+    say_wrote(out, "report.html")
     for name, reason in found.failed.items():
         typer.echo(f"hf-posenc: {name} failed: {reason}", err=True)
     if found.failed:
@@ -143,36 +109,21 @@ def compare(
 
 @app.command()
 def plot(
-    directory: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR", help='A checkpoint, converted or not, an adapter, the folder of a run, or "tiny-llama".'
-        ),
-    ],
+    directory: Annotated[str, Argument(metavar="DIR", help='A checkpoint, an adapter, a run, or "tiny-llama".')],
     what: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions or "
-            "attention; repeatable. Default: all that the model has.",
+            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions or attention; "
+            "repeatable. Default: all that the model has.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Directory to write; must not exist.")] = Path("pictures"),
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text for pictures that need one.")] = None,
-    query: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="POSITION",
-            help="Query position in pictures by distance; repeatable. Default: chosen by the picture.",
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help='Layers, such as "0,5". Default: a selection.')
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option(metavar="LIST", help='Heads, such as "0,5". Default: a selection.')
-    ] = None,
-    form: Annotated[Literal["png", "svg", "pdf"], typer.Option("--format", help="File format.")] = "png",
+    out: Annotated[Path, Option(help="Folder to write; must not exist.")] = Path("pictures"),
+    prompt: Annotated[str | None, Option(help="Text for pictures that need one.")] = None,
+    query: Annotated[list[int] | None, Option(help="Query position in pictures by distance; repeatable.")] = None,
+    layers: Annotated[str | None, Option(help='Layers, such as "0,5". Default: a selection.')] = None,
+    heads: Annotated[str | None, Option(help='Heads, such as "0,5". Default: a selection.')] = None,
+    form: Annotated[Literal["png", "svg", "pdf"], Option("--format", help="File format.")] = "png",
 ) -> None:
     """Draw what a model has learned: biases, rotations, tables, gates, attention, and an overview."""
     quiet()
@@ -196,18 +147,17 @@ def plot(
         )
         for name, figure in drawn.items():
             figure.savefig(folder / f"{name}.{form}")
-    typer.echo(f"wrote {out}: {listing(out)}")
+    say_wrote(out)
 
 
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
     from hf_posenc.patches import adapters
     from hf_posenc.recipes.evaluation.request import Subject, model_in
-    from hf_posenc.recipes.loading import load_config
 
     source = model_in(directory)
     base = Subject("", source).base
-    model = load_model(base, load_config(base), "auto")
-    if base == source:
-        return model, find_tokenizer(source)
-    return adapters.merged(model, source), find_tokenizer(source) or find_tokenizer(base)
+    model = load_model(base)
+    if base != source:
+        model = adapters.merged(model, source)
+    return model, find_tokenizer(source) or find_tokenizer(base)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, is_main, listing, print_table, quiet, resumable
+from hf_posenc.cli.application import AsJson, app, is_main, print_table, quiet, resumable, say_wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,24 +18,21 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.runs.run import Outcome
     from hf_posenc.recipes.schema.recipe import Recipe
 
-recipes_app = typer.Typer(help="List or recommend recipes; show one.")
+recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
 
-Name = Annotated[str, typer.Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
+Name = Annotated[str, Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, scheme=NAME or steps=500."),
+    list[str] | None, Argument(metavar="KEY=VALUE", help="Keys of recipes, such as data=text.txt or steps=500.")
 ]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+Folder = Annotated[Path, Argument(metavar="DIR", help="The folder of a run.")]
 
 
 @recipes_app.callback(invoke_without_command=True)
 def recipes(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option("--for", metavar="MODEL", help="Recommend recipes for a model: a directory or a name.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="List all that suit, not the best five.")] = False,
+    model: Annotated[str | None, Option("--for", metavar="MODEL", help="Recommend recipes for a model.")] = None,
+    every: Annotated[bool, Option("--all", help="List all that suit, not the best five.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List or recommend recipes; show one."""
@@ -80,7 +78,7 @@ def show(recipe: Name, overrides: Overrides = None) -> None:
 
 
 @recipes_app.command()
-def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, fsdp2 or deepspeed.")]) -> None:
+def config(name: Annotated[str, Argument(metavar="NAME", help="one, ddp, fsdp2 or deepspeed.")]) -> None:
     """Print the path of a built-in config for `accelerate launch`."""
     from hf_posenc.recipes import library
 
@@ -91,11 +89,9 @@ def config(name: Annotated[str, typer.Argument(metavar="NAME", help="one, ddp, f
 def train(
     context: typer.Context,
     recipe: Name,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the run (required); a run in it is continued.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Folder of the run (required); a run in it is continued.")] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
     """Convert a model and train it according to a recipe."""
     from hf_posenc.recipes.schema.recipe import Recipe
@@ -107,34 +103,26 @@ def train(
         return
     if out is None:
         raise typer.BadParameter("Got none; expected the folder of the run.", param_hint="--out")
-    from rich.console import Console
-
     from hf_posenc.recipes.runs import run
 
-    console = Console()
-    with _resumable(console, out):
-        _say_what_is_there(run.train(read, out, console=console, command=context.obj))
+    _follow(out, lambda console: run.train(read, out, console=console, command=context.obj))
 
 
 @app.command()
 def resume(directory: Folder) -> None:
     """Continue an interrupted run from its last complete checkpoint."""
     quiet()
-    from rich.console import Console
-
     from hf_posenc.recipes.runs import run
 
-    console = Console()
-    with _resumable(console, directory):
-        _say_what_is_there(run.resume(directory, console=console))
+    _follow(directory, lambda console: run.resume(directory, console=console))
 
 
 @app.command()
 def push(
     directory: Folder,
-    repository: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, such as me/my-model.")],
-    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: main.")] = None,
+    repository: Annotated[str, Argument(metavar="REPO", help="Repository on the hub, such as me/my-model.")],
+    private: Annotated[bool, Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[str | None, Option(metavar="BRANCH", help="Branch to push to. Default: main.")] = None,
 ) -> None:
     """Push the model of a finished run to the hub, with its card, table and picture."""
     from hf_posenc.recipes.runs import hub as pushing
@@ -142,30 +130,33 @@ def push(
     typer.echo(f"pushed to {pushing.push(directory, repository, private=private, revision=revision)}")
 
 
-def _resumable(console: Console, folder: Path) -> AbstractContextManager[None]:
-    return resumable(console, folder / "recipe.yaml", f"hf-posenc resume {shlex.quote(str(folder))}")
+def _follow(folder: Path, do: Callable[[Console], Outcome]) -> None:
+    """Train in a folder, and say how a stopped run goes on, or else what there is and what may come next."""
+    from rich.console import Console
 
-
-def _say_what_is_there(outcome: Outcome) -> None:
-    if is_main() and not outcome.already:
-        typer.echo(f"wrote {outcome.folder}: {listing(outcome.folder)}\n\nTo read it: {outcome.folder / 'report.html'}")
-        adapters = list((outcome.folder / "model").glob("adapter_model*.safetensors"))
-        if adapters:
-            size = sum(file.stat().st_size for file in adapters)
-            typer.echo(f"The weights of the adapter, in {outcome.folder / 'model'}, take {size / 1000:,.1f} KB.")
-        # "." has no name to derive another from.
-        place = outcome.folder if outcome.folder.name else outcome.folder.resolve()
-        verdict, folder = outcome.verdict, shlex.quote(str(place))
-        if verdict is not None:
-            typer.echo(f"\n{verdict}")
-        if verdict is not None and verdict.wants_control:
-            recipe, control = (shlex.quote(f"{place}{end}") for end in ("/recipe.yaml", "-control"))
-            changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
-            typer.echo("\nTo train the control, and to compare:\n")
-            typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
-            typer.echo(f"    hf-posenc eval {control} {folder}")
-        if verdict is None or not verdict.is_bad:
-            typer.echo(f"\nTo push it:\n\n    hf-posenc push {folder} REPO")
+    console = Console()
+    with resumable(console, folder / "recipe.yaml", f"hf-posenc resume {shlex.quote(str(folder))}"):
+        outcome = do(console)
+    if outcome.already or not is_main():
+        return
+    say_wrote(outcome.folder, "report.html")
+    adapters = list((outcome.folder / "model").glob("adapter_model*.safetensors"))
+    if adapters:
+        size = sum(file.stat().st_size for file in adapters)
+        typer.echo(f"The weights of the adapter, in {outcome.folder / 'model'}, take {size / 1000:,.1f} KB.")
+    # "." has no name to derive another from.
+    place = outcome.folder if outcome.folder.name else outcome.folder.resolve()
+    verdict, quoted = outcome.verdict, shlex.quote(str(place))
+    if verdict is not None:
+        typer.echo(f"\n{verdict}")
+    if verdict is not None and verdict.wants_control:
+        recipe, control = (shlex.quote(f"{place}{end}") for end in ("/recipe.yaml", "-control"))
+        changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
+        typer.echo("\nTo train the control, and to compare:\n")
+        typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
+        typer.echo(f"    hf-posenc eval {control} {quoted}")
+    if verdict is None or not verdict.is_bad:
+        typer.echo(f"\nTo push it:\n\n    hf-posenc push {quoted} REPO")
 
 
 def _plan(recipe: Recipe) -> str:

@@ -15,13 +15,16 @@ from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
-from hf_posenc.patches.export.folding import fold
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
 from hf_posenc.structures import Equivalent, Nothing, PositionTable, Rotation, StockBias
 
 # The remedy where an export is impossible.
 KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
+# The angle of the slowest rotation that float32 can tell from none, per position: 1e-7 at a million positions.
+_SLOWEST = 1e-13
+# Frequencies closer than this, as a share, are one: their angles differ by no more than float32 rounds them.
+_SAME = 2.0**-22
 # Stands for no rotation, since stock models store reciprocals of frequencies: the angle at a million positions is
 # 1e-24, whose cosine is 1 in any precision.
 _STILL = 1e-30
@@ -37,6 +40,7 @@ _DOES = {
 class Layer:
     """One layer: whether the model's own encoding is there, what the scheme adds, and its place for messages."""
 
+    geometry: Geometry
     native: bool
     added: Equivalent
     place: str
@@ -48,7 +52,6 @@ class Stack:
 
     name: str
     body: nn.Module
-    geometries: list[Geometry]
     layers: list[Layer]
 
 
@@ -60,17 +63,17 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
     known: dict[nn.Module, Equivalent] = {}
     attention: Any
     for index, attention in enumerate(architecture.attentions(body)):
-        if not surgery.is_patched(attention):
-            native = not surgery.native_removed(architecture, body)
-            layers.append(Layer(native, Nothing(), f"layer {index} of the {name} (without a scheme)"))
-            continue
-        group = groups[attention.posenc_group]
-        scheme = surgery.scheme_of(body, attention)
-        place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
-        if scheme not in known:
-            known[scheme] = _equivalent(scheme, place)
-        layers.append(Layer(group.native == "keep", known[scheme], place))
-    return Stack(name, body, [architecture.geometry(body, index) for index in range(len(layers))], layers)
+        added: Equivalent = Nothing()
+        native = not surgery.native_removed(architecture, body)
+        place = f"layer {index} of the {name} (without a scheme)"
+        if surgery.is_patched(attention):
+            group, scheme = groups[attention.posenc_group], surgery.scheme_of(body, attention)
+            place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
+            if scheme not in known:
+                known[scheme] = _equivalent(scheme, place)
+            native, added = group.native == "keep", known[scheme]
+        layers.append(Layer(architecture.geometry(body, index), native, added, place))
+    return Stack(name, body, layers)
 
 
 def _equivalent(scheme: Scheme, place: str) -> Equivalent:
@@ -128,7 +131,7 @@ class Draft:
 
 def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, max_positions: int | None) -> None:
     """Write the positional encodings of a model into the config and weights of a stock one, see `export_stock`."""
-    geometry = stacks[0].geometries[0]
+    geometry = stacks[0].layers[0].geometry
     if geometry.inv_freq is not None:
         for stack in stacks:
             _restate_rotations(draft, stack, max_head_dim)
@@ -149,15 +152,17 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, 
 
 def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> None:
     """Bring the rotations of all layers into the one table of frequencies that a stock model has."""
-    rotations = [_rotation(layer, geometry) for layer, geometry in zip(stack.layers, stack.geometries, strict=True)]
-    if all(_is_native(rotation, geometry) for rotation, geometry in zip(rotations, stack.geometries, strict=True)):
+    rotations = [_rotation(layer) for layer in stack.layers]
+    pairs = list(zip(stack.layers, rotations, strict=True))
+    if all(_is_native(rotation, layer.geometry) for layer, rotation in pairs):
         return
-    for layer, geometry, rotation in zip(stack.layers, stack.geometries, rotations, strict=True):
-        if rotation.frequencies.any() and (geometry.inv_freq is None or not geometry.inv_freq.any()):
+    for layer, rotation in pairs:
+        own = layer.geometry.inv_freq
+        if rotation.frequencies.any() and (own is None or not own.any()):
             raise unfit(layer, "turns queries and keys, and this layer of the stock model does not")
-    frequencies, spreads = fold(rotations)
+    frequencies, spreads = _one_table(rotations)
     width = 2 * len(frequencies)
-    _check_width(width, stack.geometries[0].head_dim, max_head_dim)
+    _check_width(width, stack.layers[0].geometry.head_dim, max_head_dim)
     if "rope_theta" not in draft.config.rope_parameters:
         raise unfit(stack.layers[0], "needs other frequencies, and the model has several tables of them")
     draft.config.head_dim = draft.head_dim = width
@@ -166,31 +171,28 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
     vars(draft.config).pop("partial_rotary_factor", None)
     blank = draft.architecture.stacks(draft.blank())[stack.name]
     for index, attention in enumerate(draft.architecture.attentions(stack.body)):
+        layer, spread = stack.layers[index], spreads[index]
         projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
-        geometry = stack.geometries[index]
-        own, stock = geometry.scale, draft.architecture.geometry(blank, index).scale
-        factor = own / stock
-        spread = spreads[index]
+        factor = layer.geometry.scale / draft.architecture.geometry(blank, index).scale
         between = [name for name, part in attention.named_children() if name not in (*projections, surgery.OWN)]
         if (factor != 1 or not _is_unit(spread)) and any(list(getattr(attention, x).parameters()) for x in between):
-            raise unfit(
-                stack.layers[index],
-                f"needs other projections, and between these and the rotation the model has {', '.join(between)}",
-            )
-        _fold_projections(draft, projections, spread, geometry.heads, factor)
+            names = ", ".join(between)
+            raise unfit(layer, f"needs other projections, and between these and the rotation the model has {names}")
+        _fold_projections(draft, projections, spread, layer.geometry.heads, factor)
     moving = frequencies[frequencies > 0]
-    said = (
-        f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token" if len(moving) else "all zero, no positions"
-    )
-    draft.changes.append(f"config: rotary frequencies, {said}")
     if len(moving):
+        span = f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token"
+        draft.changes.append(f"config: rotary frequencies, {span}")
         draft.changes.append("note: llama.cpp's converter drops frequencies of this type and would rotate as RoPE does")
+    else:
+        draft.changes.append("config: rotary frequencies, all zero, no positions")
     if draft.replaced:
         draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
 
 
-def _rotation(layer: Layer, geometry: Geometry) -> Rotation:
+def _rotation(layer: Layer) -> Rotation:
     """Return the total rotation of queries and keys in a layer."""
+    geometry = layer.geometry
     if not isinstance(layer.added, Nothing | Rotation):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
     if not layer.native:
@@ -305,6 +307,52 @@ def _rope_parameters(config: Any, frequencies: Tensor) -> dict[str, Any]:
     }
 
 
+def _one_table(rotations: Sequence[Rotation]) -> tuple[Tensor, list[Tensor]]:
+    """Bring rotations, one per layer, into one table: the smallest that holds the frequencies of all heads.
+
+    Returns:
+        The table, float64 `[P]`, falling and not negative, in the layout of transformers: pairs (i, i + P). And for
+        each layer the map from its queries and keys to those that the table turns, float64 `[G, 2 P, D]`.
+    """
+    forward = [_forward(rotation) for rotation in rotations]
+    heads = torch.cat([rotation.frequencies for rotation in forward])  # [layers * G, D / 2]
+    levels = _levels(heads)
+    # Find the level of each plane of each head.
+    between = (levels[1:] + levels[:-1]) / 2
+    index = len(between) - torch.bucketize(heads, between.flip(0))
+    copies = torch.stack([row.bincount(minlength=len(levels)) for row in index]).amax(dim=0)
+    begins = copies.cumsum(0) - copies
+    table = levels.repeat_interleave(copies)
+    slots = torch.stack([_slots(row, begins) for row in index])
+    bases = torch.cat([rotation.basis for rotation in forward])
+    rows = torch.cat((slots, slots + len(table)), dim=1)[..., None].expand_as(bases)
+    maps = bases.new_zeros(len(bases), 2 * len(table), bases.shape[-1]).scatter(1, rows, bases)
+    return table, list(torch.split(maps, [len(rotation.frequencies) for rotation in forward]))
+
+
+def _forward(rotation: Rotation) -> Rotation:
+    """Return the same rotation with no frequency below zero: a plane seen from its other side turns forward."""
+    speed = rotation.frequencies.abs()
+    u, w = rotation.basis.chunk(2, dim=1)
+    w = torch.where(rotation.frequencies[..., None] < 0, -w, w)
+    return Rotation(speed.where(speed > _SLOWEST, speed.new_zeros(())), torch.cat((u, w), dim=1))
+
+
+def _levels(frequencies: Tensor) -> Tensor:
+    """Return the distinct frequencies, falling."""
+    kept: list[float] = []
+    for frequency in sorted(set(frequencies.flatten().tolist()), reverse=True):
+        if not kept or kept[-1] - frequency > _SAME * kept[-1]:
+            kept.append(frequency)
+    return frequencies.new_tensor(kept)
+
+
+def _slots(levels: Tensor, begins: Tensor) -> Tensor:
+    """Return the place of each plane of a head in the table, given its level and where the levels begin there."""
+    earlier = torch.stack([(levels[:place] == level).sum() for place, level in enumerate(levels)])
+    return begins[levels] + earlier
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -316,16 +364,16 @@ def _table(draft: Draft, stack: Stack) -> Tensor:
 
 def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) -> None:
     """Write a scheme's vectors per position into the model's own table of positions."""
-    for layer in stack.layers:
-        if not isinstance(layer.added, Nothing | PositionTable):
-            raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table of positions only")
-    table, geometry = _table(draft, stack), stack.geometries[0]
+    for one in stack.layers:
+        if not isinstance(one.added, Nothing | PositionTable):
+            raise unfit(one, f"{_DOES[type(one.added)]}, and the model has a table of positions only")
+    layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
+    table, geometry = _table(draft, stack), layer.geometry
     own = table.detach().double().cpu().view(-1, geometry.hidden_size)
     assert geometry.native is not None
     # Rows for padding come first, where there are any.
     first = len(own) - geometry.native.weight.numel() // geometry.hidden_size
     padding, own = own[:first], own[first:]
-    layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
     added = layer.added if isinstance(layer.added, PositionTable) else None
     limits = ([len(own)] if layer.native else []) + ([added.limit] if added is not None and added.limit else [])
     rows = min(limits, default=len(own)) if max_positions is None else max_positions
@@ -353,7 +401,7 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
 
 def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int | None) -> None:
     """Write biases of the distance into the model's own tables of buckets, one per stack."""
-    native = stacks[0].geometries[0].native
+    native = stacks[0].layers[0].geometry.native
     assert native is not None
     assert native.max_distance is not None
     own = (len(native.weight), native.max_distance)
@@ -368,7 +416,7 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
     tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
     if any(table is None for table in tables.values()):
         # A bucket for each distance: those of single distances are the first half of each side's.
-        buckets = (far + 1) * (2 if all(stack.geometries[0].causal for stack in stacks) else 4)
+        buckets = (far + 1) * (2 if all(stack.layers[0].geometry.causal for stack in stacks) else 4)
         own = (buckets, buckets)
         tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
     for stack in stacks:
@@ -399,7 +447,7 @@ def _reach(layer: Layer, max_positions: int | None) -> int:
 
 def _distance_values(stack: Stack, far: int) -> Tensor:
     """Return the bias of all layers of a stack at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
-    geometry = stack.geometries[0]
+    geometry = stack.layers[0].geometry
     native = geometry.native
     assert native is not None
     assert native.max_distance is not None
@@ -423,7 +471,7 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
 
 def _bucket_table(stack: Stack, values: Tensor, count: int, max_distance: int) -> Tensor | None:
     """Return `_distance_values` as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse."""
-    causal = stack.geometries[0].causal
+    causal = stack.layers[0].geometry.causal
     far = values.shape[1] - 1 if causal else values.shape[1] // 2
     reach = max(far, max_distance)
     distance = torch.arange(0 if causal else -reach, reach + 1)

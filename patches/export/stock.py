@@ -42,17 +42,11 @@ class Export:
         return self.head_dim / self.head_dim_before
 
     def __str__(self) -> str:
-        rows = [("model", self.model), *(("changed", change) for change in self.changes)]
-        if not self.changes:
-            rows.append(("changed", "nothing: it computes its own encoding"))
+        changes = self.changes or ("nothing: it computes its own encoding",)
+        rows = [("model", self.model), *(("changed", change) for change in changes)]
         if self.head_dim != self.head_dim_before:
-            rows.append(
-                (
-                    "head_dim",
-                    f"{self.head_dim} instead of {self.head_dim_before}: projections of attention and key/value "
-                    f"cache are {self.memory_factor:g} times as large",
-                )
-            )
+            cost = f"projections of attention and key/value cache are {self.memory_factor:g} times as large"
+            rows.append(("head_dim", f"{self.head_dim} instead of {self.head_dim_before}: {cost}"))
         if self.positions is not None:
             rows.append(("equal up to", f"{self.positions:,} tokens"))
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
@@ -88,31 +82,19 @@ def export_stock(
     """
     try:
         with whole_directory(Path(directory)) as folder:
-            stock, export = stock_twin(model, max_head_dim=max_head_dim, max_positions=max_positions)
-            stock.save_pretrained(folder)
+            architecture = _check_model(model)
+            stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
+            layers = [layer for stack in stacks for layer in stack.layers]
+            geometry = layers[0].geometry
+            _check_options(geometry, max_head_dim, max_positions)
+            draft = Draft(model, architecture)
+            if max_positions is not None or not all(one.native and isinstance(one.added, Nothing) for one in layers):
+                restate(draft, stacks, max_head_dim=max_head_dim, max_positions=max_positions)
+            draft.build().save_pretrained(folder)
     except OutputError as error:
         raise ExportError(str(error)) from error
-    return export
-
-
-def stock_twin(
-    model: PreTrainedModel, *, max_head_dim: int | None = None, max_positions: int | None = None
-) -> tuple[PreTrainedModel, Export]:
-    """Return a stock model that computes the same function as a converted one, and a summary of the changes.
-
-    It is good for saving only: unchanged weights are shared with the converted model, and tensors that a checkpoint
-    does not hold have no storage. Arguments and errors are those of `export_stock`.
-    """
-    architecture = _check_model(model)
-    draft = Draft(model, architecture)
-    stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
-    _check_options(stacks[0].geometries[0], max_head_dim, max_positions)
-    layers = [layer for stack in stacks for layer in stack.layers]
-    if max_positions is not None or not all(layer.native and isinstance(layer.added, Nothing) for layer in layers):
-        restate(draft, stacks, max_head_dim=max_head_dim, max_positions=max_positions)
-    before = stacks[0].geometries[0].head_dim
-    export = Export(draft.kind.__name__, tuple(draft.changes), draft.head_dim or before, before, draft.positions)
-    return draft.build(), export
+    width = draft.head_dim or geometry.head_dim
+    return Export(draft.kind.__name__, tuple(draft.changes), width, geometry.head_dim, draft.positions)
 
 
 def _check_model(model: object) -> Architecture:
