@@ -190,13 +190,26 @@ class Binding(HfQuantizer):
 
 
 def check_index(folder: Path, variant: str | None) -> None:
-    """Raise `CheckpointError` for a damaged index of shards."""
-    weights, file = (folder / _add_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-    if file.is_file() and not weights.is_file():
-        with reading(str(file), advice=DAMAGED):
-            index = json.loads(file.read_bytes())
-            if not (isinstance(index["metadata"], dict) and [Path(name) for name in index["weight_map"].values()]):
-                raise ValueError("no file of any tensor")
+    """Raise `CheckpointError` for an index of shards that is damaged, leads elsewhere, or is one of two checkpoints."""
+    weights, index = (folder / _add_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if not index.is_file():
+        return
+    if weights.is_file():
+        # transformers would take those of the file, old or new.
+        raise CheckpointError(
+            f"{folder} holds two checkpoints: {weights.name}, and the shards of {index.name}. Remove the older one, or "
+            "save the model again."
+        )
+    with reading(str(index), advice=DAMAGED):
+        content = json.loads(index.read_bytes())
+        shards = [str(Path(name)) for name in content["weight_map"].values()]
+        if not isinstance(content["metadata"], dict) or not shards:
+            raise ValueError("no file of any tensor")
+    for name in shards:
+        if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
+            raise CheckpointError(
+                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore {index.name}."
+            )
 
 
 def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -208,14 +221,8 @@ def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         return dict(file.metadata() or {}), tensors
 
 
-def _read_headers(files: Iterable[str], shards: Iterable[str], config: Any) -> dict[str, Tensor]:
-    """Return all tensors in the weight files of a converted checkpoint by name; `shards` is those in its index."""
-    for name in shards:
-        if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
-            raise CheckpointError(
-                f"The index of the weights names {name!r}, which is outside of the checkpoint. Restore "
-                "model.safetensors.index.json."
-            )
+def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
+    """Return all tensors in the weight files of a converted checkpoint by name."""
     found: dict[str, Tensor] = {}
     stamps: dict[str, str | None] = {}
     for path in map(str, files):
@@ -255,11 +262,7 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         )
     if not files and not state_dict:
         return  # That asks for a freshly initialised model.
-    stored = state_dict
-    if files:
-        _check_one(Path(files[0]))
-        shards = (load_config.sharded_metadata or {}).get("weight_map", {}).values()
-        stored = _read_headers(files, shards, model.config)
+    stored = _read_headers(files, model.config) if files else state_dict
     wanted = model.state_dict(keep_vars=True)
     targets = {name: _target(name, model, wanted, mapping) for name in stored}
     found = {target: stored[name] for name, (target, _) in targets.items()}
@@ -291,17 +294,6 @@ def variant(name: str) -> str | None:
     """Return the variant of a model, with a dot, whose weights or index a file holds; `None` for other files."""
     found = _WEIGHTS.fullmatch(name)
     return None if found is None else found["weights"] or found["index"] or ""
-
-
-def _check_one(file: Path) -> None:
-    """Raise if weights lie in a file and in shards, too: transformers would take those of the file, old or new."""
-    of = variant(file.name)
-    index = file.with_name(f"model.safetensors.index{of}.json")
-    if of is not None and "-of-" not in file.name and index.is_file():
-        raise CheckpointError(
-            f"{file.parent} holds two checkpoints: {file.name}, and the shards of {index.name}. Remove the older one, "
-            "or save the model again."
-        )
 
 
 def owed(model: Any, missing: Collection[str], mapping: Iterable[Any] = ()) -> list[str]:

@@ -177,15 +177,11 @@ def test_convert_verify_load(name: str, auto: Any, checkpoints: dict[str, Path],
     )
 
 
-def test_tokenizer_and_permissions_come_along(converted: Path) -> None:
-    text = "Return a new list."
-    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (converted, TINY_LLAMA))
-    assert ours(text).input_ids == theirs(text).input_ids
-    assert {path.stat().st_mode & 0o777 for path in converted.iterdir()} == {0o644}
-
-
 def test_what_convert_keeps(checkpoints: dict[str, Path], converted: Path, tmp_path: Path) -> None:
-    """The dtype that is asked for, the class that the checkpoint names, and of a converted one all but its scheme."""
+    """Tokenizer, dtype, the class that the checkpoint names, and of a converted one all but its scheme."""
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (converted, TINY_LLAMA))
+    assert ours("Return a new list.").input_ids == theirs("Return a new list.").input_ids
+    assert {path.stat().st_mode & 0o777 for path in converted.iterdir()} == {0o644}
     assert run("convert", checkpoints["llama"], "fire", tmp_path / "half", "--dtype", "bfloat16").exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert model.lm_head.weight.dtype == torch.bfloat16
@@ -282,23 +278,22 @@ def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path:
     assert "conversion.native=keep conversion.options.gate=True" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("content", "answer"),
-    [
-        (None, "There is no file or folder"),
+def test_dry_run_reads_the_text(tmp_path: Path) -> None:
+    def answer() -> tuple[int, str]:
+        result = run("train", "control", f"data={tmp_path / 'text.txt'}", "--dry-run")
+        return result.exit_code, (result.stderr.splitlines() or [""])[-1]
+
+    assert "There is no file or folder" in answer()[1]
+    for content, words in (
         ("", "is empty; expected text"),
         ("\0" * 9, "There is no text"),
         ("Once upon a time.\n" * 9, "The held-out text has"),
-        ("word " * 999, None),
-    ],
-)
-def test_dry_run_reads_the_text(content: str | None, answer: str | None, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    if content is not None:
-        text.write_text(content, encoding="utf-8")
-    result = run("train", "control", f"data={text}", "--dry-run")
-    assert result.exit_code == (answer is not None)
-    assert (answer or "") in (result.stderr.splitlines() or [""])[-1]
+    ):
+        (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+        code, said = answer()
+        assert (code, words in said) == (1, True)
+    (tmp_path / "text.txt").write_text("word " * 999, encoding="utf-8")
+    assert answer()[0] == 0
 
 
 SMALL = ["training.steps=4", "training.batch_size=2", "data.limit=400", "evaluation={windows: 2, contexts: [64]}"]
@@ -479,12 +474,8 @@ def test_bad_input_is_one_line(case: str, places: dict[str, Path]) -> None:
     assert list(places["empty"].iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["plan gfire fire", "eval tiny-llama gfire --out {out}", "train swap scheme=fire model=runs/gfire --out {out}"],
-)
 def test_a_mistyped_directory_is_refused_at_once_without_a_network(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(url: str) -> None:
         raise ConnectionError(f"no way to {url}.")
@@ -492,22 +483,22 @@ def test_a_mistyped_directory_is_refused_at_once_without_a_network(
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     # Whoever else asked would ask for half a minute.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    result = run(*shlex.split(command.format(out=tmp_path / "out")))
-    assert result.exit_code == 1
-    assert "hf-posenc: There is no directory " in result.stderr
-    assert "gfire, and the hub" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    for command in (
+        "plan gfire fire",
+        "eval tiny-llama gfire --out OUT",
+        "train swap scheme=fire model=gfire --out OUT",
+    ):
+        result = run(*command.replace("OUT", str(tmp_path / "out")).split())
+        assert (result.exit_code, len(result.stderr.strip().splitlines())) == (1, 1)
+        assert "hf-posenc: There is no directory gfire, and the hub" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"), [("recipes", "Another positional"), ("schemes", "A small network of the")]
-)
-def test_tables_keep_their_sentences_in_a_narrow_terminal(command: str, sentence: str) -> None:
-    narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"})
-    assert sentence in narrow.stdout
-    assert "…" not in narrow.stdout
-    assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", narrow.stdout).splitlines())) <= 80
+def test_tables_keep_their_sentences_in_a_narrow_terminal() -> None:
+    for command, sentence in (("recipes", "Another positional"), ("schemes", "A small network of the")):
+        narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"}).stdout
+        assert (sentence in narrow, "…" in narrow) == (True, False)
+        assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", narrow).splitlines())) <= 80
 
 
 def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:

@@ -9,16 +9,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from models import text_file, tiny
+from models import text_file
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import patch
 from hf_posenc.recipes import library
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -101,48 +98,3 @@ def numbers(content: object) -> list[float]:
     if isinstance(content, list):
         return [number for value in content for number in numbers(value)]
     return [content] if isinstance(content, float) else []
-
-
-def seeded(architecture: str, scheme: str) -> Any:
-    model = tiny(architecture)
-    torch.manual_seed(0)
-    return patch(model, scheme).train()
-
-
-def train_sharded(rank: int, architecture: str, scheme: str, folder: str) -> None:
-    """Train one of two shards on half of each batch, and write the whole weights."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = seeded(architecture, scheme)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    train_few_steps(model, slice(rank, None, 2))
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    if rank == 0:
-        torch.save(whole, f"{folder}/whole.pt")
-    torch.distributed.destroy_process_group()
-
-
-def train_few_steps(model: Any, rows: slice) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(3):
-        ids = torch.randint(3, 58, (4, 24), generator=torch.Generator().manual_seed(step))[rows]
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["rope", "kerple", "fox", "tape"])
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
-def test_layers_sharded_by_fsdp2_train_as_one(architecture: str, scheme: str, tmp_path: Path) -> None:
-    """Texts are longer than the windows."""
-    torch.multiprocessing.spawn(train_sharded, (architecture, scheme, str(tmp_path)), nprocs=2)
-    model = seeded(architecture, scheme)
-    train_few_steps(model, slice(None))
-    found = torch.load(tmp_path / "whole.pt")
-    before = seeded(architecture, scheme).state_dict()
-    assert found.keys() == before.keys()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
-    assert max((found[name] - before[name]).abs().max() for name in found) > 1e-2

@@ -110,66 +110,59 @@ def plain(scheme: str = "alibi") -> Any:
 
 LOAD_ALL = """
 import sys
-{extra}
+import peft
+{start}
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 base, ids, *folders = sys.argv[1:]
-ways = {ways}
-for folder, load in [(folder, load) for folder in folders for load in ways]:
-    try:
-        model = load(folder).eval()
-    except (KeyError, ValueError) as error:
-        print("REFUSED", error)
-    else:
-        with torch.no_grad():
-            save_file({{"logits": model(**load_file(ids), use_cache=False).logits}}, folder + "/out")
+for folder in folders:
+    for load in {ways}:
+        try:
+            model = load(folder).eval()
+        except (KeyError, ValueError) as error:
+            print("REFUSED", error)
+        else:
+            with torch.no_grad():
+                save_file({{"logits": model(**load_file(ids), use_cache=False).logits}}, folder + "/out")
 """
 
 
 @pytest.mark.grid  # it starts processes; the tests below load every kind here
 def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
-    ids = tokens("llama", 2, 12)
+    ids, wanted = tokens("llama", 2, 12), {}
     save_file({"input_ids": ids}, tmp_path / "ids")
     stock("llama").save_pretrained(tmp_path / "base")
-    wanted, folders, edited = {}, {}, {}
-    for kind, config in KINDS.items():
-        model = moved(get_peft_model(plain(), config()), 0.05, only="")
-        wanted[kind] = logits(model, "llama", ids)
-        folders[kind], edited[kind] = tmp_path / kind, tmp_path / f"{kind} edited"
-        model.save_pretrained(folders[kind])
-        model.save_pretrained(edited[kind])
-        file = edited[kind] / "adapter_config.json"
+    makers = {kind: ("alibi", config) for kind, config in KINDS.items()}
+    makers["scheme"] = ("kerple", lambda: PosencLoraConfig(target_modules=[]))
+    for kind, (scheme, config) in makers.items():
+        model = moved(get_peft_model(plain(scheme), config()), 0.05, only="")
+        wanted[tmp_path / kind] = logits(model, "llama", ids)
+        for folder in (tmp_path / kind, tmp_path / f"{kind} edited"):
+            model.save_pretrained(folder)
+        file = folder / "adapter_config.json"
         file.write_text(file.read_text().replace("HF_POSENC_", ""))  # its type is one of PEFT's then
 
-    def run(extra: str, ways: str, paths: Any) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", LOAD_ALL.format(extra=extra, ways=ways)]
-            + [str(path) for path in (tmp_path / "base", tmp_path / "ids", *paths)],
-            capture_output=True,
-            text=True,
-        )
+    def refused(start: str, ways: str, folders: Any) -> int:
+        script = LOAD_ALL.format(start=start, ways=ways)
+        places = [str(path) for path in (tmp_path / "base", tmp_path / "ids", *folders)]
+        command = [sys.executable, "-W", "ignore", "-c", script, *places]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        return [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+        return done.stdout.count("REFUSED")
 
-    model = moved(get_peft_model(plain("kerple"), PosencLoraConfig(target_modules=[])), 0.05, only="")
-    wanted["scheme"], folders["scheme"] = logits(model, "llama", ids), tmp_path / "scheme"
-    model.save_pretrained(folders["scheme"])
-    stock_model = "AutoModelForCausalLM.from_pretrained(base)"
-    patched = f"hf_posenc.patch({stock_model}, 'alibi')"
-    load = f"[lambda folder: PeftModel.from_pretrained({stock_model} if 'scheme' in folder else {patched}, folder)]"
+    model = "AutoModelForCausalLM.from_pretrained(base)"
+    onto = f"{model} if 'scheme' in folder else hf_posenc.patch({model}, 'alibi')"
     # Elsewhere hf_posenc is imported first.
-    assert run("import peft\nimport hf_posenc", load, folders.values()) == []
-    for kind, folder in folders.items():
-        assert torch.equal(load_file(folder / "out")["logits"], wanted[kind]), kind
-    both = [*folders.values(), *edited.values()]
-    ways = f"[AutoModelForCausalLM.from_pretrained, lambda folder: PeftModel.from_pretrained({stock_model}, folder)]"
-    assert len(run("", ways, both)) == 2 * len(both)
+    assert refused("import hf_posenc", f"[lambda folder: PeftModel.from_pretrained({onto}, folder)]", wanted) == 0
+    for folder, expected in wanted.items():
+        assert torch.equal(load_file(folder / "out")["logits"], expected), folder
+    both = [*wanted, *(folder.with_name(f"{folder.name} edited") for folder in wanted)]
+    ways = f"[AutoModelForCausalLM.from_pretrained, lambda folder: PeftModel.from_pretrained({model}, folder)]"
+    assert refused("", ways, both) == 2 * len(both)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

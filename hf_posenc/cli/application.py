@@ -56,9 +56,8 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=F
 def in_syntax_of(command: str | None, message: str) -> str:
     """Return a message with the keywords of `patch` as a command takes them: some have the keys of a recipe."""
     has_keys = command in ("train", "resume", "compare")
-    return restated(
-        message, *(("conversion.{}={}", "conversion.options.{}={}") if has_keys else ("--{} {}", "-o {}={}"))
-    )
+    keyword, option = ("conversion.{}={}", "conversion.options.{}={}") if has_keys else ("--{} {}", "-o {}={}")
+    return restated(message, keyword, option)
 
 
 def show(result: Any, *, as_json: bool) -> None:
