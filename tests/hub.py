@@ -1,12 +1,7 @@
-"""A server on loopback that speaks the calls of the Hub, and a process that takes it for the Hub.
-
-The calls are: creating a repository or a branch, reading a file, checking the metadata of a card, choosing how each
-file goes up, the batch call of Git LFS, and the commit.
-"""
+"""A stand-in for the Hub: repositories, branches and files are read from a server on loopback; commits come by call."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -15,31 +10,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_of_a_test"
 
 
 @dataclass
 class Hub:
-    """What the server has been told.
+    """What the Hub has been told.
 
     Attributes:
         files: Content of each file, by repository and path.
-        commits: The repositories committed to, with the message.
-        large: Content uploaded through LFS, by its SHA-256.
+        commits: Repository, branch and message of each commit.
         unknown: Requests that the server has no answer to.
     """
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    commits: list[tuple[str, str]] = field(default_factory=list)
-    large: dict[str, bytes] = field(default_factory=dict)
+    commits: list[tuple[str, str | None, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    unauthorised: list[str] = field(default_factory=list)
+
+    def commit(
+        self, repo_id: str, operations: Any, *, commit_message: str, revision: str | None = None, **_: Any
+    ) -> Any:
+        """Do as `HfApi.create_commit` does."""
+        for operation in operations:
+            with operation.as_file() as file:
+                self.files[repo_id][operation.path_in_repo] = file.read()
+        self.commits.append((repo_id, revision, commit_message))
+        return SimpleNamespace(commit_url=f"http://hub/{repo_id}/commit/{COMMIT}")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,9 +53,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -61,17 +62,19 @@ class Handler(BaseHTTPRequestHandler):
     def answer_json(self, data: Any) -> None:
         self.answer(200, json.dumps(data).encode(), Content_Type="application/json")
 
-    @property
-    def here(self) -> str:
-        return f"http://{self.headers['Host']}"
-
     def do_GET(self) -> None:
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        match parts:
-            case ["api", "whoami-v2"]:
-                self.answer_json({"name": "me", "type": "user", "orgs": []})
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        match self.path.partition("?")[0].strip("/").split("/"):
+            case ["api", "repos", "create"]:
+                repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                self.hub.files.setdefault(repo, {})
+                self.answer_json({"url": f"http://{self.headers['Host']}/{repo}"})
+            case ["api", "models", _, _, "branch", _]:
+                self.answer_json({})
             case ["api", "models", owner, name]:
                 self.answer_json({"id": f"{owner}/{name}", "private": name != "public"})
+            case ["api", "whoami-v2"]:
+                self.answer_json({"name": "me", "type": "user", "orgs": []})
             case ["api", "agent-harnesses"]:
                 # The client describes itself in a header; this list tells it how.
                 self.answer_json({"standardEnvVars": [], "harnesses": {}})
@@ -86,68 +89,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.hub.unknown.append(f"{self.command} {self.path}")
                 self.answer(404)
 
-    do_HEAD = do_GET
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.hub.large[hashlib.sha256(content).hexdigest()] = content
-        self.answer(200)
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length")
-        body = self.rfile.read(int(length)) if length is not None else self.read_chunks()
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.hub.unauthorised.append(self.path)
-        match self.path.partition("?")[0].strip("/").split("/"):
-            case ["api", "repos", "create"]:
-                asked = json.loads(body)
-                repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
-                self.hub.files.setdefault(repo, {})
-                self.answer_json({"url": f"{self.here}/{repo}"})
-            case ["api", "validate-yaml"]:
-                self.answer_json({"errors": [], "warnings": []})
-            case ["api", "models", _, _, "branch", branch]:
-                self.hub.commits.append(("branch", branch))
-                self.answer_json({})
-            case ["api", "models", _, _, "preupload", _]:
-                paths = [file["path"] for file in json.loads(body)["files"]]
-                modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
-                pairs = zip(paths, modes, strict=True)
-                self.answer_json({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in pairs]})
-            case [_, _, "info", "lfs", "objects", "batch"]:
-                objects = json.loads(body)["objects"]
-                for wanted in objects:
-                    wanted["actions"] = {"upload": {"href": f"{self.here}/storage/{wanted['oid']}"}}
-                self.answer_json({"transfer": "basic", "objects": objects})
-            case ["api", "models", owner, name, "commit", branch]:
-                if branch != "main":
-                    self.hub.commits.append(("on", branch))
-                self.commit(f"{owner}/{name}", [json.loads(line) for line in body.splitlines()])
-                self.answer_json({"commitUrl": f"{self.here}/{owner}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
-            case _:
-                self.hub.unknown.append(f"{self.command} {self.path}")
-                self.answer(404)
-
-    def read_chunks(self) -> bytes:
-        content = b""
-        while size := int(self.rfile.readline(), 16):
-            content += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return content
-
-    def commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            value = line["value"]
-            match line["key"]:
-                case "header":
-                    self.hub.commits.append((repo, value["summary"]))
-                case "file":
-                    self.hub.files[repo][value["path"]] = base64.b64decode(value["content"])
-                case "lfsFile":
-                    self.hub.files[repo][value["path"]] = self.hub.large[value["oid"]]
-                case other:
-                    self.hub.unknown.append(f"commit line {other}")
+    do_HEAD = do_POST = do_GET
 
 
 @contextlib.contextmanager
@@ -158,7 +100,7 @@ def serving(hub: Hub, folder: Path) -> Iterator[Hub]:
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_TOKEN", TOKEN)
+        patch.setenv("HF_TOKEN", "hf_of_a_test")
         patch.setenv("NO_PROXY", "127.0.0.1")
         for name, value in {
             "ENDPOINT": here,
@@ -166,12 +108,11 @@ def serving(hub: Hub, folder: Path) -> Iterator[Hub]:
             "HF_HUB_CACHE": str(folder / "hub"),
             "AGENT_HARNESSES_PATH": str(folder / "harnesses.json"),
             "HF_HUB_OFFLINE": False,
-            # Xet talks to servers of its own; the Hub offers LFS as well.
-            "HF_HUB_DISABLE_XET": True,
         }.items():
             patch.setattr(constants, name, value)
         # Clients outlive a test, and each keeps the address that it was made with.
         patch.setattr(HfApi, "endpoint", property(lambda self: here, lambda self, value: None), raising=False)
+        patch.setattr(HfApi, "create_commit", lambda self, *given, **named: hub.commit(*given, **named))
         try:
             yield hub
         finally:

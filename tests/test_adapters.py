@@ -25,7 +25,24 @@ from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]}
-CASES = in_turn(hf_posenc.schemes())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter, which no test changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    adapted("llama", "fire").save_pretrained(folder)
+    return folder
+
+
+# Every scheme with LoRA. Without it: schemes of layers, shared ones on the body, ones that read the queries.
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *((architecture, scheme, {}) for architecture, scheme in in_turn(hf_posenc.schemes())),
+    ("llama", "fire", {"scheme_only": True, "shared": True}),
+    ("gpt2", "t5", {"scheme_only": True}),
+    ("t5", "kerple", {"scheme_only": True}),
+    ("llama", "cope", {"scheme_only": True, "layers": "every:2"}),
+]
 
 
 def adapted(architecture: str, scheme: str, *, scheme_only: bool = False, **options: Any) -> PeftModel:
@@ -78,82 +95,49 @@ def trained(base: Any, architecture: str, *, scheme_only: bool) -> PeftModel:
     return model.eval()
 
 
-@pytest.mark.parametrize(("architecture", "scheme"), CASES)
-def test_an_adapter_converts_the_stock_model_it_is_loaded_onto(architecture: str, scheme: str, tmp_path: Path) -> None:
-    ids = tokens(architecture, 2, 15)
-    model = adapted(architecture, scheme)
+@pytest.mark.parametrize(("architecture", "scheme", "options"), CASES)
+def test_an_adapter_converts_the_stock_model_it_is_loaded_onto(
+    architecture: str, scheme: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    ids, scheme_only = tokens(architecture, 2, 15), options.get("scheme_only", False)
+    model = adapted(architecture, scheme, **options)
     hf_posenc.verify(model)
-    trained = logits(model, architecture, ids)
-    model.save_pretrained(tmp_path)
-    own = [name for name in model.state_dict() if "hf_posenc" in name and ".modules_to_save." in name]  # and buffers
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert len([name for name in saved if "hf_posenc" in name]) == len(own)
-
-    loaded = PeftModel.from_pretrained(stock(architecture), tmp_path).eval()
-    assert torch.equal(logits(loaded, architecture, ids), trained)
-    assert loaded.base_model.model.config.posenc == model.base_model.model.config.posenc
-    merges(loaded, architecture, tmp_path, atol=1e-4, rtol=1e-4)
-
-
-def merges(model: PeftModel, architecture: str, folder: Path, **tolerance: float) -> None:
-    """Check that a model merged with its adapter computes the same, and is saved and loaded."""
-    ids = tokens(architecture, 2, 15)
-    wanted = logits(model, architecture, ids)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(logits(merged, architecture, ids), wanted, **tolerance)
-    merged.save_pretrained(folder / "merged")
-    again = type(merged).from_pretrained(folder / "merged")
-    assert torch.equal(logits(again, architecture, ids), logits(merged, architecture, ids))
-
-
-def test_an_adapter_fits_a_model_converted_in_the_same_way_only(tmp_path: Path) -> None:
-    model = adapted("llama", "fire")
-    model.save_pretrained(tmp_path)
-    ids = tokens("llama", 2, 15)
-    same = PeftModel.from_pretrained(hf_posenc.patch(stock("llama"), "fire"), tmp_path).eval()
-    assert torch.equal(logits(same, "llama", ids), logits(model, "llama", ids))
-    for scheme, options in (("kerple", {}), ("fire", {"width": 8}), ("fire", {"layers": [0]})):
-        other = hf_posenc.patch(stock("llama"), scheme, **options)
-        with pytest.raises(OptionError, match="trained with the schemes 'fire'"):
-            PeftModel.from_pretrained(other, tmp_path)
-    # So does a second adapter on one base.
-    model = adapted("llama", "kerple")
-    with pytest.raises(OptionError, match="trained with the schemes 'fire', and the model has 'kerple'"):
-        model.load_adapter(tmp_path, "second")
-    assert list(model.peft_config) == ["default"]
-
-
-# -- without LoRA ------------------------------------------------------------------------------------------------------
-
-# Schemes of layers, shared ones on the body, ones that read the queries; on both stacks of T5.
-ALONE = [
-    ("llama", "fire", {"shared": True}),
-    ("gpt2", "t5", {}),
-    ("t5", "kerple", {}),
-    ("llama", "cope", {"layers": "every:2"}),
-]
-
-
-@pytest.mark.parametrize(("architecture", "scheme", "options"), ALONE)
-def test_the_scheme_alone(architecture: str, scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
-    ids = tokens(architecture, 2, 15)
-    native = logits(stock(architecture), architecture, ids)
-    model = adapted(architecture, scheme, scheme_only=True, **options)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name in new_parameters(model) if ".modules_to_save.default." in name
-    }
-    assert torch.equal(Teacher.within(model)(inputs(architecture, ids)).logits, native)
     after = logits(model, architecture, ids)
-    with model.disable_adapter():
-        assert not torch.equal(logits(model, architecture, ids), after)
+    own = [name for name in model.state_dict() if "hf_posenc" in name and ".modules_to_save." in name]  # and buffers
+    if scheme_only:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trained == {name for name in new_parameters(model) if ".modules_to_save.default." in name} <= set(own)
+        native = logits(stock(architecture), architecture, ids)
+        assert torch.equal(Teacher.within(model)(inputs(architecture, ids)).logits, native)
+        with model.disable_adapter():
+            assert not torch.equal(logits(model, architecture, ids), after)
     model.save_pretrained(tmp_path)
-    own = [name for name in model.state_dict() if ".modules_to_save.default." in name]  # and buffers
-    assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(own)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == []
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert len([name for name in saved if scheme_only or "hf_posenc" in name]) == len(own)
 
     loaded = PeftModel.from_pretrained(stock(architecture), tmp_path).eval()
     assert torch.equal(logits(loaded, architecture, ids), after)
-    merges(loaded, architecture, tmp_path, atol=0, rtol=0)
+    assert loaded.base_model.model.config.posenc == model.base_model.model.config.posenc
+    merged, tolerance = loaded.merge_and_unload(), 0 if scheme_only else 1e-4
+    torch.testing.assert_close(logits(merged, architecture, ids), after, atol=tolerance, rtol=tolerance)
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(merged).from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(again, architecture, ids), logits(merged, architecture, ids))
+
+
+def test_an_adapter_fits_a_model_converted_in_the_same_way_only(saved: Path, working: PeftModel) -> None:
+    ids = tokens("llama", 2, 15)
+    same = PeftModel.from_pretrained(hf_posenc.patch(stock("llama"), "fire"), saved).eval()
+    assert torch.equal(logits(same, "llama", ids), logits(working, "llama", ids))
+    for scheme, options in (("kerple", {}), ("fire", {"width": 8}), ("fire", {"layers": [0]})):
+        other = hf_posenc.patch(stock("llama"), scheme, **options)
+        with pytest.raises(OptionError, match="trained with the schemes 'fire'"):
+            PeftModel.from_pretrained(other, saved)
+    # So does a second adapter on one base.
+    model = adapted("llama", "kerple")
+    with pytest.raises(OptionError, match="trained with the schemes 'fire', and the model has 'kerple'"):
+        model.load_adapter(saved, "second")
+    assert list(model.peft_config) == ["default"]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -320,15 +304,8 @@ def unknown(config: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    adapted("llama", "fire").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def working() -> PeftModel:
-    """A model with an adapter that works, which no test changes."""
+    """The model with that adapter, which no test changes."""
     return adapted("llama", "fire")
 
 
@@ -404,11 +381,10 @@ def others(key: Any, value: Any) -> list[Any]:
 
 # PEFT warns of entries that it does not know.
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
-def test_no_edit_of_the_config_loads_with_other_logits(tmp_path: Path) -> None:
+def test_no_edit_of_the_config_loads_with_other_logits(saved: Path, working: PeftModel, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 15)
-    model = adapted("llama", "fire")
-    wanted = logits(model, "llama", ids)
-    model.save_pretrained(tmp_path)
+    wanted = logits(working, "llama", ids)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text())
     names = "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "posenc', 'plugin_"
@@ -429,23 +405,21 @@ def test_no_edit_of_the_config_loads_with_other_logits(tmp_path: Path) -> None:
     assert count > 150
 
 
-def test_adapters_of_earlier_releases_load(tmp_path: Path) -> None:
-    ids = tokens("llama", 2, 15)
-    model = adapted("llama", "fire")
-    model.save_pretrained(tmp_path)
+def test_adapters_of_earlier_releases_load(saved: Path, working: PeftModel, tmp_path: Path) -> None:
+    ids, folder = tokens("llama", 2, 15), tmp_path / "earlier"
+    shutil.copytree(saved, folder)
 
     def earlier(config: dict[str, Any]) -> None:
         del config["base_weights"]
         config["task_type"] = config["posenc"].pop("locked")
 
-    edit(tmp_path, earlier)
-    file = tmp_path / "adapter_model.safetensors"
+    edit(folder, earlier)
+    file = folder / "adapter_model.safetensors"
     save_file(load_file(file), file, {"format": "pt"})
-    assert torch.equal(
-        logits(PeftModel.from_pretrained(stock("llama"), tmp_path).eval(), "llama", ids), logits(model, "llama", ids)
-    )
-    without("layers.0.self_attn.q_proj.lora_B")(tmp_path)
-    refused(stock("llama"), tmp_path, "misses .*q_proj.lora_B")
+    loaded = PeftModel.from_pretrained(stock("llama"), folder).eval()
+    assert torch.equal(logits(loaded, "llama", ids), logits(working, "llama", ids))
+    without("layers.0.self_attn.q_proj.lora_B")(folder)
+    refused(stock("llama"), folder, "misses .*q_proj.lora_B")
 
 
 def test_the_config_alone_can_be_kept(tmp_path: Path) -> None:
